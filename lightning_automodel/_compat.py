@@ -1,0 +1,167 @@
+"""Every private name of torch or Lightning that the package touches, each with its reason.
+
+Written against torch 2.13 and Lightning 2.6.4 to 2.6.6. An upstream rename breaks this file and no other.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_save as distributed_checkpoint_save
+from lightning.fabric.strategies.model_parallel import _load_checkpoint as load_checkpoint
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device as default_backend_for_device,
+)
+from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
+from lightning.fabric.utilities.load import _METADATA_FILENAME as CHECKPOINT_METADATA_FILENAME
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
+from lightning.pytorch.overrides.distributed import prepare_for_backward as prepare_ddp_for_backward
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
+from lightning.pytorch.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher as SubprocessScriptLauncher,
+)
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.utils import _sync_params_and_buffers as broadcast_tensors
+from torch.distributed.utils import _verify_param_shape_across_processes as verify_shapes_across_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = [
+    "CHECKPOINT_METADATA_FILENAME",
+    "DDPForwardRedirection",
+    "FSDPParamGroup",
+    "MockOptimizer",
+    "SubprocessScriptLauncher",
+    "broadcast_tensors",
+    "check_ddp_backward_is_complete",
+    "clear_accumulated_gradients",
+    "default_backend_for_device",
+    "distributed_checkpoint_save",
+    "flatten_mesh",
+    "free_parked",
+    "fsdp_param_groups",
+    "gathered_storage_is_alive",
+    "init_dist_connection",
+    "initialise_fsdp_root",
+    "is_sharding",
+    "load_checkpoint",
+    "optimizers_to_device",
+    "own_shard_changed",
+    "park_gathered",
+    "prepare_ddp_for_backward",
+    "reset_seed",
+    "reshards_after_forward",
+    "sharded_versions",
+    "unpark_gathered",
+    "verify_shapes_across_ranks",
+]
+
+
+# --- FSDP2: there are setters for communication flags but no getters, so restoring them needs the parameter groups ---
+
+
+def fsdp_param_groups(module: nn.Module) -> Iterator[FSDPParamGroup]:
+    """Yield the FSDP2 parameter groups at or below ``module``, each once (a group may span several modules)."""
+    seen: set[int] = set()
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            for group in submodule._get_fsdp_state()._fsdp_param_groups:
+                if id(group) not in seen:
+                    seen.add(id(group))
+                    yield group
+
+
+def initialise_fsdp_root(root: FSDPModule) -> None:
+    """Run FSDP2's lazy initialisation now, so that its errors (tied parameters, mixed dtypes) come at set-up.
+
+    It also settles ``post_forward_mesh_info`` of the root group, which the first forward would otherwise change after
+    this package has recorded it.
+    """
+    root._get_fsdp_state()._lazy_init()
+
+
+def clear_accumulated_gradients(param: FSDPParam) -> None:
+    """Drop the unsharded gradients that FSDP2 keeps through ``zero_grad`` and ``reset_iter_state`` (torch 2.13)."""
+    param.unsharded_accumulated_grad = None
+    if hasattr(param, "_unsharded_param"):
+        param._unsharded_param.grad = None
+
+
+def reshards_after_forward(group: FSDPParamGroup) -> bool:
+    """Whether the group frees its gathered parameters after forward."""
+    return group.post_forward_mesh_info is not None
+
+
+def is_sharding(group: FSDPParamGroup) -> bool:
+    """Whether the group is sharded at all (FSDP2 also drives pure replication with the same machinery)."""
+    return isinstance(group.mesh_info, FSDPMeshInfo)
+
+
+# --- FSDP2: "parking" keeps gathered parameters in memory while the module shows its sharded ones -------------------
+
+
+def park_gathered(group: FSDPParamGroup) -> None:
+    """Register the sharded parameters on the modules without freeing the gathered copy.
+
+    Whoever looks at the module between two micro-batches (a callback, a checkpoint, another forward) then meets an
+    ordinary sharded module, and a forward of theirs gathers afresh.
+    """
+    for param in group.fsdp_params:
+        param._setattr_on_modules(param.sharded_param)
+        param.sharded_state = ShardedState.SHARDED
+    group._sharded_state = ShardedState.SHARDED
+
+
+def unpark_gathered(group: FSDPParamGroup) -> None:
+    """Register a parked copy on the modules again. The caller has made sure that it is alive and not stale."""
+    group._to_unsharded()
+
+
+def free_parked(group: FSDPParamGroup) -> None:
+    """Free a parked copy; the next forward gathers anew."""
+    for param in group.fsdp_params:
+        param.free_unsharded_param()
+
+
+def gathered_storage_is_alive(group: FSDPParamGroup) -> bool:
+    """Whether no other forward has freed the gathered copy since it was parked."""
+    return all(t.untyped_storage().size() > 0 for p in group.fsdp_params for t in p.all_gather_outputs if t.numel() > 0)
+
+
+def sharded_versions(group: FSDPParamGroup) -> list[int]:
+    """Autograd version counters of the sharded parameters: they move with every in-place write but ``.data`` ones."""
+    return [param.sharded_param._version for param in group.fsdp_params]
+
+
+def own_shard_changed(group: FSDPParamGroup) -> bool:
+    """Whether this rank's sharded parameters differ from what was gathered from them. Reads tensors on the host."""
+    for param in group.fsdp_params:
+        if len(param.all_gather_outputs) != 1 or param.fsdp_placement.dim != 0:
+            continue
+        shard_rank, shard_size = param.mesh_info.shard_mesh_rank, param.mesh_info.shard_mesh_size
+        gathered = param.all_gather_outputs[0].view(shard_size, -1)[shard_rank]
+        local = param._sharded_param_data.to(gathered.dtype)
+        if not torch.equal(gathered.view(torch.uint8), local.view(torch.uint8)):
+            return True
+    return False
+
+
+# --- DDP -------------------------------------------------------------------------------------------------------------
+
+
+def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
+    """Raise RuntimeError unless the last synchronised backward has reduced every bucket."""
+    ddp._check_reducer_finalized()
+
+
+# --- Device mesh -----------------------------------------------------------------------------------------------------
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Flatten ``mesh`` into one dimension called ``name``. A collective over the world where it makes a new group."""
+    return mesh._flatten(name)

@@ -1,0 +1,65 @@
+"""Saving and loading sharded models and optimizers."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.optim import Optimizer
+
+from lightning_automodel import _compat
+
+_SHARDS_ON_CPU = StateDictOptions(full_state_dict=False, cpu_offload=True)
+
+
+def sharded_model_state(model: nn.Module) -> dict[str, Any]:
+    """State dict whose sharded entries are DTensors on the CPU. Every rank must call it."""
+    return get_model_state_dict(model, options=_SHARDS_ON_CPU)
+
+
+def sharded_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Optimizer state by parameter name, DTensors on the CPU. Every rank must call it.
+
+    Torch initialises the state of an optimizer that has not stepped yet by stepping it (with zero gradients and learning
+    rate), which would count as a step for the next real one; such a state is put back to empty and saved empty.
+    """
+    had_stepped = bool(optimizer.state)
+    state = get_optimizer_state_dict(model, optimizer, options=_SHARDS_ON_CPU)
+    if not had_stepped:
+        optimizer.state.clear()
+        state["state"] = {}
+    return state
+
+
+def save_sharded(checkpoint: dict[str, Any], path: Path, is_rank_zero: bool) -> None:
+    """Write ``checkpoint`` as a directory: shards of model and optimizers by every rank, the rest by rank 0.
+
+    A collective over the default group; ``path`` must be the same on every rank.
+    """
+    if path.is_file():
+        path.unlink()
+    path.mkdir(parents=True, exist_ok=True)
+    shards: dict[str, Any] = {"state_dict": checkpoint.pop("state_dict")}
+    for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
+        shards[f"optimizer_{index}"] = state
+    _compat.distributed_checkpoint_save(shards, path)
+    if is_rank_zero:
+        torch.save(checkpoint, path / _compat.CHECKPOINT_METADATA_FILENAME)
+
+
+def load_into(
+    path: Path, model: nn.Module, optimizers: list[Optimizer], strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
+    """Load a directory of shards or a single file into a sharded model and its optimizers.
+
+    A collective over the default group; ``path`` must be the same on every rank.
+
+    Returns:
+        What is left of the checkpoint: loops, callbacks, schedulers.
+    """
+    targets: dict[str, Any] = {"state_dict": model}
+    targets.update((f"optimizer_{index}", optimizer) for index, optimizer in enumerate(optimizers))
+    return _compat.load_checkpoint(
+        path=path, state=targets, strict=strict, optimizer_states_from_list=True, weights_only=weights_only
+    )

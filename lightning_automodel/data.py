@@ -1,0 +1,32 @@
+"""Which rank sees which data."""
+
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+
+
+def dp_eval_sample_shard(strategy: Any, dp_rank: int, dp_size: int) -> tuple[int, int] | None:
+    """Whether data-parallel ranks may evaluate different samples by themselves, and if so which.
+
+    With the whole model on every rank (DDP) each can score its own samples, however long that takes. A sharded model
+    gathers its parameters with collectives in every forward, so all ranks must run the same number of them in lockstep;
+    with different samples (``generate``) they would hang. Not a collective.
+
+    Args:
+        strategy: The strategy, or the name of an engine: ``"ddp"`` or ``"fsdp2"``.
+        dp_rank: This rank's place in the data-parallel group.
+        dp_size: Size of that group.
+
+    Returns:
+        ``(dp_rank, dp_size)`` for the caller to take every ``dp_size``-th sample from ``dp_rank`` on, or None where
+        every rank must go through the same samples.
+
+    Raises:
+        ValueError: If ``dp_rank`` is not in ``range(dp_size)``.
+    """
+    if not 0 <= dp_rank < dp_size:
+        raise ValueError(f"dp_rank={dp_rank} is not in range(dp_size={dp_size}); pass the rank within the dp group.")
+    engine = strategy if isinstance(strategy, str) else getattr(strategy, "data_parallel", None)
+    if engine == "ddp" or isinstance(strategy, DDPStrategy):
+        return dp_rank, dp_size
+    return None

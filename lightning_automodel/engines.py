@@ -1,0 +1,259 @@
+"""The two ways to hold a model on many ranks, behind one interface: FSDP2 shards it, DDP copies it."""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_automodel import _compat, gradients, memory, sharding
+from lightning_automodel.grad_sync import Deferral, FSDPGradSync
+from lightning_automodel.mesh import DataParallelMesh
+from lightning_automodel.sharding import WrapPolicy
+
+
+class Engine(ABC):
+    """How the model is held, and what each micro-batch communicates.
+
+    Args:
+        mesh: Mesh of the run.
+        device: This rank's device.
+    """
+
+    def __init__(self, mesh: DataParallelMesh, device: torch.device) -> None:
+        self.mesh = mesh
+        self.device = device
+
+    @abstractmethod
+    def setup(self, module: pl.LightningModule, fitting: bool) -> nn.Module:
+        """Distribute ``module``, already on the device. A collective over the world.
+
+        Args:
+            module: The user's LightningModule.
+            fitting: Whether gradients will be needed.
+
+        Returns:
+            What the steps are to be called on.
+        """
+
+    @abstractmethod
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Context for the forward and backward of one micro-batch; ``is_last``: the optimizer steps after it."""
+
+    def start_forward(self) -> None:
+        """Called before each training step."""
+
+    def start_backward(self, loss: Tensor) -> None:
+        """Called before each backward."""
+
+    def end_backward(self) -> None:
+        """Called after each backward, before anybody else sees the gradients."""
+
+    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Average what the engine itself does not, once a window. May be a collective over the data-parallel group."""
+
+    def release(self) -> None:
+        """Free gathered parameters: somebody may be about to write weights."""
+
+    def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Drop gradients that the engine holds outside of ``.grad`` for these (or all) parameters."""
+
+    def recover(self) -> None:
+        """Forget an interrupted micro-batch."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What was decided, and why."""
+
+
+@dataclass(frozen=True)
+class FSDP2Options:
+    """Options of the strategy that concern FSDP2 alone; see there."""
+
+    defer_grad_sync: Deferral
+    reshard_during_accumulation: bool | Literal["auto"]
+    auto_wrap_policy: WrapPolicy
+    reshard_after_forward: bool | int
+    cpu_offload: bool
+    local_ranks: int
+
+
+class FSDP2Engine(Engine):
+    """Parameters, gradients and optimizer state sharded by FSDP2, over one group or over each replica (HSDP).
+
+    Args:
+        mesh: Mesh of the run.
+        device: This rank's device.
+        options: What the user chose.
+    """
+
+    def __init__(self, mesh: DataParallelMesh, device: torch.device, options: FSDP2Options) -> None:
+        super().__init__(mesh, device)
+        self._options = options
+        self._plain: dict[int, nn.Parameter] = {}
+        self._report: dict[str, Any] = {}
+
+    @override
+    def setup(self, module: pl.LightningModule, fitting: bool) -> nn.Module:
+        self._report = {"units": "sharded before this set-up (by configure_model or an earlier run); left as they were"}
+        sharding.broadcast_plain_states(module, self.mesh.group)
+        if not sharding.is_sharded(module):
+            plan = sharding.plan_sharding(module, self._options.auto_wrap_policy, module.automatic_optimization)
+            self._report = _describe_plan(module, plan)
+            sharding.apply_fsdp2(
+                module, plan, self.mesh.fsdp, self._options.reshard_after_forward, self._options.cpu_offload
+            )
+        self._plain = {id(parameter): parameter for parameter in sharding.plain_parameters(module)}
+        self._report["averaged_by_the_strategy"] = sorted(
+            name for name, parameter in module.named_parameters() if id(parameter) in self._plain
+        )
+        sharding.initialise_fsdp2(module, self.mesh.sizes.data_parallel)
+        self._sync = FSDPGradSync(module, self._defer(), self._keep_gathered(module))
+        self._sync.discard()
+        return module
+
+    def _defer(self) -> Deferral:
+        """Without peers nothing is communicated, and unreduced gradients would only be out of sight."""
+        return self._options.defer_grad_sync if self.mesh.sizes.data_parallel > 1 else False
+
+    def _keep_gathered(self, module: pl.LightningModule) -> bool:
+        """Settle ``reshard_during_accumulation``. A collective for "auto": ranks must agree, the smallest decides."""
+        option = self._options.reshard_during_accumulation
+        need = memory.estimate(module, defers_gradients=self._defer() is True)
+        free = memory.free_bytes(self.device, self._options.local_ranks)
+        budget = None if free is None else int(free * memory.FREE_MEMORY_SHARE)
+        if not module.automatic_optimization:
+            keep, reason = False, "manual optimization may step between two forwards of one training step"
+        elif option != "auto":
+            keep, reason = not option, f"reshard_during_accumulation={option}"
+        elif budget is None:
+            keep, reason = False, f"auto: the free memory of {self.device} is unknown"
+        else:
+            fits = torch.tensor(float(need.total <= budget), device=self.device)
+            dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=self.mesh.group)
+            keep = bool(fits.item())
+            reason = (
+                f"auto: an estimated {need.total / 2**20:.0f} MiB {'fits into' if keep else 'exceeds'}"
+                f" {memory.FREE_MEMORY_SHARE:.0%} of the free memory ({budget / 2**20:.0f} MiB on this rank; every rank"
+                " must agree)"
+            )
+        self._report["parameters_kept_gathered"] = keep
+        self._report["parameters_kept_gathered_reason"] = reason
+        self._report["estimated_extra_bytes"] = asdict(need)
+        return keep
+
+    @override
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        return self._sync.micro_batch(is_last)
+
+    @override
+    def start_forward(self) -> None:
+        self._sync.resume()
+
+    @override
+    def end_backward(self) -> None:
+        self._sync.park()
+
+    @override
+    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
+        plain = [parameter for parameter in parameters if id(parameter) in self._plain]
+        if plain and self.mesh.sizes.data_parallel > 1:
+            gradients.average_gradients_(plain, self.mesh.group)
+
+    @override
+    def release(self) -> None:
+        self._sync.release()
+
+    @override
+    def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        self._sync.discard(parameters)
+
+    @override
+    def recover(self) -> None:
+        self._sync.recover()
+
+    @override
+    def describe(self) -> dict[str, Any]:
+        return {"defer_fsdp_grad_sync": self._defer(), "cpu_offload": self._options.cpu_offload, **self._report}
+
+
+def _describe_plan(module: nn.Module, plan: sharding.ShardingPlan) -> dict[str, Any]:
+    names = {id(submodule): name or type(module).__name__ for name, submodule in module.named_modules()}
+    return {
+        "roots": [names[id(root)] for root in plan.roots],
+        "units": [f"{names[id(unit)]} ({type(unit).__name__})" for unit in plan.units],
+        "replicated": dict(plan.replicated),
+    }
+
+
+class DDPEngine(Engine):
+    """The whole model on every rank, gradients averaged by ``DistributedDataParallel``.
+
+    Args:
+        mesh: Mesh of the run.
+        device: This rank's device.
+        ddp_kwargs: For ``DistributedDataParallel``.
+    """
+
+    def __init__(self, mesh: DataParallelMesh, device: torch.device, ddp_kwargs: dict[str, Any]) -> None:
+        super().__init__(mesh, device)
+        self._ddp_kwargs = ddp_kwargs
+        self._ddp: DistributedDataParallel | None = None
+
+    @override
+    def setup(self, module: pl.LightningModule, fitting: bool) -> nn.Module:
+        if sharding.is_sharded(module):
+            raise ValueError(
+                f"{type(module).__name__} is already sharded by FSDP2, which data_parallel='ddp' cannot replicate:"
+                " pass data_parallel='fsdp2', or a module that was not sharded before."
+            )
+        if not fitting:
+            sharding.broadcast_plain_states(module, self.mesh.group)
+            return module
+        self._ddp = sharding.apply_ddp(module, self.device, self.mesh.group, self._ddp_kwargs)
+        return self._ddp
+
+    @override
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if is_last or self._ddp is None else self._ddp.no_sync()
+
+    @override
+    def start_backward(self, loss: Tensor) -> None:
+        if self._ddp is not None and not self._ddp.module.automatic_optimization:
+            _compat.prepare_ddp_for_backward(self._ddp, loss)
+
+    @override
+    def end_backward(self) -> None:
+        """Refuse gradients that DDP left unreduced.
+
+        Raises:
+            RuntimeError: If a parameter took no part in a synchronised backward, which leaves it, and the others of its
+                bucket, with this rank's own gradient.
+        """
+        ddp = self._ddp
+        if ddp is None or ddp.static_graph or not ddp.require_backward_grad_sync:
+            return
+        try:
+            _compat.check_ddp_backward_is_complete(ddp)
+        except RuntimeError as error:
+            trainable = [name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad]
+            listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            unused = [trainable[int(i)] for i in listed[1].split() if int(i) < len(trainable)] if listed else []
+            raise RuntimeError(
+                "DistributedDataParallel did not reduce all gradients of this window: parameters"
+                f" {', '.join(unused) or '(unknown)'} took no part in its last micro-batch, so ranks would step with"
+                " different gradients. Pass AutomodelStrategy(data_parallel='ddp',"
+                " ddp_kwargs={'find_unused_parameters': True})."
+            ) from error
+
+    @override
+    def describe(self) -> dict[str, Any]:
+        return {"ddp_kwargs": dict(self._ddp_kwargs)}

@@ -1,0 +1,165 @@
+"""Which micro-batch communicates what: deferring gradient reduction, and keeping parameters gathered meanwhile."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Literal
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_automodel import _compat
+from lightning_automodel._compat import FSDPParamGroup
+
+Deferral = bool | Literal["all_reduce"]
+
+_REDUCTION_FLAGS = ("reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params")
+_RESHARD_FLAGS = ("reshard_after_backward", "post_forward_mesh_info")
+
+
+@contextmanager
+def get_sync_ctx(model: nn.Module, is_optim_step: bool, defer_fsdp_grad_sync: Deferral = True) -> Iterator[None]:
+    """Context for the forward and backward of one micro-batch: does its backward communicate gradients?
+
+    It covers every FSDP2 module and every ``DistributedDataParallel`` at or below ``model``, and restores on exit,
+    also after an exception, what it found. Entering is not a collective, but ranks must agree on the arguments: a rank
+    that reduces while another does not hangs until the group's timeout.
+
+    Args:
+        model: Model to be trained; where nothing is distributed, the context does nothing.
+        is_optim_step: Whether this is the last micro-batch before the optimizer step.
+        defer_fsdp_grad_sync: For FSDP2 and HSDP, what the other micro-batches do. True: nothing, gradients stay
+            unsharded until the last one. False: reduce every time. ``"all_reduce"`` (HSDP): reduce-scatter every time
+            and all-reduce across replicas at the last one. DDP always defers.
+
+    Raises:
+        ValueError: If ``defer_fsdp_grad_sync`` is none of these.
+    """
+    check_deferral(defer_fsdp_grad_sync)
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel) and not is_optim_step:
+                stack.enter_context(module.no_sync())
+        groups = list(_compat.fsdp_param_groups(model))
+        stack.enter_context(_restored(groups, _REDUCTION_FLAGS))
+        for group in groups:
+            _set_reduction(group, is_optim_step, defer_fsdp_grad_sync)
+        yield
+
+
+def check_deferral(defer: Deferral) -> None:
+    """Raise ValueError unless ``defer`` is True, False or "all_reduce"."""
+    if not (isinstance(defer, bool) or defer == "all_reduce"):
+        raise ValueError(f"defer_fsdp_grad_sync must be True, False or 'all_reduce', got {defer!r}.")
+
+
+@contextmanager
+def _restored(groups: list[FSDPParamGroup], flags: tuple[str, ...]) -> Iterator[None]:
+    """Put these attributes of ``groups`` back on exit."""
+    before = [[getattr(group, flag) for flag in flags] for group in groups]
+    try:
+        yield
+    finally:
+        for group, values in zip(groups, before, strict=True):
+            for flag, value in zip(flags, values, strict=True):
+                setattr(group, flag, value)
+
+
+def _set_reduction(group: FSDPParamGroup, is_optim_step: bool, defer: Deferral) -> None:
+    group.reduce_grads = is_optim_step or defer is not True
+    group.all_reduce_grads = is_optim_step or defer is False
+    if defer == "all_reduce":
+        # The partial sums of a window live in one flat buffer: every micro-batch must fill the same places of it, and
+        # the last one must take part even where the unit was not used in it.
+        group.reduce_scatter_unused_params = True
+
+
+class FSDPGradSync:
+    """Communication of an FSDP2 model through the windows of a strategy.
+
+    Args:
+        model: Module at or below which every FSDP2 module is governed.
+        defer: As ``defer_fsdp_grad_sync`` of :func:`get_sync_ctx`.
+        keep_gathered: Keep parameters gathered from the first forward of a window to its last backward. Between two
+            micro-batches they are parked: the module shows its sharded parameters, the gathered copy waits aside.
+    """
+
+    def __init__(self, model: nn.Module, defer: Deferral, keep_gathered: bool) -> None:
+        self.defer = defer
+        self.keep_gathered = keep_gathered
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._groups = list(_compat.fsdp_param_groups(model))
+        self._parked: list[tuple[FSDPParamGroup, list[int]]] = []
+
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Context for the forward and backward of one micro-batch; ``is_last``: the optimizer steps after it."""
+        with _restored(self._groups, _REDUCTION_FLAGS + _RESHARD_FLAGS):
+            for group in self._groups:
+                _set_reduction(group, is_last, self.defer)
+                if self.keep_gathered:
+                    group.post_forward_mesh_info = None
+                    group.reshard_after_backward = is_last
+            yield
+
+    def resume(self) -> None:
+        """Start a micro-batch: take parked parameters back unless somebody has written the sharded ones since.
+
+        Whatever else is still gathered (another forward's) is freed, so that nothing stale is ever used.
+
+        Raises:
+            RuntimeError: If weights were changed past autograd's version counters (``.data``), which other ranks may
+                not have noticed.
+        """
+        parked, self._parked = self._parked, []
+        for group, versions in parked:
+            if not group.is_sharded or not _compat.gathered_storage_is_alive(group):
+                continue
+            if versions != _compat.sharded_versions(group):
+                _compat.free_parked(group)
+                continue
+            if group.device.type == "cpu" and _compat.own_shard_changed(group):
+                raise RuntimeError(
+                    f"Parameters of {group._module_fqn or 'the root'} were written through `.data` between two"
+                    " micro-batches of one accumulation window, while they are kept gathered. Write them in place under"
+                    " torch.no_grad() (`p.copy_(...)`), which is noticed, or pass reshard_during_accumulation=True."
+                )
+            _compat.unpark_gathered(group)
+        taken_back = {id(group) for group, _ in parked if group.is_unsharded}
+        for group in self._groups:
+            if id(group) not in taken_back and not group.is_sharded:
+                group.reshard()
+
+    def park(self) -> None:
+        """End the backward of a micro-batch that keeps its parameters: show the sharded ones to everybody else."""
+        for group in self._groups:
+            if group.is_unsharded and not group.reshard_after_backward:
+                _compat.park_gathered(group)
+                self._parked.append((group, _compat.sharded_versions(group)))
+
+    def release(self) -> None:
+        """Free everything gathered: somebody may write the sharded weights, or needs the memory."""
+        for group, _ in self._parked:
+            if group.is_sharded:
+                _compat.free_parked(group)
+        self._parked = []
+        for module in self._modules:
+            module.reshard()
+
+    def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Drop the gradients that FSDP2 holds outside of ``.grad`` for these (or all) sharded parameters."""
+        wanted = None if parameters is None else {id(parameter) for parameter in parameters}
+        for group in self._groups:
+            owned = [p for p in group.fsdp_params if wanted is None or id(p.sharded_param) in wanted]
+            for param in owned:
+                _compat.clear_accumulated_gradients(param)
+            if owned:
+                group._partial_reduce_output = None
+
+    def recover(self) -> None:
+        """After an exception in a forward or backward: make the model usable for another run."""
+        self.release()
+        for module in self._modules:
+            if module._get_fsdp_state()._is_root:
+                module.reset_iter_state()
+        self.discard()

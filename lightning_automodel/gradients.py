@@ -1,0 +1,262 @@
+"""Rescaling and clipping gradients that are sharded, replicated, or a mixture of both."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+Parameters = nn.Module | Iterable[nn.Parameter]
+
+
+def rescale_gradients(
+    model: Parameters,
+    num_tokens_for_grad_scaling: Tensor | int,
+    dp_group: dist.ProcessGroup | None = None,
+) -> None:
+    r"""Turn gradients that the engine averaged over ranks into the gradient of the mean over all label tokens.
+
+    The objective is :math:`L = \frac{1}{N} \sum_{r,m} S_{r,m}`: the sum of token losses S over the micro-batches m of a
+    window and the data-parallel ranks r, divided by all its label tokens N. Each micro-batch is backpropagated as the
+    sum :math:`S_{r,m}` (a mean loss times its count), and FSDP2 and DDP average over the D ranks, so gradients arrive as
+    :math:`\frac{1}{D} \sum S`. Hence the one factor, applied once a window, before clipping: D / N.
+
+    A collective on ``dp_group``: every rank of it must call, once a window; it is one all-reduce of one number. If a
+    rank does not come, the others raise when the group's timeout ends. Nothing is read on the host.
+
+    Args:
+        model: Module or parameters whose ``.grad`` is scaled in place.
+        num_tokens_for_grad_scaling: Label tokens of this rank in the window; summed over the group inside. If the sum
+            is 0, the gradients become 0.
+        dp_group: Ranks that hold different data. None: no communication, D = 1.
+    """
+    parameters = list_parameters(model)
+    dtype_device = next((_local(p.grad).device for p in parameters if p.grad is not None), torch.device("cpu"))
+    total = torch.as_tensor(num_tokens_for_grad_scaling).to(dtype_device, _wide_dtype(dtype_device)).reshape(1)
+    if dp_group is not None:
+        total = total.clone()
+        dist.all_reduce(total, group=dp_group)
+    scale_gradients_(parameters, gradient_factor(total[0], dp_group.size() if dp_group is not None else 1))
+
+
+def gradient_factor(denominator: Tensor, divisor: int) -> Tensor:
+    """The D / N of :func:`rescale_gradients`, and 0 where N is 0.
+
+    Args:
+        denominator: [] N, summed over the window and the group.
+        divisor: D, the number of ranks that the engine averaged over.
+
+    Returns:
+        [] on the device of ``denominator``.
+    """
+    return torch.where(denominator > 0, divisor / denominator.clamp(min=1), torch.zeros_like(denominator))
+
+
+def clip_gradients(model: Parameters, clip_norm: float, foreach: bool = True) -> Tensor:
+    """Scale all gradients down together so that their global 2-norm is at most ``clip_norm``.
+
+    A collective wherever a gradient is sharded: every rank of its mesh must call. It costs one all-reduce of a few
+    numbers for each group of ranks that some parameter is sharded over, whatever the mixture of meshes, replicas, plain
+    tensors and empty shards. Which all-reduces run follows from the parameters, not from which of them received a
+    gradient, so ranks stay in step. Nothing is read on the host.
+
+    Args:
+        model: Module or parameters whose ``.grad`` is scaled in place.
+        clip_norm: Largest norm allowed, positive; ``inf`` only measures.
+        foreach: Use multi-tensor kernels.
+
+    Returns:
+        [] the norm before clipping, the same on every rank, at least float32.
+
+    Raises:
+        ValueError: If ``clip_norm`` is not positive.
+    """
+    check_clip_value(clip_norm)
+    parameters = list_parameters(model)
+    norm = total_norm(parameters, foreach)
+    scale_to_norm_(parameters, norm, clip_norm, foreach)
+    return norm
+
+
+def scale_to_norm_(parameters: list[nn.Parameter], norm: Tensor, clip_norm: float, foreach: bool = True) -> None:
+    """Scale gradients of known norm to at most ``clip_norm``, with the constant that torch uses. Not a collective."""
+    if not math.isinf(clip_norm):
+        scale_gradients_(parameters, torch.clamp(clip_norm / (norm + 1e-6), max=1.0), foreach)
+
+
+def clip_gradient_values(model: Parameters, clip_value: float) -> None:
+    """Clamp every gradient element to [-clip_value, clip_value] in place. Not a collective.
+
+    Raises:
+        ValueError: If ``clip_value`` is not positive.
+    """
+    check_clip_value(clip_value)
+    with torch.no_grad():
+        for grads in _by_device_and_dtype(_local_gradients(list_parameters(model))):
+            torch._foreach_clamp_min_(grads, -clip_value)
+            torch._foreach_clamp_max_(grads, clip_value)
+
+
+def check_clip_value(value: float) -> None:
+    """Raise ValueError unless ``value`` is a positive number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(f"The value to clip gradients to must be a positive number, got {value!r}.")
+
+
+def check_finite(norm: Tensor) -> None:
+    """Raise RuntimeError unless the gradient norm [] is finite. Reads it on the host."""
+    if not torch.isfinite(norm):
+        raise RuntimeError(
+            f"The gradient norm of this window is {float(norm)}; no parameter has been changed by it. Look at the losses"
+            " of the window or lower the learning rate; with error_if_nonfinite=False training goes on regardless."
+        )
+
+
+@torch.no_grad()
+def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
+    """Global 2-norm of the gradients. A collective as described at :func:`clip_gradients`.
+
+    The tensors' squares are summed in float64, so that their sum does not overflow. Parameters that are sharded over the same
+    groups of ranks share one partial sum; each group then adds up all partial sums that it is responsible for at once.
+    """
+    grads: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        grads[_sharding_groups(parameter)].extend(_local_gradients([_without_partial(parameter)]))
+    device = _norm_device(parameters)
+    squares = {groups: _sum_of_squares(tensors, device, foreach) for groups, tensors in grads.items()}
+    for group in dict.fromkeys(group for groups in squares for group in groups):
+        summed_here = [groups for groups in squares if group in groups]
+        stacked = torch.stack([squares[groups] for groups in summed_here])
+        dist.all_reduce(stacked, group=group)
+        squares.update(zip(summed_here, stacked.unbind(), strict=True))
+    norm = torch.stack([*squares.values(), torch.zeros((), dtype=_wide_dtype(device), device=device)]).sum().sqrt()
+    dtypes = {_local(p.grad).dtype for p in parameters if p.grad is not None}
+    return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
+
+
+@torch.no_grad()
+def scale_gradients_(parameters: list[nn.Parameter], factor: Tensor, foreach: bool = True) -> None:
+    """Multiply every gradient by ``factor`` [] in place, shard by shard. Not a collective, reads nothing on the host."""
+    for grads in _by_device_and_dtype(_local_gradients(parameters)):
+        local_factor = factor.to(grads[0].device)
+        if foreach and not grads[0].is_sparse:
+            torch._foreach_mul_(grads, local_factor)
+        else:
+            for grad in grads:
+                grad.mul_(local_factor)
+
+
+@torch.no_grad()
+def average_gradients_(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Average the gradients of replicated parameters over ``group`` in place.
+
+    A collective: every rank must call with the same parameters; one all-reduce for each dtype. A parameter that got a
+    gradient on some ranks only counts as zero on the others; one that got none anywhere keeps ``grad=None``.
+    """
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        by_dtype[parameter.dtype].append(parameter)
+    for same_dtype in by_dtype.values():
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in same_dtype]
+        was_used = grads[0].new_tensor([float(p.grad is not None) for p in same_dtype])
+        flat = torch.cat([*(grad.reshape(-1) for grad in grads), was_used])
+        dist.all_reduce(flat, group=group)
+        flat /= group.size()
+        for index, (parameter, grad) in enumerate(
+            zip(same_dtype, flat.split([g.numel() for g in grads] + [len(grads)]))
+        ):
+            if parameter.grad is not None:
+                parameter.grad.copy_(grad.view_as(parameter))
+            elif flat[index - len(same_dtype)] > 0:
+                parameter.grad = grad.view_as(parameter).clone()
+
+
+def list_parameters(model: Parameters) -> list[nn.Parameter]:
+    """Parameters of a module, sharded ones in their sharded form (gradients live there), or the given ones."""
+    if not isinstance(model, nn.Module):
+        return list(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return list(model.parameters())
+
+
+def gradient_versions(parameters: list[nn.Parameter]) -> list[tuple[int, int]]:
+    """Identity and version of every gradient, to tell whether anything has written to them since."""
+    return [(id(p.grad), _local(p.grad)._version) for p in parameters if p.grad is not None]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [_local(p.grad) for p in parameters if p.grad is not None]
+
+
+def _without_partial(parameter: nn.Parameter) -> nn.Parameter:
+    """Complete a gradient that is a sum still to be reduced over some mesh dimension (tensor parallelism)."""
+    grad = parameter.grad
+    if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+        parameter.grad = grad.redistribute(
+            placements=[Replicate() if placement.is_partial() else placement for placement in grad.placements]
+        )
+    return parameter
+
+
+def _sharding_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
+    """Groups of ranks that each hold a part of the parameter; none for replicated and plain ones."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh = parameter.device_mesh
+    return tuple(
+        mesh.get_group(axis)
+        for axis, placement in enumerate(parameter.placements)
+        if placement.is_shard() and mesh.size(axis) > 1
+    )
+
+
+def _norm_device(parameters: list[nn.Parameter]) -> torch.device:
+    """Where partial sums meet: a device that the meshes' groups can reduce on, also where shards are offloaded."""
+    for parameter in parameters:
+        if isinstance(parameter, DTensor):
+            device_type = parameter.device_mesh.device_type
+            local = _local(parameter)
+            if local.device.type == device_type:
+                return local.device
+            return torch.device(device_type, torch.get_device_module(device_type).current_device())
+    return parameters[0].device if parameters else torch.device("cpu")
+
+
+def _sum_of_squares(tensors: list[Tensor], device: torch.device, foreach: bool) -> Tensor:
+    """[] sum of the squares of all elements, on ``device``."""
+    wide = _wide_dtype(device)
+    norms: list[Tensor] = []
+    for group in _by_device_and_dtype(tensors):
+        if group[0].is_sparse:
+            group = [tensor.coalesce().values() for tensor in group]
+        # Within a tensor float32 is enough for half and single precision, and 60 times faster than float64 on a CPU.
+        dtype = torch.promote_types(group[0].dtype, torch.float32)
+        if foreach:
+            norms.extend(torch._foreach_norm(group, 2, dtype=dtype))
+        else:
+            norms.extend(torch.linalg.vector_norm(tensor, 2, dtype=dtype) for tensor in group)
+    if not norms:
+        return torch.zeros((), dtype=wide, device=device)
+    return torch.stack([norm.to(device, wide) for norm in norms]).square().sum()
+
+
+def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype, torch.layout], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.device, tensor.dtype, tensor.layout].append(tensor)
+    yield from groups.values()
+
+
+def _wide_dtype(device: torch.device) -> torch.dtype:
+    """float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -1,0 +1,108 @@
+"""Sizes and "auto" become a validated device mesh with named dimensions."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_automodel import _compat
+
+REPLICATE = "data_parallel_replicate"
+SHARD = "data_parallel_shard"
+TENSOR = "tensor_parallel"
+DATA = "data_parallel"
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """How many ranks stand along each dimension.
+
+    Attributes:
+        replicate: Ranks that hold copies of the same shard.
+        shard: Ranks that one copy of the parameters is sharded over.
+    """
+
+    replicate: int
+    shard: int
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that hold different data: the divisor of the engine's gradient average."""
+        return self.replicate * self.shard
+
+
+def resolve_sizes(
+    data_parallel: Literal["fsdp2", "ddp"],
+    data_parallel_size: int | Literal["auto"],
+    data_parallel_replicate_size: int | Literal["auto"],
+    world_size: int,
+    num_nodes: int,
+) -> MeshSizes:
+    """Settle the sizes once the world is known.
+
+    Args:
+        data_parallel: Engine; ``"ddp"`` replicates over every data-parallel rank.
+        data_parallel_size: Data-parallel ranks, replicas included; ``"auto"`` is the world size.
+        data_parallel_replicate_size: Replicas; ``"auto"`` is the number of nodes.
+        world_size: Number of ranks.
+        num_nodes: Number of nodes.
+
+    Raises:
+        ValueError: If the sizes do not multiply to the world size, with the values that would.
+    """
+    size = world_size if data_parallel_size == "auto" else data_parallel_size
+    if size != world_size:
+        raise ValueError(
+            f"data_parallel_size={size} does not match the world size {world_size}:"
+            f" pass data_parallel_size={world_size} or 'auto', or start {size} processes."
+        )
+    if data_parallel == "ddp":
+        return MeshSizes(replicate=size, shard=1)
+    replicate = num_nodes if data_parallel_replicate_size == "auto" else data_parallel_replicate_size
+    if size % replicate:
+        valid = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        raise ValueError(
+            f"data_parallel_replicate_size={replicate} does not divide the {size} data-parallel ranks;"
+            f" valid sizes are {valid}."
+        )
+    return MeshSizes(replicate=replicate, shard=size // replicate)
+
+
+@dataclass(frozen=True)
+class DataParallelMesh:
+    """The mesh of a run and the views of it that the other rooms need.
+
+    Attributes:
+        mesh: All dimensions: data_parallel_replicate, data_parallel_shard, tensor_parallel.
+        sizes: Their sizes.
+        data_parallel: 1-D view over the ranks that hold different data.
+    """
+
+    mesh: DeviceMesh
+    sizes: MeshSizes
+    data_parallel: DeviceMesh
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Group of the ranks that hold different data."""
+        return self.data_parallel.get_group()
+
+    @property
+    def fsdp(self) -> DeviceMesh:
+        """What ``fully_shard`` takes: 1-D, or 2-D (replicate, shard) where there are replicas."""
+        return self.mesh[SHARD] if self.sizes.replicate == 1 else self.mesh[REPLICATE, SHARD]
+
+    def sizes_by_name(self) -> dict[str, int]:
+        """Ranks along each named dimension."""
+        names = self.mesh.mesh_dim_names or ()
+        return dict(zip(names, self.mesh.shape, strict=True)) | {DATA: self.sizes.data_parallel}
+
+
+def build_mesh(device_type: str, sizes: MeshSizes) -> DataParallelMesh:
+    """Lay the mesh over the default group.
+
+    A collective over the world: every rank must call it, with the same arguments.
+    """
+    mesh = init_device_mesh(device_type, (sizes.replicate, sizes.shard, 1), mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+    return DataParallelMesh(mesh=mesh, sizes=sizes, data_parallel=_compat.flatten_mesh(mesh[REPLICATE, SHARD], DATA))

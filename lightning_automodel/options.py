@@ -1,0 +1,119 @@
+"""Checking the strategy's keywords before anything runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, Literal
+
+from torch.nn import Module
+
+from lightning_automodel.grad_sync import Deferral, check_deferral
+from lightning_automodel.process_group import parse_timeout
+
+_FSDP2_ONLY: dict[str, Any] = {
+    "data_parallel_replicate_size": 1,
+    "defer_fsdp_grad_sync": True,
+    "reshard_during_accumulation": "auto",
+    "auto_wrap_policy": None,
+    "reshard_after_forward": True,
+    "cpu_offload": False,
+}
+_COUNTING_ONLY: dict[str, Any] = {
+    "label_key": "labels",
+    "ignore_index": -100,
+    "label_shift": 0,
+    "count_label_tokens": None,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """The keywords of ``AutomodelStrategy``, checked. Their meaning is documented there.
+
+    Raises:
+        ValueError: If a value is out of range.
+        TypeError: If a value has the wrong type.
+    """
+
+    data_parallel: Literal["fsdp2", "ddp"]
+    data_parallel_size: int | Literal["auto"]
+    data_parallel_replicate_size: int | Literal["auto"]
+    ddp_kwargs: dict[str, Any] | None
+    per_token_loss: bool
+    loss_reduction: Literal["mean", "sum"]
+    label_key: str
+    ignore_index: int
+    label_shift: int
+    count_label_tokens: Callable | None
+    defer_fsdp_grad_sync: Deferral
+    reshard_during_accumulation: bool | Literal["auto"]
+    auto_wrap_policy: set[type[Module]] | Callable | None
+    reshard_after_forward: bool | int
+    cpu_offload: bool
+    track_grad_norm: bool
+    error_if_nonfinite: bool
+    process_group_backend: str | None
+    timeout: timedelta | float
+
+    def __post_init__(self) -> None:
+        self._check_choice("data_parallel", "fsdp2", "ddp")
+        self._check_choice("loss_reduction", "mean", "sum")
+        self._check_choice("reshard_during_accumulation", True, False, "auto")
+        check_deferral(self.defer_fsdp_grad_sync)
+        for name in ("data_parallel_size", "data_parallel_replicate_size"):
+            self._check_integer(name, smallest=1, alternative="auto")
+        self._check_integer("label_shift", smallest=0)
+        for name in ("per_token_loss", "cpu_offload", "track_grad_norm", "error_if_nonfinite"):
+            self._check_choice(name, True, False)
+        if not isinstance(self.reshard_after_forward, bool):
+            self._check_integer("reshard_after_forward", smallest=2)
+        if self.count_label_tokens is not None and not callable(self.count_label_tokens):
+            raise TypeError(f"count_label_tokens must be a function of the batch, got {self.count_label_tokens!r}.")
+        self._check_policy()
+        parse_timeout(self.timeout)
+
+    def _check_choice(self, name: str, *valid: Any) -> None:
+        value = getattr(self, name)
+        if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in valid):
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, valid))}, got {value!r}.")
+
+    def _check_integer(self, name: str, smallest: int, alternative: str | None = None) -> None:
+        value = getattr(self, name)
+        if alternative is not None and value == alternative:
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+            other = f" or {alternative!r}" if alternative else ""
+            raise ValueError(f"{name} must be an integer of at least {smallest}{other}, got {value!r}.")
+
+    def _check_policy(self) -> None:
+        policy = self.auto_wrap_policy
+        if policy is None or (callable(policy) and not isinstance(policy, type)):
+            return
+        if not isinstance(policy, (set, frozenset)) or not all(
+            isinstance(entry, type) and issubclass(entry, Module) for entry in policy
+        ):
+            raise TypeError(
+                f"auto_wrap_policy must be a set of nn.Module classes or a function of a module, got {policy!r}."
+            )
+
+    def without_effect(self) -> list[str]:
+        """One sentence for each choice that the other choices leave without effect."""
+        notes = []
+        if self.data_parallel == "ddp":
+            notes += [f"{name} has no effect with data_parallel='ddp'." for name in self._changed(_FSDP2_ONLY)]
+        elif self.ddp_kwargs:
+            notes.append("ddp_kwargs has no effect with data_parallel='fsdp2'.")
+        elif self.defer_fsdp_grad_sync == "all_reduce" and self.data_parallel_replicate_size == 1:
+            notes.append(
+                "defer_fsdp_grad_sync='all_reduce' reduces after every micro-batch, as False does, without replicas"
+                " (data_parallel_replicate_size=1)."
+            )
+        if not self.per_token_loss:
+            notes += [f"{name} has no effect with per_token_loss=False." for name in self._changed(_COUNTING_ONLY)]
+        elif self.count_label_tokens is not None:
+            names = self._changed({k: v for k, v in _COUNTING_ONLY.items() if k != "count_label_tokens"})
+            notes += [f"{name} has no effect beside count_label_tokens." for name in names]
+        return notes
+
+    def _changed(self, defaults: dict[str, Any]) -> list[str]:
+        return [f.name for f in fields(self) if f.name in defaults and getattr(self, f.name) != defaults[f.name]]

@@ -1,0 +1,326 @@
+"""Which modules become FSDP units, and handing the model to FSDP2 or DDP with equal weights on every rank."""
+
+import functools
+import re
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+
+from lightning_automodel import _compat
+
+WrapPolicy = set[type[nn.Module]] | Callable[[nn.Module], bool] | None
+
+_STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+_BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """What is sharded how.
+
+    Attributes:
+        roots: FSDP roots, each with the parameters that no unit below it takes.
+        units: Modules below the roots that become FSDP units of their own, outermost only.
+        replicated: Names of parameters that stay whole on every rank, with the reason.
+    """
+
+    roots: list[nn.Module]
+    units: list[nn.Module]
+    replicated: dict[str, str] = field(default_factory=dict)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether anything at or below ``model`` is an FSDP2 module or holds a DTensor parameter."""
+    return any(isinstance(m, FSDPModule) for m in model.modules()) or any(
+        isinstance(p, DTensor) for p in model.parameters()
+    )
+
+
+def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> ShardingPlan:
+    """Decide which modules become FSDP units.
+
+    By default a unit is an outermost repeated block: a child with parameters of an ``nn.ModuleList`` or
+    ``nn.Sequential``, or, below a module with a ``_no_split_modules`` list (Hugging Face), an instance of a class named
+    there. A block that shares a parameter with anything outside of it is left to the root, so that tied parameters stay
+    in one unit.
+
+    Args:
+        model: The LightningModule, not sharded yet.
+        policy: Overrides the default: classes whose (outermost) instances become units, or a predicate on modules.
+        root_is_model: Whether the whole model is one root (its steps run as its forward), else each of its children:
+            for manual optimization, where gradients are needed while the step is still running.
+
+    Returns:
+        The plan; nothing has been changed.
+    """
+    roots = [model] if root_is_model else list(_callable_children(model))
+    units = [unit for root in roots for unit in _find_units(root, policy) if unit is not root]
+    uses = _uses(model)
+    units = [unit for unit in units if not any(uses[p] > count for p, count in _uses(unit).items())]
+    return ShardingPlan(roots=roots, units=units, replicated=_find_replicated(model, roots))
+
+
+def _find_units(module: nn.Module, policy: WrapPolicy) -> Iterator[nn.Module]:
+    """Yield the outermost units at or below ``module`` in registration order."""
+    if policy is not None:
+        yield from _outermost(module, _as_predicate(policy))
+        return
+    names = getattr(module, "_no_split_modules", None) or ()
+    if named := list(_outermost(module, lambda candidate: type(candidate).__name__ in names)):
+        yield from named
+        return
+    for child in module.children():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and _can_be_unit(child):
+            yield child
+        else:
+            yield from _find_units(child, policy)
+
+
+def _outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    if _can_be_unit(module) and matches(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child, matches)
+
+
+def _as_predicate(policy: set[type[nn.Module]] | Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
+    if isinstance(policy, (set, frozenset)):
+        classes = tuple(policy)
+        return lambda module: isinstance(module, classes)
+    return policy
+
+
+def _can_be_unit(module: nn.Module) -> bool:
+    """FSDP2 needs a module with parameters and a forward of its own."""
+    return type(module).forward is not nn.Module.forward and any(True for _ in module.parameters())
+
+
+def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
+    """Outermost descendants that can be FSDP roots, looking through containers without a forward."""
+    for child in module.children():
+        if _can_be_unit(child):
+            yield child
+        else:
+            yield from _callable_children(child)
+
+
+def _uses(module: nn.Module) -> Counter[nn.Parameter]:
+    """How many places of ``module`` register each parameter, modules that are reached twice counted once."""
+    return Counter(p for m in module.modules() for p in m._parameters.values() if p is not None)
+
+
+def _find_replicated(model: nn.Module, roots: list[nn.Module]) -> dict[str, str]:
+    """Parameters that FSDP2 cannot take: scalars, and those of no root or of several."""
+    owners: Counter[nn.Parameter] = Counter(p for root in roots for p in root.parameters())
+    reasons: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            reasons[name] = "a scalar"
+        elif owners[parameter] == 0:
+            reasons[name] = "outside of every FSDP root"
+        elif owners[parameter] > 1:
+            reasons[name] = "shared between FSDP roots"
+    return reasons
+
+
+def apply_fsdp2(
+    model: nn.Module,
+    plan: ShardingPlan,
+    mesh: DeviceMesh,
+    reshard_after_forward: bool | int,
+    cpu_offload: bool,
+) -> None:
+    """Shard ``model`` in place by the plan.
+
+    A collective over ``mesh``: every rank must call it with the same model and plan, weights already equal.
+
+    Args:
+        model: The LightningModule, on its device.
+        plan: From :func:`plan_sharding`.
+        mesh: 1-D to shard over, or 2-D (replicate, shard).
+        reshard_after_forward: For the units, as ``fully_shard`` has it. Roots keep their parameters through a step.
+        cpu_offload: Keep shards, gradients and optimizer state in host memory.
+    """
+    offload: OffloadPolicy = OffloadPolicy()
+    if cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    by_name = dict(model.named_parameters())
+    kwargs: dict[str, Any] = {
+        "mesh": mesh,
+        "offload_policy": offload,
+        "ignored_params": {by_name[name] for name in plan.replicated},
+    }
+    for unit in plan.units:
+        fully_shard(unit, reshard_after_forward=reshard_after_forward, **kwargs)
+    for root in plan.roots:
+        # A root's parameters are needed again at once in backward; with roots below the model there is no such
+        # moment, and parameters that stay gathered would miss the next optimizer step.
+        fully_shard(root, reshard_after_forward=root is not model, **kwargs)
+        if root is model:
+            _run_steps_as_forward(root)
+
+
+class _OutermostCall:
+    """Frees what a root gathered when the outermost of its nested calls returns without gradients to come.
+
+    FSDP2 leaves a root gathered after forward, for the backward that follows at once. Where none follows (validation, a
+    callback's own forward) the gathered copy would outlive the next write to the sharded weights.
+    """
+
+    def __init__(self, root: FSDPModule) -> None:
+        self._root = root
+        self._depth = 0
+
+    def enter(self, *_: Any) -> None:
+        self._depth += 1
+
+    def leave(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0 and not torch.is_grad_enabled():
+            self._root.reshard()
+
+    def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.enter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.leave()
+
+        return call
+
+
+def _run_steps_as_forward(model: nn.Module) -> None:
+    """Gather the root's parameters for each Lightning step as for a forward: steps use them outside of ``forward``."""
+    # The hook that torch fears for sits on the loss as well; a view returned by an inner `self(x)` can do no harm.
+    warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({re.escape(type(model).__name__)}\) returned a view")
+    outermost = _OutermostCall(cast(FSDPModule, model))
+    model.register_forward_pre_hook(outermost.enter, prepend=True)
+    model.register_forward_hook(outermost.leave, always_call=True)
+    for name in _STEP_METHODS:
+        register_fsdp_forward_method(model, name)
+        setattr(model, name, outermost.around(getattr(model, name)))
+
+
+def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
+    """Settle FSDP2's lazy state at set-up, so that its errors come now and no step is special.
+
+    A collective: gathers every unit once. A unit that is first used in the last micro-batch of a window would
+    otherwise lack the gathered parameter that FSDP2 accumulates into.
+
+    Args:
+        model: Sharded model.
+        divisor: Number of ranks that gradients are to be averaged over.
+
+    Raises:
+        ValueError: If FSDP2 was told another divisor, so that two places would own the scale of the gradients.
+    """
+    for group in _compat.fsdp_param_groups(model):
+        if group.gradient_divide_factor not in (None, divisor):
+            raise ValueError(
+                f"An FSDP unit divides gradients by {group.gradient_divide_factor} (set_gradient_divide_factor), but the"
+                f" strategy rescales averages over {divisor} ranks; leave the factor unset."
+            )
+    for root in fsdp_roots(model):
+        _compat.initialise_fsdp_root(root)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()
+
+
+def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
+    """FSDP2 modules that no other FSDP2 module contains."""
+    if isinstance(model, FSDPModule):
+        return [model]
+    found: dict[int, FSDPModule] = {}
+    for child in model.children():
+        found.update((id(root), root) for root in fsdp_roots(child))
+    return list(found.values())
+
+
+def plain_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Trainable parameters of a sharded model that are whole on every rank, so that nobody else averages them."""
+    return [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+
+
+def apply_ddp(
+    model: nn.Module, device: torch.device, group: dist.ProcessGroup, ddp_kwargs: dict[str, Any]
+) -> DistributedDataParallel:
+    """Replicate ``model``. A collective over ``group``: broadcasts weights and buffers from its first rank."""
+    device_ids = None if device.type == "cpu" else [device.index]
+    return DistributedDataParallel(model, device_ids=device_ids, process_group=group, **ddp_kwargs)
+
+
+def broadcast_plain_states(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give every rank the first rank's plain parameters and buffers; sharded ones are left as they are.
+
+    A collective over ``group``. If shapes differ between ranks, every rank raises.
+    """
+    states: list[Tensor] = [
+        tensor.detach()
+        for tensor in (*model.parameters(), *model.buffers())
+        if not isinstance(tensor, DTensor) and tensor.numel() > 0
+    ]
+    if not states or group.size() == 1:
+        return
+    _compat.verify_shapes_across_ranks(group, states)
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for state in states:
+        by_device[state.device].append(state)
+    for same_device in by_device.values():
+        _compat.broadcast_tensors(group, same_device, _BROADCAST_BUCKET_BYTES, 0)
+
+
+def check_initialised(parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError where parameters or buffers are on the meta device, naming them."""
+    meta = [name for name, tensor in parameters if tensor.is_meta]
+    if meta:
+        shown = ", ".join(meta[:5]) + (f" and {len(meta) - 5} more" if len(meta) > 5 else "")
+        raise ValueError(
+            f"{len(meta)} parameters or buffers have no values yet (meta device): {shown}."
+            " Give them values in configure_model, or create the model on a real device."
+        )
+
+
+def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: int) -> None:
+    """Refuse optimizers that would train something else than the distributed model, in silence.
+
+    Raises:
+        ValueError: For parameters that are none of the module's (collected before it was sharded), and for an optimizer
+            that decides from a rank's own loss.
+    """
+    known = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        strangers = sum(id(parameter) not in known for parameter in parameters)
+        if strangers and not isinstance(optimizer, _compat.MockOptimizer):
+            raise ValueError(
+                f"{strangers} of {len(parameters)} parameters of {name} are not parameters of {type(module).__name__}"
+                " (any more): sharding replaces them. Collect them in configure_optimizers, from self.parameters()."
+            )
+        if isinstance(optimizer, LBFGS) and divisor > 1:
+            raise ValueError(
+                f"{name} chooses its step from the loss of each rank alone, so {divisor} ranks would drift apart;"
+                " choose a first-order optimizer or one rank."
+            )

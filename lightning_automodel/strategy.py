@@ -1,0 +1,665 @@
+"""The strategy: hooks in the order in which the Trainer calls them, each handing over to the room of its concern."""
+
+import dataclasses
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.strategies.strategy import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_automodel import _compat, gradients, process_group, sharding
+from lightning_automodel import checkpoint as checkpoints
+from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine, FSDP2Options
+from lightning_automodel.mesh import DataParallelMesh, build_mesh, resolve_sizes
+from lightning_automodel.options import StrategyOptions
+from lightning_automodel.precision import check_precision
+from lightning_automodel.token_loss import Count, StepReport, TokenWeighting
+from lightning_automodel.windows import OptimizerWindows, optimizer_parameters, unwrap
+
+
+class AutomodelStrategy(ParallelStrategy):
+    """Trains any LightningModule sharded (FSDP2) or replicated (DDP) with the gradients of one single-process batch.
+
+    Each optimizer step follows the gradient of the mean loss per label token over all micro-batches of the window and
+    all data-parallel ranks, however unequal they are. See :func:`~lightning_automodel.rescale_gradients` for the
+    algebra. All arguments are keywords.
+
+    Args:
+        data_parallel: ``"fsdp2"`` shards parameters, gradients and optimizer state; ``"ddp"`` copies them.
+        data_parallel_size: Ranks that hold different data, replicas included. ``"auto"``: the world size.
+        data_parallel_replicate_size: More than 1 is HSDP: that many replicas, each sharded over the ranks of one.
+            ``"auto"``: the number of nodes.
+        ddp_kwargs: For ``DistributedDataParallel`` (``find_unused_parameters``, ``bucket_cap_mb``, ...).
+        per_token_loss: False weighs every micro-batch the same, so that no count is needed.
+        loss_reduction: Whether ``training_step`` returns the mean over its label tokens, or their sum.
+        label_key: Key of the labels in a batch that is a mapping.
+        ignore_index: Label value of positions that the loss ignores.
+        label_shift: Leading label positions per row that the loss drops; 1 for Hugging Face causal language models.
+        count_label_tokens: ``batch -> int | Tensor``, the number of label tokens.
+        defer_fsdp_grad_sync: When FSDP2 reduces gradients. True: once a window. False: after each micro-batch, which
+            takes less memory. ``"all_reduce"``: with replicas, reduce-scatter each time and all-reduce once.
+        reshard_during_accumulation: False keeps parameters gathered from the first forward of a window to its last
+            backward. ``"auto"``: keep them where an estimate says that they fit; ``describe()`` tells it.
+        auto_wrap_policy: Classes whose outermost instances become FSDP units, or a predicate on modules. None: the
+            outermost repeated blocks.
+        reshard_after_forward: Whether FSDP units free their parameters between forward and backward (or the size of
+            the group to reshard to), where parameters are not kept for the window.
+        cpu_offload: Keep shards and optimizer state in host memory.
+        track_grad_norm: Compute ``last_step.grad_norm`` also where nothing else needs it.
+        error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not finite.
+            Reads one number on the host each step.
+        process_group_backend: Backend of the default process group. None: gloo for CPU, nccl for CUDA.
+        timeout: How long a collective may wait: ``timedelta`` or minutes.
+
+    Raises:
+        ValueError: If an option is out of range; the message gives the valid values.
+        TypeError: If an option has the wrong type.
+
+    Example:
+        >>> trainer = pl.Trainer(strategy=AutomodelStrategy(), accelerator="cpu", logger=False)
+    """
+
+    def __init__(
+        self,
+        *,
+        data_parallel: Literal["fsdp2", "ddp"] = "fsdp2",
+        data_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_replicate_size: int | Literal["auto"] = 1,
+        ddp_kwargs: dict[str, Any] | None = None,
+        per_token_loss: bool = True,
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        label_key: str = "labels",
+        ignore_index: int = -100,
+        label_shift: int = 0,
+        count_label_tokens: Callable | None = None,
+        defer_fsdp_grad_sync: bool | Literal["all_reduce"] = True,
+        reshard_during_accumulation: bool | Literal["auto"] = "auto",
+        auto_wrap_policy: set[type[Module]] | Callable | None = None,
+        reshard_after_forward: bool | int = True,
+        cpu_offload: bool = False,
+        track_grad_norm: bool = False,
+        error_if_nonfinite: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float = 30,
+    ) -> None:
+        super().__init__()
+        options = StrategyOptions(
+            data_parallel=data_parallel,
+            data_parallel_size=data_parallel_size,
+            data_parallel_replicate_size=data_parallel_replicate_size,
+            ddp_kwargs=ddp_kwargs,
+            per_token_loss=per_token_loss,
+            loss_reduction=loss_reduction,
+            label_key=label_key,
+            ignore_index=ignore_index,
+            label_shift=label_shift,
+            count_label_tokens=count_label_tokens,
+            defer_fsdp_grad_sync=defer_fsdp_grad_sync,
+            reshard_during_accumulation=reshard_during_accumulation,
+            auto_wrap_policy=auto_wrap_policy,
+            reshard_after_forward=reshard_after_forward,
+            cpu_offload=cpu_offload,
+            track_grad_norm=track_grad_norm,
+            error_if_nonfinite=error_if_nonfinite,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._options = options
+        self.num_nodes = 1
+        self.last_step: StepReport | None = None
+        self._weighting = TokenWeighting(
+            per_token_loss=per_token_loss,
+            loss_reduction=loss_reduction,
+            label_key=label_key,
+            ignore_index=ignore_index,
+            label_shift=label_shift,
+            count_label_tokens=count_label_tokens,
+        )
+        self._mesh: DataParallelMesh | None = None
+        self._engine: Engine | None = None
+        self._windows = OptimizerWindows(self._on_zero_grad)
+        self._batch: Any = None
+        self._count: Count = 0
+        self._measured: tuple[Tensor, list[tuple[int, int]]] | None = None
+        self._said: set[str] = set()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        presets: dict[str, tuple[str, dict[str, Any]]] = {
+            "automodel": ("FSDP2", {}),
+            "automodel_fsdp2": ("FSDP2", {"data_parallel": "fsdp2"}),
+            "automodel_ddp": ("DDP", {"data_parallel": "ddp"}),
+            "automodel_hsdp": ("FSDP2, one replica per node", {"data_parallel_replicate_size": "auto"}),
+            "automodel_fsdp2_offload": ("FSDP2 with shards in host memory", {"cpu_offload": True}),
+        }
+        for name, (engine, kwargs) in presets.items():
+            strategy_registry.register(
+                name, cls, description=f"{engine}, gradients of one single-process batch", override=True, **kwargs
+            )
+
+    # --- What the Trainer asks before it starts -----------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """True: without it, Lightning gives every rank the same data."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def data_parallel(self) -> Literal["fsdp2", "ddp"]:
+        """The engine: sharded or replicated."""
+        return self._options.data_parallel
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str:
+        """Backend of the default process group."""
+        return process_group.choose_backend(
+            self.root_device, self._options.process_group_backend, self._options.cpu_offload
+        )
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Mesh of the run, for ``configure_model``.
+
+        Raises:
+            RuntimeError: Before the processes have joined.
+        """
+        return self._joined_mesh().mesh
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        mesh = self._joined_mesh().data_parallel
+        return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self._shards_model
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return not self._shards_model
+
+    @property
+    def _shards_model(self) -> bool:
+        return self._options.data_parallel == "fsdp2"
+
+    def _joined_mesh(self) -> DataParallelMesh:
+        if self._mesh is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.device_mesh exists once the processes have joined: use it from"
+                " configure_model() on, not before."
+            )
+        return self._mesh
+
+    # --- Joining ------------------------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _compat.SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and the rank-zero helpers which rank this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        timeout = process_group.parse_timeout(self._options.timeout)
+        process_group.join_process_group(
+            self.cluster_environment, self.process_group_backend, timeout, self.root_device
+        )
+        if self._mesh is None:
+            sizes = resolve_sizes(
+                self._options.data_parallel,
+                self._options.data_parallel_size,
+                self._options.data_parallel_replicate_size,
+                self.world_size,
+                self.num_nodes,
+            )
+            self._mesh = build_mesh(self.root_device.type, sizes)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._mesh.mesh
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        process_group.process_barrier(self.root_device)
+
+    # --- Setting up ---------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        assert self.accelerator is not None
+        module = self.lightning_module
+        assert module is not None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self.accelerator.setup(trainer)
+        check_precision(self.precision_plugin, self._options.data_parallel)
+        sharding.check_initialised([*module.named_parameters(), *module.named_buffers()])
+        for note in self._options.without_effect():
+            self._say_once(note)
+        if fitting and self._layer_sync is not None:
+            self._layer_sync.apply(module)
+        self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        self._engine = self._make_engine()
+        self.model = self._engine.setup(module, fitting)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self._clip_through_this_strategy()
+        if fitting:
+            _compat.optimizers_to_device(self.optimizers, self.root_device)
+        self._log_description()
+
+    def _make_engine(self) -> Engine:
+        mesh, options = self._joined_mesh(), self._options
+        if not self._shards_model:
+            return DDPEngine(mesh, self.root_device, options.ddp_kwargs or {})
+        fsdp2_options = FSDP2Options(
+            defer_grad_sync=options.defer_fsdp_grad_sync,
+            reshard_during_accumulation=options.reshard_during_accumulation,
+            auto_wrap_policy=options.auto_wrap_policy,
+            reshard_after_forward=options.reshard_after_forward,
+            cpu_offload=options.cpu_offload,
+            local_ranks=self.num_processes,
+        )
+        return FSDP2Engine(mesh, self.root_device, fsdp2_options)
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        if self._options.cpu_offload and sharding.is_sharded(self.lightning_module):
+            return
+        self.lightning_module.to(self.root_device)
+
+    @override
+    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        module = self.lightning_module
+        assert module is not None
+        sharding.check_optimizers(module, self.optimizers, self._joined_mesh().sizes.data_parallel)
+        if not module.automatic_optimization:
+            self._windows.watch_toggling(module, on_toggle=self._require_engine().release)
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        self._windows.watch(self._optimizers, self._lightning_optimizers)
+
+    def _clip_through_this_strategy(self) -> None:
+        """Let every way of clipping (Trainer, ``self.clip_gradients``) rescale first and understand sharded gradients."""
+        plugin = self.precision_plugin
+        plugin.clip_grad_by_norm = partial(self.clip_gradients, algorithm="norm")  # type: ignore[method-assign]
+        plugin.clip_grad_by_value = self._clip_values  # type: ignore[method-assign]
+
+    # --- One micro-batch ----------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        self._windows.reset()
+        self._require_engine().discard()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self.lightning_module is not None
+        self._require_engine().start_forward()
+        self._batch = args[0] if args else next(iter(kwargs.values()), None)
+        output = super().training_step(*args, **kwargs)
+        if self.lightning_module.automatic_optimization and output is not None:
+            self._count = self._weighting.count(self._batch, output)
+            self._refuse_aux_loss(output)
+        return output
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator:
+        """Context for every micro-batch of a window but the last."""
+        with self._require_engine().micro_batch(is_last=False):
+            yield
+
+    @override
+    def backward(  # type: ignore[override]  # Lightning passes both by position; a keyword `optimizer` is the user's
+        self, closure_loss: Tensor, optimizer: Optimizer | None, /, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Backpropagate one micro-batch as a sum of token losses, and count it to its optimizer's window.
+
+        Args:
+            closure_loss: [] the loss; under automatic optimization divided by ``accumulate_grad_batches``.
+            optimizer: The optimizer; None in manual optimization.
+            *args: For the module's ``backward``.
+            **kwargs: Likewise, but for ``num_label_tokens`` and ``optimizer`` of a manual backward.
+
+        Returns:
+            [] the detached loss, as it came.
+        """
+        module, engine = self.lightning_module, self._require_engine()
+        assert module is not None
+        if module.automatic_optimization:
+            owner, count, accumulate = optimizer, self._count, module.trainer.accumulate_grad_batches
+        else:
+            owner, count, accumulate = self._windows.owner(kwargs.pop("optimizer", None)), self._manual_count(kwargs), 1
+        assert owner is not None
+        self._open_window(owner)
+        engine.start_backward(closure_loss)
+        loss = self.precision_plugin.pre_backward(closure_loss, module)
+        self._warn_about_half_precision(closure_loss)
+        objective = self._weighting.objective(loss, count) * accumulate
+        self.precision_plugin.backward(objective, module, optimizer, *args, **kwargs)
+        unscaled = objective if loss is closure_loss else self._weighting.objective(closure_loss, count) * accumulate
+        self._windows[owner].add(unscaled, count)
+        engine.end_backward()
+        return self.precision_plugin.post_backward(closure_loss, module)
+
+    def _manual_count(self, kwargs: dict[str, Any]) -> Count:
+        told = {"num_label_tokens": kwargs.pop("num_label_tokens")} if "num_label_tokens" in kwargs else None
+        return self._weighting.count(self._batch, told)
+
+    def _open_window(self, optimizer: Optimizer) -> None:
+        """Make sure that gradients of an earlier step, already rescaled, are not added to."""
+        if not self._windows[optimizer].is_rescaled:
+            return
+        assert self.lightning_module is not None
+        left = any(parameter.grad is not None for parameter in optimizer_parameters(optimizer))
+        if left and not self.lightning_module.automatic_optimization:
+            raise RuntimeError(
+                f"The gradients of {type(optimizer).__name__} have been rescaled for a step and were not zeroed since;"
+                " another backward would add token sums to token means. Call optimizer.zero_grad() after each"
+                " optimizer.step()."
+            )
+        optimizer.zero_grad()
+
+    def _on_zero_grad(self, optimizer: Optimizer) -> None:
+        if self._engine is not None:
+            self._engine.discard(optimizer_parameters(optimizer))
+
+    # --- One optimizer step -------------------------------------------------------------------------------------------
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: "pl.LightningModule | Module | None" = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the window's last micro-batch, rescale, let hooks see the gradients, clip, step.
+
+        Every rank must call it, once a window: it is one all-reduce over the data-parallel ranks, beside what the engine
+        reduces. See :meth:`Strategy.optimizer_step` for the arguments.
+        """
+        return super().optimizer_step(optimizer, partial(self._finish_after, closure, optimizer), model, **kwargs)
+
+    def _finish_after(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            with self._require_engine().micro_batch(is_last=True):
+                result = closure()
+        else:
+            result = closure()
+        self._finish_window(optimizer)
+        return result
+
+    def _finish_window(self, optimizer: Optimizer) -> None:
+        """Rescale the gradients of ``optimizer`` and report on its window, once. A collective: one small all-reduce."""
+        window, mesh, engine = self._windows[optimizer], self._joined_mesh(), self._require_engine()
+        if window.is_rescaled:
+            return
+        window.is_rescaled = True
+        parameters = optimizer_parameters(optimizer)
+        engine.complete_gradients(parameters)
+        totals = window.totals(self.root_device)
+        if mesh.sizes.data_parallel > 1:
+            dist.all_reduce(totals, group=mesh.group)
+        self.last_step = self._weighting.report(totals)
+        denominator = self._weighting.denominator(totals)
+        gradients.scale_gradients_(parameters, gradients.gradient_factor(denominator, mesh.sizes.data_parallel))
+        self._measured = None
+        if self._options.track_grad_norm or self._options.error_if_nonfinite:
+            self._measure_norm(parameters)
+
+    def _measure_norm(self, parameters: list[torch.nn.Parameter]) -> Tensor:
+        """Norm of the rescaled gradients, measured anew only where something wrote to them since."""
+        versions = gradients.gradient_versions(parameters)
+        if self._measured is None or self._measured[1] != versions:
+            self._measured = gradients.total_norm(parameters), versions
+        norm = self._measured[0]
+        if self._options.error_if_nonfinite and getattr(self.precision_plugin, "scaler", None) is None:
+            gradients.check_finite(norm)
+        assert self.last_step is not None
+        self.last_step = dataclasses.replace(self.last_step, grad_norm=norm)
+        return norm
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer | LightningOptimizer,
+        clip_val: float,
+        algorithm: Literal["norm", "value"] = "norm",
+    ) -> Tensor:
+        """Rescale the gradients of ``optimizer`` if that has not been done for this window, then clip them.
+
+        For manual optimization, between ``manual_backward`` and ``optimizer.step()``, which then does not rescale again.
+        A collective: every rank must call it.
+
+        Args:
+            optimizer: One of ``self.optimizers()``.
+            clip_val: Largest global norm, or largest absolute value of an element.
+            algorithm: ``"norm"`` or ``"value"``.
+
+        Returns:
+            [] the global 2-norm before clipping.
+
+        Raises:
+            ValueError: If ``clip_val`` is not positive or ``algorithm`` is neither.
+        """
+        gradients.check_clip_value(clip_val)
+        if algorithm not in ("norm", "value"):
+            raise ValueError(f"algorithm must be 'norm' or 'value', got {algorithm!r}.")
+        parameters = optimizer_parameters(unwrap(optimizer))
+        self._finish_window(unwrap(optimizer))
+        norm = self._measure_norm(parameters)
+        if algorithm == "norm":
+            gradients.scale_to_norm_(parameters, norm, clip_val)
+        else:
+            gradients.clip_gradient_values(parameters, clip_val)
+        return norm
+
+    def _clip_values(self, optimizer: Optimizer | LightningOptimizer, clip_val: float) -> None:
+        """What the Trainer's clipping by value runs: without measuring a norm that nobody asked for."""
+        self._finish_window(unwrap(optimizer))
+        gradients.clip_gradient_values(optimizer_parameters(unwrap(optimizer)), clip_val)
+
+    # --- Beside training ----------------------------------------------------------------------------------------------
+
+    @override
+    def on_validation_start(self) -> None:
+        self._require_engine().release()
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
+        """Reduce a value over the data-parallel ranks (or ``group``), leaving the input as it is.
+
+        A collective on the group: one all-reduce, without the barrier that Lightning's own strategies put before it.
+        The mean of integers is exact. What is no tensor comes back unchanged.
+        """
+        if not isinstance(tensor, Tensor) or self._mesh is None:
+            return tensor
+        return process_group.reduce_tensor(tensor, group or self._mesh.group, reduce_op, self.root_device)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return process_group.broadcast_object(obj, src)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if not self._shards_model:
+            return super().lightning_module_state_dict()
+        assert self.model is not None
+        return checkpoints.sharded_model_state(self.model)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if not self._shards_model:
+            return super().optimizer_state(optimizer)
+        assert self.model is not None
+        with self._windows.unchanged():
+            return checkpoints.sharded_optimizer_state(self.model, unwrap(optimizer))
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        if not self._shards_model:
+            return super().save_checkpoint(checkpoint, filepath, storage_options)
+        if storage_options is not None:
+            raise TypeError(
+                f"{type(self).__name__} writes sharded checkpoints without a CheckpointIO, so storage_options"
+                f" ({storage_options!r}) would have no effect; leave it out."
+            )
+        checkpoints.save_sharded(checkpoint, Path(self.broadcast(filepath)), self.is_global_zero)
+        return None
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        if not self._shards_model:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        module = self.lightning_module
+        assert module is not None
+        self._require_engine().release()
+        path = Path(self.broadcast(checkpoint_path))
+        return checkpoints.load_into(path, module, self.optimizers, module.strict_loading, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if not self._shards_model:
+            super().load_model_state_dict(checkpoint, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if not self._shards_model:
+            super().load_optimizer_state_dict(checkpoint)
+
+    # --- Leaving ------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._windows.reset()
+        if self._engine is not None:
+            self._engine.recover()
+
+    @override
+    def teardown(self) -> None:
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self._windows.close()
+        for method in ("clip_grad_by_norm", "clip_grad_by_value"):
+            self.precision_plugin.__dict__.pop(method, None)
+        if self._engine is not None:
+            self._engine.release()
+        self._batch = self._measured = None
+        self.model = self.lightning_module
+        if not self._shards_model:
+            super().teardown()
+            return
+        # Unlike the base class, leave the model where it is: moved to the host, shards would no longer fit their mesh.
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # --- Explaining ---------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """What was decided and why: mesh, units, divisors, modes, dtypes, estimated extra bytes per rank.
+
+        Not a collective. Before the first set-up it holds the options alone.
+        """
+        options = {field.name: getattr(self._options, field.name) for field in dataclasses.fields(self._options)}
+        if self._mesh is None or self._engine is None:
+            return {"options": options}
+        module = self.lightning_module
+        parameters = [] if module is None else list(module.parameters())
+        return {
+            "options": options,
+            "data_parallel": self._options.data_parallel,
+            "mesh": self._mesh.sizes_by_name(),
+            "gradient_divisor": self._mesh.sizes.data_parallel,
+            "gradient_denominator": "label tokens" if self._options.per_token_loss else "micro-batches",
+            "precision": self.precision_plugin.precision,
+            "parameter_dtypes": sorted({str(parameter.dtype) for parameter in parameters}),
+            **self._engine.describe(),
+        }
+
+    def _log_description(self) -> None:
+        described = {name: value for name, value in self.describe().items() if name != "options"}
+        lines = "\n".join(f"  {name}: {value}" for name, value in described.items())
+        self._say_once(f"{type(self).__name__}:\n{lines}", say=rank_zero_info)
+
+    def _say_once(self, message: str, say: Callable[[str], None] = rank_zero_warn) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            say(message)
+
+    def _warn_about_half_precision(self, loss: Tensor) -> None:
+        if loss.dtype in (torch.float16, torch.bfloat16):
+            self._say_once(
+                f"training_step returned a {loss.dtype} loss, which is rounded before it is weighed: compute the loss in"
+                " float32 (logits.float()) for exact gradients."
+            )
+
+    def _refuse_aux_loss(self, output: Any) -> None:
+        if self._options.per_token_loss and isinstance(output, Mapping) and "aux_loss" in output:
+            raise ValueError(
+                "training_step returned 'aux_loss', whose weight beside a token loss depends on the label tokens of the"
+                " whole window, which are not known at its first backward. Pass per_token_loss=False, or leave"
+                " 'aux_loss' out of the returned dict to have it weighed by label tokens like the rest of the loss."
+            )
+
+    def _require_engine(self) -> Engine:
+        assert self._engine is not None
+        return self._engine

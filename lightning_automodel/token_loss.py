@@ -1,0 +1,233 @@
+"""Counting label tokens, and weighing each micro-batch by them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Count = int | Tensor
+"""Number of label tokens: a Python int, or a tensor of one element that stays on its device."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one optimizer step trained on, summed over the window and the data-parallel group.
+
+    All fields are 0-dimensional tensors on the training device: reading one on the host (``float(report.loss)``) is
+    what synchronises, not making the report.
+
+    Attributes:
+        loss: Mean loss per label token, in the unit of the loss (nats for cross-entropy); per micro-batch where
+            ``per_token_loss=False``. NaN for a window without any label token.
+        num_label_tokens: Label tokens; 0 where ``per_token_loss=False``, which does not count them.
+        num_micro_batches: Training steps.
+        grad_norm: Global 2-norm of the rescaled gradients before clipping; NaN where nothing asked for it.
+    """
+
+    loss: Tensor
+    num_label_tokens: Tensor
+    num_micro_batches: Tensor
+    grad_norm: Tensor
+
+
+@dataclass(frozen=True)
+class TokenWeighting:
+    """How the number of label tokens of a micro-batch is told, and what the loss of ``training_step`` stands for.
+
+    Attributes:
+        per_token_loss: Weigh by label tokens; else every micro-batch weighs the same and nothing is counted.
+        loss_reduction: Whether ``training_step`` returns the mean over label tokens or their sum.
+        label_key: Key of the labels in the batch.
+        ignore_index: Label value of positions that the loss ignores.
+        label_shift: Leading positions of each row (last dimension) that the loss drops.
+        count_label_tokens: ``batch -> int | Tensor``.
+    """
+
+    per_token_loss: bool = True
+    loss_reduction: Literal["mean", "sum"] = "mean"
+    label_key: str = "labels"
+    ignore_index: int = -100
+    label_shift: int = 0
+    count_label_tokens: Callable | None = None
+
+    def count(self, batch: Any, output: Any = None) -> Count:
+        """Label tokens of one micro-batch on this rank; the first way that applies wins.
+
+        Args:
+            batch: The batch that ``training_step`` received.
+            output: What it returned.
+
+        Returns:
+            The count; 1 where ``per_token_loss=False``, so that every micro-batch weighs the same.
+
+        Raises:
+            ValueError: If no way applies, or the count is negative.
+            TypeError: If the count is neither an int nor a tensor of one element.
+        """
+        if not self.per_token_loss:
+            return 1
+        if isinstance(output, Mapping) and "num_label_tokens" in output:
+            return check_count(output["num_label_tokens"], "the num_label_tokens that training_step returned")
+        if self.count_label_tokens is not None:
+            return check_count(self.count_label_tokens(batch), "what count_label_tokens(batch) returned")
+        if isinstance(batch, Mapping) and self.label_key in batch:
+            return self.count_labels(batch[self.label_key])
+        found = f"keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        raise ValueError(
+            "AutomodelStrategy weighs each micro-batch by its number of label tokens and found no count"
+            f" (the batch is {found}). Tell it in one of three ways: return {{'loss': loss, 'num_label_tokens': n}}"
+            " from training_step (manual optimization: self.manual_backward(loss, num_label_tokens=n)); pass"
+            f" count_label_tokens=<function of the batch>; or put labels under batch[{self.label_key!r}] with"
+            f" {self.ignore_index} where the loss ignores them (label_key=, ignore_index=). If every micro-batch"
+            " should weigh the same instead, pass per_token_loss=False."
+        )
+
+    def count_labels(self, labels: Tensor) -> Tensor:
+        """Positions of ``labels`` [..., s] that the loss uses: not ignored, and not among the first ``label_shift``."""
+        if not isinstance(labels, Tensor):
+            raise TypeError(
+                f"batch[{self.label_key!r}] must be a tensor to count label tokens, got {type(labels).__name__};"
+                " return num_label_tokens from training_step or pass count_label_tokens instead."
+            )
+        return (labels[..., self.label_shift :] != self.ignore_index).sum()
+
+    def objective(self, loss: Tensor, count: Count) -> Tensor:
+        """The loss of one micro-batch as a sum of token losses: what is backpropagated.
+
+        Args:
+            loss: [] what ``training_step`` returned (mean or sum).
+            count: Its label tokens.
+
+        Returns:
+            [] ``count * loss`` for a mean, ``loss`` for a sum; at least float32, since a half-precision product would
+            round the count itself.
+        """
+        if loss.dtype in (torch.float16, torch.bfloat16):
+            loss = loss.float()
+        if not self.per_token_loss or self.loss_reduction == "sum":
+            return loss
+        return loss * count
+
+    def denominator(self, totals: Tensor) -> Tensor:
+        """[] what the sum of losses is divided by, from the reduced [3] :meth:`LossWindow.totals`."""
+        return totals[0] if self.per_token_loss else totals[2]
+
+    def report(self, totals: Tensor) -> StepReport:
+        """Report on a window from its [3] :meth:`LossWindow.totals`, summed over the data-parallel ranks."""
+        num_label_tokens = totals[0] if self.per_token_loss else torch.zeros_like(totals[0])
+        return StepReport(
+            loss=totals[1] / self.denominator(totals),
+            num_label_tokens=num_label_tokens.long(),
+            num_micro_batches=totals[2].long(),
+            grad_norm=torch.full_like(totals[1], torch.nan),
+        )
+
+
+def check_count(count: Any, source: str) -> Count:
+    """Validate a count that a user told. No host synchronisation: a tensor's value is not read.
+
+    Raises:
+        TypeError: If it is neither an int nor a tensor of one element.
+        ValueError: If it is a negative int.
+    """
+    if isinstance(count, Tensor) and count.numel() == 1 and count.dtype != torch.bool:
+        return count.detach().reshape(())
+    if isinstance(count, bool) or not isinstance(count, int):
+        shown = f"a tensor of shape {tuple(count.shape)}, {count.dtype}" if isinstance(count, Tensor) else repr(count)
+        raise TypeError(f"{source} must be an int or an integer tensor of one element, got {shown}.")
+    if count < 0:
+        raise ValueError(f"{source} must not be negative, got {count}.")
+    return count
+
+
+class LossWindow:
+    """What one optimizer's gradients hold since they were last zeroed: sums over this rank's micro-batches.
+
+    It changes exactly when the gradients do: :meth:`add` with each backward, :meth:`reset` with ``zero_grad``. Sums
+    stay on the device; nothing here synchronises or communicates.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: the gradients have been zeroed."""
+        self._host_tokens = 0
+        self._device_tokens: Tensor | None = None
+        self._loss_sum: Tensor | None = None
+        self.num_micro_batches = 0
+        self.is_rescaled = False
+
+    def add(self, objective: Tensor, count: Count) -> None:
+        """Take in one backward.
+
+        Args:
+            objective: [] sum of token losses of the micro-batch.
+            count: Its label tokens. Without any, the loss does not count, whatever its value (a mean over nothing is
+                NaN).
+        """
+        loss = objective.detach().reshape(()).to(torch.float32 if objective.device.type == "mps" else torch.float64)
+        if isinstance(count, Tensor):
+            count = count.to(loss.device)
+            self._device_tokens = count if self._device_tokens is None else self._device_tokens + count
+            loss = torch.where(count > 0, loss, torch.zeros_like(loss))
+        else:
+            self._host_tokens += count
+            if count == 0:
+                loss = torch.zeros_like(loss)
+        self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
+        self.num_micro_batches += 1
+
+    def totals(self, device: torch.device) -> Tensor:
+        """[3] label tokens, sum of losses, micro-batches of this rank, float64 (exact up to 2**53)."""
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        totals = torch.zeros(3, dtype=dtype, device=device)
+        totals[0] += self._host_tokens
+        totals[2] += self.num_micro_batches
+        if self._device_tokens is not None:
+            totals[0] += self._device_tokens.to(device)
+        if self._loss_sum is not None:
+            totals[1] += self._loss_sum.to(device)
+        return totals
+
+
+def reduce_loss(
+    loss_store: list[Tensor],
+    total_num_tokens: Tensor | int,
+    per_token_loss: bool = True,
+    dp_group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sum losses and their denominator over the data-parallel ranks. Nothing is divided.
+
+    A collective on ``dp_group``: every rank of it must call, and it is one all-reduce of two numbers. If a rank does
+    not come, the others raise when the group's timeout ends.
+
+    Args:
+        loss_store: Losses of this rank's micro-batches, each [] : sums of token losses where ``per_token_loss``, else
+            one mean per micro-batch. May be empty.
+        total_num_tokens: Label tokens of this rank.
+        per_token_loss: Whether the denominator is label tokens, else micro-batches.
+        dp_group: Ranks that hold different data. None: no communication.
+
+    Returns:
+        [] the sum of the losses, at least float32, and [] the denominator, int64, on the device of the losses.
+
+    Example:
+        >>> loss, denominator = reduce_loss([torch.tensor(6.0), torch.tensor(2.0)], torch.tensor(4))
+        >>> float(loss / denominator)
+        2.0
+    """
+    tokens = torch.as_tensor(total_num_tokens)
+    device = loss_store[0].device if loss_store else tokens.device
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    sums = torch.zeros(2, dtype=dtype, device=device)
+    if loss_store:
+        sums[0] = torch.stack([loss.detach().to(device, dtype).reshape(()) for loss in loss_store]).sum()
+    sums[1] = tokens.to(device, dtype) if per_token_loss else float(len(loss_store))
+    if dp_group is not None:
+        dist.all_reduce(sums, group=dp_group)
+    result_dtype = torch.promote_types(loss_store[0].dtype, torch.float32) if loss_store else torch.float32
+    return sums[0].to(result_dtype), sums[1].round().to(torch.int64)
