@@ -3,7 +3,8 @@
 Written against torch 2.13 and Lightning 2.6.4 to 2.6.6. An upstream rename breaks this file and no other.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_save as distributed_checkpoint_save
@@ -57,6 +58,7 @@ __all__ = [
     "reset_seed",
     "reshards_after_forward",
     "sharded_versions",
+    "take_over_forward_hooks",
     "unpark_gathered",
     "verify_shapes_across_ranks",
 ]
@@ -83,6 +85,18 @@ def initialise_fsdp_root(root: FSDPModule) -> None:
     this package has recorded it.
     """
     root._get_fsdp_state()._lazy_init()
+
+
+def take_over_forward_hooks(root: FSDPModule) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Remove FSDP2's forward hooks from ``root`` and return them, for the caller to run around more than ``forward``.
+
+    Returns:
+        ``before(module, args, kwargs) -> (args, kwargs)`` and ``after(module, args, output) -> output``.
+    """
+    state = root._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    return state._pre_forward, state._post_forward
 
 
 def clear_accumulated_gradients(param: FSDPParam) -> None:

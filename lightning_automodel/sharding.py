@@ -1,8 +1,6 @@
 """Which modules become FSDP units, and handing the model to FSDP2 or DDP with equal weights on every rank."""
 
 import functools
-import re
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -178,47 +176,41 @@ def apply_fsdp2(
             _run_steps_as_forward(root)
 
 
-class _OutermostCall:
-    """Frees what a root gathered when the outermost of its nested calls returns without gradients to come.
+class _RootForward:
+    """Runs FSDP2's root hooks around the outermost of the model's nested calls: a step, and the ``forward`` inside it.
 
-    FSDP2 leaves a root gathered after forward, for the backward that follows at once. Where none follows (validation, a
-    callback's own forward) the gathered copy would outlive the next write to the sharded weights.
+    A step uses parameters outside of ``forward`` too, and torch's own registration of several forward methods would
+    gather a root twice for nested ones. Where no gradients are to come, what was gathered is freed at the end: kept for
+    a backward that never follows, it would outlive the next write to the sharded weights.
     """
 
     def __init__(self, root: FSDPModule) -> None:
         self._root = root
-        self._depth = 0
-
-    def enter(self, *_: Any) -> None:
-        self._depth += 1
-
-    def leave(self, *_: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0 and not torch.is_grad_enabled():
-            self._root.reshard()
+        self._before, self._after = _compat.take_over_forward_hooks(root)
+        self._is_running = False
 
     def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.enter()
-            try:
+            if self._is_running:
                 return method(*args, **kwargs)
+            self._is_running = True
+            try:
+                args, kwargs = self._before(self._root, args, kwargs)
+                return self._after(self._root, args, method(*args, **kwargs))
             finally:
-                self.leave()
+                self._is_running = False
+                if not torch.is_grad_enabled():
+                    self._root.reshard()
 
         return call
 
 
 def _run_steps_as_forward(model: nn.Module) -> None:
-    """Gather the root's parameters for each Lightning step as for a forward: steps use them outside of ``forward``."""
-    # The hook that torch fears for sits on the loss as well; a view returned by an inner `self(x)` can do no harm.
-    warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({re.escape(type(model).__name__)}\) returned a view")
-    outermost = _OutermostCall(cast(FSDPModule, model))
-    model.register_forward_pre_hook(outermost.enter, prepend=True)
-    model.register_forward_hook(outermost.leave, always_call=True)
-    for name in _STEP_METHODS:
-        register_fsdp_forward_method(model, name)
-        setattr(model, name, outermost.around(getattr(model, name)))
+    """Gather the root's parameters for each Lightning step as for a forward."""
+    root_forward = _RootForward(cast(FSDPModule, model))
+    for name in ("forward", *_STEP_METHODS):
+        setattr(model, name, root_forward.around(getattr(model, name)))
 
 
 def initialise_fsdp2(model: nn.Module, divisor: int) -> None:

@@ -18,6 +18,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
@@ -134,11 +135,12 @@ class AutomodelStrategy(ParallelStrategy):
             label_shift=label_shift,
             count_label_tokens=count_label_tokens,
         )
+        self._forward_redirection = _compat.DDPForwardRedirection()
         self._mesh: DataParallelMesh | None = None
         self._engine: Engine | None = None
-        self._windows = OptimizerWindows(self._on_zero_grad)
+        self._windows = OptimizerWindows(self._on_zero_grad, self._is_misplaced_zero_grad)
         self._batch: Any = None
-        self._count: Count = 0
+        self._count: Count | None = None
         self._measured: tuple[Tensor, list[tuple[int, int]]] | None = None
         self._said: set[str] = set()
 
@@ -384,9 +386,11 @@ class AutomodelStrategy(ParallelStrategy):
         assert module is not None
         if module.automatic_optimization:
             owner, count, accumulate = optimizer, self._count, module.trainer.accumulate_grad_batches
+            self._count = None
         else:
             owner, count, accumulate = self._windows.owner(kwargs.pop("optimizer", None)), self._manual_count(kwargs), 1
         assert owner is not None
+        assert count is not None
         self._open_window(owner)
         engine.start_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, module)
@@ -415,6 +419,18 @@ class AutomodelStrategy(ParallelStrategy):
                 " optimizer.step()."
             )
         optimizer.zero_grad()
+
+    def _is_misplaced_zero_grad(self) -> bool:
+        """Whether Lightning zeroes in the middle of a window, one batch late, as it does for a ``dataloader_iter`` step.
+
+        (Lightning 2.6.6; the batch index that it goes by is read before the step draws its batch.)
+        """
+        module = self.lightning_module
+        if module is None or self._count is None or not module.automatic_optimization:
+            return False
+        draws_its_batches = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+        trainer = module.trainer
+        return draws_its_batches and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches != 0
 
     def _on_zero_grad(self, optimizer: Optimizer) -> None:
         if self._engine is not None:
@@ -589,6 +605,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._windows.reset()
+        self._count = None
         if self._engine is not None:
             self._engine.recover()
 

@@ -31,10 +31,12 @@ class OptimizerWindows:
 
     Args:
         on_zero_grad: Called with the optimizer after its gradients were zeroed.
+        is_misplaced: Called before they are; True leaves them as they are.
     """
 
-    def __init__(self, on_zero_grad: Callable[[Optimizer], None]) -> None:
+    def __init__(self, on_zero_grad: Callable[[Optimizer], None], is_misplaced: Callable[[], bool]) -> None:
         self._on_zero_grad = on_zero_grad
+        self._is_misplaced = is_misplaced
         self._windows: dict[Optimizer, LossWindow] = {}
         self._watched: list[Any] = []
         self._toggled: Optimizer | None = None
@@ -60,6 +62,8 @@ class OptimizerWindows:
 
     def _followed_by_reset(self, zero_grad: Callable[..., None], optimizer: Optimizer) -> Callable[..., None]:
         def zero_grad_and_reset(*args: Any, **kwargs: Any) -> None:
+            if self._is_misplaced():
+                return
             zero_grad(*args, **kwargs)
             if not self._ignores_zero_grad:
                 self._windows[optimizer].reset()

@@ -1,0 +1,138 @@
+"""The pool that runs every distributed test: what it promises in `tests/rank_pool.py`, each promise once."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.rank_pool import RankError, RankPool
+
+
+def sum_of_ranks(offset: int) -> float:
+    total = torch.tensor(float(dist.get_rank() + offset))
+    dist.all_reduce(total)
+    return total.item()
+
+
+def rank_and_doubled(value: torch.Tensor) -> tuple[int, torch.Tensor]:
+    return dist.get_rank(), 2 * value
+
+
+def make_a_mess() -> None:
+    os.environ["LEFT_BEHIND"] = "1"
+    del os.environ["LOCAL_RANK"]
+    os.chdir("/")
+    torch.set_default_dtype(torch.float64)
+    torch.rand(3)
+
+
+def look_around() -> tuple[str | None, str | None, str, torch.dtype, float]:
+    environment = os.environ.get("LEFT_BEHIND"), os.environ.get("LOCAL_RANK")
+    return *environment, os.getcwd(), torch.get_default_dtype(), torch.rand(()).item()
+
+
+def fail_on_rank_1_while_rank_0_waits() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no labels here")
+    dist.barrier()
+
+
+def return_a_lock_on_rank_0() -> object:
+    return threading.Lock() if dist.get_rank() == 0 else None
+
+
+def destroy_group() -> None:
+    dist.destroy_process_group()
+
+
+def join_through_environment() -> int:
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    return dist.get_world_size()
+
+
+def hang_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(600)
+
+
+def die_on_rank_0() -> None:
+    if dist.get_rank() == 0:
+        os._exit(3)
+
+
+def assert_gone(process_ids: list[int]) -> None:
+    for process_id in process_ids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process_id, 0)
+
+
+def test_results_come_back_in_the_order_of_the_ranks(pool2: RankPool) -> None:
+    """Every rank runs the function, can communicate, and its tensors travel both ways."""
+    assert pool2.run(sum_of_ranks, offset=1) == [3.0, 3.0]
+    (rank0, tensor0), (rank1, tensor1) = pool2.run(rank_and_doubled, torch.ones(2))
+    assert (rank0, rank1) == (0, 1)
+    torch.testing.assert_close((tensor0, tensor1), (torch.full((2,), 2.0), torch.full((2,), 2.0)))
+
+
+def test_four_ranks(pool4: RankPool) -> None:
+    """The larger pool is one process group of four."""
+    assert pool4.run(sum_of_ranks, offset=0) == [6.0] * 4
+
+
+def test_calls_do_not_see_each_other(pool2: RankPool) -> None:
+    """Environment, folder, default dtype and random state are the same before every call."""
+    before = pool2.run(look_around)
+    pool2.run(make_a_mess)
+    assert pool2.run(look_around) == before
+    assert [local_rank for _, local_rank, *_ in before] == ["0", "1"]
+
+
+def test_failing_rank_is_named_and_frees_its_peer(pool2: RankPool) -> None:
+    """The first failure comes first, with its traceback, and the same processes serve the next call."""
+    pool2.run(sum_of_ranks, 0)
+    process_ids = pool2.process_ids
+    with pytest.raises(RankError, match=r"fail_on_rank_1_while_rank_0_waits: ranks \[1") as caught:
+        pool2.run(fail_on_rank_1_while_rank_0_waits)
+    assert next(iter(caught.value.failures)) == 1
+    assert 'raise ValueError("no labels here")' in caught.value.failures[1]
+    assert pool2.run(sum_of_ranks, 0) == [1.0, 1.0]
+    assert pool2.process_ids == process_ids
+
+
+def test_unpicklable_result_is_the_error_of_its_rank(pool2: RankPool) -> None:
+    """A result that cannot travel is reported like any exception of that rank."""
+    with pytest.raises(RankError, match="cannot pickle") as caught:
+        pool2.run(return_a_lock_on_rank_0)
+    assert list(caught.value.failures) == [0]
+
+
+@pytest.mark.parametrize(("leave", "result"), [(destroy_group, None), (join_through_environment, 2)])
+def test_next_call_has_a_group_again(pool2: RankPool, leave: Callable[[], int | None], result: int | None) -> None:
+    """Code under test may destroy the group, or replace it through MASTER_ADDR and MASTER_PORT."""
+    assert pool2.run(leave) == [result, result]
+    assert pool2.run(sum_of_ranks, 0) == [1.0, 1.0]
+
+
+def test_hang_and_death_stop_the_pool_and_the_next_call_restarts_it() -> None:
+    """A hanging rank is named and shown, a dead one reported with its exit code, and no process outlives either."""
+    pool = RankPool(2)
+    pool.run(sum_of_ranks, 0)
+    process_ids = pool.process_ids
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 hang after 1 s(.|\n)*in hang_on_rank_1"):
+        pool.run(hang_on_rank_1, timeout_s=1)
+    assert_gone(process_ids)
+
+    assert pool.run(sum_of_ranks, 0) == [1.0, 1.0]
+    process_ids = pool.process_ids
+    with pytest.raises(RankError, match="died with exit code 3") as caught:
+        pool.run(die_on_rank_0)
+    assert list(caught.value.failures) == [0]
+    assert_gone(process_ids)
+    assert pool.process_ids == []

@@ -1,0 +1,92 @@
+"""Runs that single out one behaviour: a tiny module with label keys, a Trainer on the pool's ranks, a plain loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.trainer.cases import Case
+from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Batch, TinyDecoder, full_weights, micro_batches
+
+TOLERANCE = 1e-12
+CASE = Case(seed=20, telling="labels", num_batches=8, gap="micro_batches")
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "kept": {"reshard_during_accumulation": False},
+    "resharded": {"reshard_during_accumulation": True},
+    "undeferred": {"defer_fsdp_grad_sync": False},
+    "ddp": {"data_parallel": "ddp"},
+}
+
+
+def mean_loss(model: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor:
+    """Cross entropy of the model over the label tokens of a batch."""
+    return F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction=reduction)
+
+
+class LabelledModule(LightningModule):
+    """Returns the bare mean loss; the strategy counts the labels."""
+
+    def __init__(self, seed: int = CASE.seed) -> None:
+        super().__init__()
+        self.model = TinyDecoder(seed).double()
+
+    def forward(self, batch: Batch) -> Tensor:
+        return mean_loss(self.model, batch)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return self(batch)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+def make_trainer(strategy: Any, **kwargs: Any) -> Trainer:
+    """A silent Trainer on the ranks of the pool that it runs in."""
+    return Trainer(
+        **{
+            "strategy": strategy,
+            "accelerator": "cpu",
+            "devices": dist.get_world_size(),
+            "plugins": [LightningEnvironment()],
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "use_distributed_sampler": False,
+            "num_sanity_val_steps": 0,
+            **kwargs,
+        }
+    )
+
+
+def loader(case: Case = CASE) -> DataLoader:
+    """This rank's micro-batches of an epoch."""
+    return DataLoader(micro_batches(case)[dist.get_rank()], batch_size=None)
+
+
+def train_plainly(windows: list[list[int]], case: Case = CASE, clip_norm: float | None = None) -> dict[str, Tensor]:
+    """Weights after stepping once for each window: the indices of micro-batches that all ranks contribute to it."""
+    model = TinyDecoder(case.seed).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    for window in windows:
+        batches = [by_rank[index] for by_rank in micro_batches(case) for index in window]
+        num_label_tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+        optimizer.zero_grad()
+        loss = torch.stack([mean_loss(model, batch, "sum") for batch in batches]).sum() / max(num_label_tokens, 1)
+        loss.backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+    return full_weights(model)

@@ -1,0 +1,293 @@
+"""A window that is abandoned, in whatever way, leaves nothing behind: neither counts nor gradients.
+
+Each way is followed by a new `fit` of the same module, which must end with the weights of that fit alone; where the same
+fit goes on after it, its later windows must be right as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import full_weights, micro_batches, weight_error
+from tests.trainer.exactness import Outcome
+from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, LabelledModule, loader, make_trainer, train_plainly
+
+ALL_WINDOWS = [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+class Interruption(Exception):
+    """Raised on purpose."""
+
+
+class RaisesInForward(LabelledModule):
+    interrupted = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1 and not self.interrupted:
+            self.interrupted = True
+            raise Interruption
+        return loss
+
+
+class RaisesAfterBackward(LabelledModule):
+    interrupted = False
+    backwards = 0
+
+    def on_after_backward(self) -> None:
+        self.backwards += 1
+        if self.backwards == 2:
+            raise Interruption
+
+
+class RaisesBeforeStep(LabelledModule):
+    interrupted = False
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if not self.interrupted:
+            self.interrupted = True
+            raise Interruption
+
+
+class SkipsRestOfEpoch(LabelledModule):
+    skipped = False
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        if batch_idx == 1 and not self.skipped:
+            self.skipped = True
+            return -1
+        return None
+
+
+class NeverCallsClosure(LabelledModule):
+    steps_on = True
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if self.steps_on:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+class ClosesWithoutStep(LabelledModule):
+    steps_on = True
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if self.steps_on:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+class TimeIsUp(Callback):
+    """What `max_time` does when it runs out, at a known moment."""
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == 1:
+            trainer.should_stop = True
+
+
+def _abandon(way: str, options: dict[str, Any]) -> LabelledModule:
+    """Run a fit of three micro-batches a window that ends, or loses its window, before the first step."""
+    classes: dict[str, type[LabelledModule]] = {
+        "exception_in_forward": RaisesInForward,
+        "exception_after_backward": RaisesAfterBackward,
+        "exception_before_step": RaisesBeforeStep,
+        "skip_rest_of_epoch": SkipsRestOfEpoch,
+        "closure_never_called": NeverCallsClosure,
+        "closure_without_step": ClosesWithoutStep,
+    }
+    module = classes.get(way, LabelledModule)()
+    trainer = make_trainer(
+        AutomodelStrategy(**options),
+        accumulate_grad_batches=3,
+        callbacks=[TimeIsUp()] if way == "time_is_up" else [],
+        limit_train_batches=3 if way.startswith("closure") else None,
+    )
+    if way.startswith("closure"):
+        module.steps_on = False
+    if way.startswith("exception") or way == "closure_never_called":
+        # Lightning itself refuses an `optimizer_step` that never runs the closure.
+        with pytest.raises((Interruption, MisconfigurationException)):
+            trainer.fit(module, loader())
+    else:
+        trainer.fit(module, loader())
+    if way.startswith("closure"):
+        module.steps_on = True
+    return module
+
+
+def _fit_after_abandoning(way: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    module = _abandon(way, options)
+    make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=3).fit(module, loader())
+    return full_weights(module.model)
+
+
+@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize(
+    "way",
+    [
+        "exception_in_forward",
+        "exception_after_backward",
+        "exception_before_step",
+        "time_is_up",
+        "skip_rest_of_epoch",
+        "closure_never_called",
+        "closure_without_step",
+    ],
+)
+def test_new_fit_is_unaffected(pool2: RankPool, way: str, options: dict[str, Any]) -> None:
+    """Weights after an abandoned fit and a new one equal those of the new one alone."""
+    expected = Outcome(train_plainly(ALL_WINDOWS), None)
+    for weights in pool2.run(_fit_after_abandoning, way, options):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+
+
+class NoneAt:
+    """A loader whose batch is None at some indices."""
+
+    def __init__(self, batches: list[Any], missing: set[int]) -> None:
+        self.batches = [None if index in missing else batch for index, batch in enumerate(batches)]
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def _fit_with_missing_batches(missing: set[int], options: dict[str, Any]) -> dict[str, Tensor]:
+    module = LabelledModule()
+    batches = NoneAt(micro_batches(CASE)[dist.get_rank()], missing)
+    make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=3).fit(module, batches)
+    return full_weights(module.model)
+
+
+@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize(
+    ("missing", "windows"),
+    [
+        pytest.param({2}, [[3, 4, 5], [6, 7]], id="last-of-a-window-abandons-it"),
+        pytest.param({3}, [[0, 1, 2], [4, 5], [6, 7]], id="first-of-a-window-shortens-it"),
+        pytest.param({1}, [[0, 2], [3, 4, 5], [6, 7]], id="middle-of-a-window-shortens-it"),
+        pytest.param({5, 6}, [[0, 1, 2], [3, 4, 7]], id="window-goes-on-where-lightning-does-not-zero"),
+    ],
+)
+def test_none_batches(pool2: RankPool, missing: set[int], windows: list[list[int]], options: dict[str, Any]) -> None:
+    """A `None` batch takes part in nothing; where it hides a step, the window is lost and the next one is clean."""
+    expected = Outcome(train_plainly(windows), None)
+    for weights in pool2.run(_fit_with_missing_batches, missing, options):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+
+
+class StepsEveryOther(LabelledModule):
+    """Accumulates by itself: the closure runs on every batch, the optimizer steps and zeroes on every second one."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2 == 1:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+class DropsWindowsOf(LabelledModule):
+    """Runs the closure but steps for the second window only."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if 3 <= batch_idx < 6:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+def _fit_module(make_module: Callable[[], LabelledModule], options: dict[str, Any], accumulate: int) -> Any:
+    module = make_module()
+    make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=accumulate).fit(module, loader())
+    return full_weights(module.model)
+
+
+@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize(
+    ("make_module", "accumulate", "windows"),
+    [
+        (StepsEveryOther, 1, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (DropsWindowsOf, 3, [[3, 4, 5]]),
+    ],
+)
+def test_windows_follow_the_users_steps(
+    pool2: RankPool, make_module: Any, accumulate: int, windows: list[list[int]], options: dict[str, Any]
+) -> None:
+    """A window is what lies between two zeroings of the gradients, whoever decides on it."""
+    expected = Outcome(train_plainly(windows), None)
+    for weights in pool2.run(_fit_module, make_module, options, accumulate):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+
+
+class IteratorModule(LabelledModule):
+    """Draws its batches itself, so the strategy learns the count from the returned dict only."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:
+        batch, _, _ = next(dataloader_iter)
+        return {"loss": self(batch), "num_label_tokens": (batch["labels"] != -100).sum()}
+
+
+class Unsized(IterableDataset):
+    """Batches without a length, so that Lightning learns that the epoch is over only after its last batch."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def _fit_two_epochs(sized: bool, options: dict[str, Any]) -> dict[str, Tensor]:
+    module = IteratorModule()
+    batches = micro_batches(CASE)[dist.get_rank()]
+    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=3, max_epochs=2)
+    trainer.fit(module, DataLoader(batches if sized else Unsized(batches), batch_size=None))
+    return full_weights(module.model)
+
+
+@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+def test_dataloader_iter(pool2: RankPool, sized: bool, options: dict[str, Any]) -> None:
+    """Without a length Lightning does not step the short last window of such an epoch: it must not leak into the next."""
+    epoch = ALL_WINDOWS if sized else ALL_WINDOWS[:2]
+    expected = Outcome(train_plainly(epoch * 2), None)
+    for weights in pool2.run(_fit_two_epochs, sized, options):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+
+
+def _flags_after_exception(options: dict[str, Any]) -> list[tuple[bool, ...]]:
+    from torch.distributed.fsdp import FSDPModule
+
+    module = _abandon("exception_in_forward", options)
+    groups = [
+        group
+        for submodule in module.modules()
+        if isinstance(submodule, FSDPModule)
+        for group in submodule._get_fsdp_state()._fsdp_param_groups
+    ]
+    return [(g.reduce_grads, g.all_reduce_grads, g.reshard_after_backward, g.is_sharded) for g in groups]
+
+
+@pytest.mark.parametrize("name", ["kept", "resharded"])
+def test_flags_are_restored_after_an_exception(pool2: RankPool, name: str) -> None:
+    """An exception in the middle of a deferred micro-batch leaves no unit that would not communicate or reshard."""
+    for flags in pool2.run(_flags_after_exception, STRATEGIES[name]):
+        assert flags
+        assert all(all(unit) for unit in flags)

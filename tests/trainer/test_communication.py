@@ -1,0 +1,134 @@
+"""Collectives of one steady optimizer step, counted at the dispatcher, and host reads, of which there are none.
+
+The module has U FSDP units: its blocks, and the root with what is left. Lightning's own broadcast of its SIGTERM flag
+comes before the counted part of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.cases import Case
+from tests.trainer.runs import LabelledModule, loader, make_trainer
+
+NUM_UNITS = 3  # two blocks and the root
+CASE = Case(seed=2, telling="labels", num_batches=15)
+
+GATHER, SCATTER, REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
+HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
+
+
+class _Counts(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops[func.overloadpacket.__name__] += 1
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.ops["collectives"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class CountsWindow(Callback):
+    """Counts what runs from the start to the end of each training batch of the third window: DDP settles its buckets in the
+    second."""
+
+    def __init__(self, accumulate: int) -> None:
+        self.accumulate = accumulate
+        self.counts = _Counts()
+
+    def _is_counted(self, trainer: Trainer) -> bool:
+        return 2 * self.accumulate <= trainer.fit_loop.epoch_loop.batch_idx < 3 * self.accumulate
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if self._is_counted(trainer):
+            self.counts.__enter__()
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if self._is_counted(trainer):
+            self.counts.__exit__(None, None, None)
+
+
+def _count(options: dict[str, Any], accumulate: int, **trainer_options: Any) -> Counter[str]:
+    counter = CountsWindow(accumulate)
+    trainer = make_trainer(
+        AutomodelStrategy(**options), accumulate_grad_batches=accumulate, callbacks=[counter], **trainer_options
+    )
+    trainer.fit(LabelledModule(CASE.seed), loader(CASE))
+    return counter.counts.ops
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 5])
+@pytest.mark.parametrize("defer", [True, False])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_fsdp2(pool2: RankPool, reshard: bool, defer: bool, accumulate: int) -> None:
+    """Deferred: one reduce-scatter a unit. Kept: one all-gather a unit. And one all-reduce for the token count."""
+    options = {"reshard_during_accumulation": reshard, "defer_fsdp_grad_sync": defer}
+    # Resharded units are gathered for forward and again for backward, the root once.
+    gathers = (2 * NUM_UNITS - 1) * accumulate if reshard else NUM_UNITS
+    scatters = NUM_UNITS if defer else NUM_UNITS * accumulate
+    for ops in pool2.run(_count, options, accumulate):
+        assert (ops[GATHER], ops[SCATTER], ops[REDUCE]) == (gathers, scatters, 1)
+        assert ops["collectives"] == gathers + scatters + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "trainer_options", "all_reduces"),
+    [
+        ({}, {}, 1),
+        ({}, {"gradient_clip_val": 0.1}, 2),
+        ({}, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}, 1),
+        ({"track_grad_norm": True}, {}, 2),
+        ({"track_grad_norm": True, "error_if_nonfinite": True}, {"gradient_clip_val": 0.1}, 2),
+    ],
+)
+def test_norm_costs_one_all_reduce(
+    pool2: RankPool, options: dict[str, Any], trainer_options: dict[str, Any], all_reduces: int
+) -> None:
+    """The norm is reduced where something asks for it, and once however many ask."""
+    for ops in pool2.run(_count, options, 3, **trainer_options):
+        assert ops[REDUCE] == all_reduces
+
+
+def test_ddp(pool2: RankPool) -> None:
+    """One all-reduce for the only bucket, one for the token count."""
+    for ops in pool2.run(_count, {"data_parallel": "ddp"}, 5):
+        assert ops["collectives"] == ops[REDUCE] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "trainer_options", "host_reads"),
+    [
+        ({"reshard_during_accumulation": True}, {"gradient_clip_val": 0.1}, 0),
+        ({"reshard_during_accumulation": True, "track_grad_norm": True}, {}, 0),
+        ({"data_parallel": "ddp", "track_grad_norm": True}, {}, 0),
+        ({"data_parallel": "ddp", "error_if_nonfinite": True}, {}, 1),
+    ],
+)
+def test_no_host_reads(
+    pool2: RankPool, options: dict[str, Any], trainer_options: dict[str, Any], host_reads: int
+) -> None:
+    """Nothing in a steady window waits for the device, but for the one read that `error_if_nonfinite` is."""
+    for ops in pool2.run(_count, options, 3, **trainer_options):
+        assert sum(ops[name] for name in HOST_READS) == host_reads
+
+
+def _reads_of_item() -> int:
+    with _Counts() as counts:
+        torch.ones(()).item()
+    return sum(counts.ops[name] for name in HOST_READS)
+
+
+def test_host_reads_are_seen() -> None:
+    """The counter of host reads counts one."""
+    assert _reads_of_item() == 1

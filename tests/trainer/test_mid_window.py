@@ -1,0 +1,233 @@
+"""What happens in the middle of a window changes nothing, and never sees stale gathered parameters.
+
+Every run accumulates four of eight micro-batches; its weights must equal those of the plain loop, which knows nothing of
+the validation, checkpoint, swap or forward in between.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import Outcome, TinyDecoder, full_weights, micro_batches, relative_error, weight_error
+from tests.trainer.runs import (
+    CASE,
+    LEARNING_RATE,
+    STRATEGIES,
+    TOLERANCE,
+    LabelledModule,
+    loader,
+    make_trainer,
+    mean_loss,
+    train_plainly,
+)
+
+WINDOWS = [[0, 1, 2, 3], [4, 5, 6, 7]]
+SWAPPED_BY = 1.5
+
+
+class MidWindow(Callback):
+    """Acts after every micro-batch."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        self.act(trainer, pl_module)
+
+    def act(self, trainer: Trainer, module: Any) -> None:
+        raise NotImplementedError
+
+
+class Checkpoints(MidWindow):
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+
+    def act(self, trainer: Trainer, module: Any) -> None:
+        index = trainer.fit_loop.epoch_loop.batch_idx
+        trainer.save_checkpoint(Path(self.directory) / f"{index}.ckpt")
+
+
+class Forwards(MidWindow):
+    def act(self, trainer: Trainer, module: Any) -> None:
+        with torch.no_grad():
+            module(micro_batches(CASE)[dist.get_rank()][0])
+
+
+class Swaps(MidWindow):
+    """Swaps other weights in, runs a forward with them, and swaps back, as exponential moving averages do."""
+
+    def __init__(self, through_data: bool) -> None:
+        self.through_data = through_data
+        self.losses: list[float] = []
+
+    def act(self, trainer: Trainer, module: Any) -> None:
+        backup = [parameter.detach().clone() for parameter in module.parameters()]
+        self._write(module, [SWAPPED_BY * weight for weight in backup])
+        with torch.no_grad():
+            self.losses.append(float(module(micro_batches(CASE)[0][0])))
+        self._write(module, backup)
+
+    def _write(self, module: Any, weights: list[Tensor]) -> None:
+        for parameter, weight in zip(module.parameters(), weights, strict=True):
+            if self.through_data:
+                parameter.data.copy_(weight)
+            else:
+                with torch.no_grad():
+                    parameter.copy_(weight)
+
+
+class LooksAtParameters(MidWindow):
+    def __init__(self) -> None:
+        self.kinds: set[str] = set()
+
+    def act(self, trainer: Trainer, module: Any) -> None:
+        self.kinds |= {type(parameter).__name__ for parameter in module.parameters()}
+
+
+def _callbacks(event: str, directory: str) -> list[Callback]:
+    by_event: dict[str, list[Callback]] = {
+        "validation": [],
+        "validation_with_swap": [SwapsForValidation()],
+        "checkpoint": [Checkpoints(directory)],
+        "forward": [Forwards()],
+        "swap": [Swaps(through_data=False)],
+        "swap_data": [Swaps(through_data=True)],
+    }
+    return by_event[event]
+
+
+class SwapsForValidation(Callback):
+    """Validates with averaged weights."""
+
+    backup: list[Tensor]
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.backup = [parameter.detach().clone() for parameter in pl_module.parameters()]
+        for parameter in pl_module.parameters():
+            parameter.data.mul_(SWAPPED_BY)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        for parameter, weight in zip(pl_module.parameters(), self.backup, strict=True):
+            parameter.data.copy_(weight)
+
+
+def _fit_with(event: str, options: dict[str, Any], directory: str) -> tuple[dict[str, Tensor], list[float]]:
+    module = LabelledModule()
+    callbacks = _callbacks(event, directory)
+    trainer = make_trainer(
+        AutomodelStrategy(**options),
+        accumulate_grad_batches=4,
+        callbacks=callbacks,
+        val_check_interval=1 if event.startswith("validation") else 1.0,
+    )
+    validation = loader() if event.startswith("validation") else None
+    trainer.fit(module, loader(), validation)
+    losses = next((callback.losses for callback in callbacks if isinstance(callback, Swaps)), [])
+    return full_weights(module.model), losses
+
+
+@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize("event", ["validation", "validation_with_swap", "checkpoint", "forward", "swap", "swap_data"])
+def test_changes_nothing(pool2: RankPool, tmp_path: Path, event: str, options: dict[str, Any]) -> None:
+    """Training goes on as if nothing had happened; a forward with swapped weights really uses them."""
+    expected = Outcome(train_plainly(WINDOWS), None)
+    for weights, losses in pool2.run(_fit_with, event, options, str(tmp_path)):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+        if event.startswith("swap"):
+            first = _loss_with_swapped_initial_weights()
+            assert relative_error(losses[0], first) <= TOLERANCE
+            assert losses[:3] == [losses[0]] * 3, "weights do not change within a window"
+            assert losses[3] != losses[2], "the optimizer steps after the fourth micro-batch"
+
+
+def _loss_with_swapped_initial_weights() -> float:
+    model = TinyDecoder(CASE.seed).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(SWAPPED_BY)
+        return float(mean_loss(model, micro_batches(CASE)[0][0]))
+
+
+class WritesWeights(MidWindow):
+    """Changes weights for good in the middle of the first window."""
+
+    def __init__(self, through_data: bool) -> None:
+        self.through_data = through_data
+
+    def act(self, trainer: Trainer, module: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == 1:
+            for parameter in module.parameters():
+                if self.through_data:
+                    parameter.data.mul_(SWAPPED_BY)
+                else:
+                    with torch.no_grad():
+                        parameter.mul_(SWAPPED_BY)
+
+
+def _fit_and_write(options: dict[str, Any], through_data: bool) -> dict[str, Tensor]:
+    module = LabelledModule()
+    trainer = make_trainer(
+        AutomodelStrategy(**options), accumulate_grad_batches=4, callbacks=[WritesWeights(through_data)]
+    )
+    trainer.fit(module, loader())
+    return full_weights(module.model)
+
+
+def _plain_weights_written_after_two_micro_batches() -> dict[str, Tensor]:
+    model = TinyDecoder(CASE.seed).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    by_rank = micro_batches(CASE)
+    for window in WINDOWS:
+        tokens = sum(int((batches[index]["labels"] != -100).sum()) for batches in by_rank for index in window)
+        optimizer.zero_grad()
+        for index in window:
+            for batches in by_rank:
+                (mean_loss(model, batches[index], "sum") / tokens).backward()
+            if index == 1:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(SWAPPED_BY)
+        optimizer.step()
+    return full_weights(model)
+
+
+@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
+def test_weights_written_for_good_are_used(pool2: RankPool, options: dict[str, Any]) -> None:
+    """The next micro-batch trains with weights that a callback wrote in place, kept gathered or not."""
+    expected = Outcome(_plain_weights_written_after_two_micro_batches(), None)
+    for weights in pool2.run(_fit_and_write, options, False):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+
+
+def _raises_when_written_through_data() -> str:
+    with pytest.raises(RuntimeError) as raised:
+        _fit_and_write(STRATEGIES["kept"], through_data=True)
+    return str(raised.value)
+
+
+def test_weights_written_past_the_version_counters_raise(pool2: RankPool) -> None:
+    """`.data` hides the write from the version counters: on a CPU it is found and refused, never trained over."""
+    for message in pool2.run(_raises_when_written_through_data):
+        assert "were written through `.data` between two micro-batches" in message
+        assert "reshard_during_accumulation=True" in message
+
+
+def _kinds_of_parameters(options: dict[str, Any]) -> set[str]:
+    looks = LooksAtParameters()
+    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=4, callbacks=[looks])
+    trainer.fit(LabelledModule(), loader())
+    return looks.kinds
+
+
+@pytest.mark.parametrize("name", ["kept", "resharded", "undeferred"])
+def test_callbacks_meet_sharded_parameters(pool2: RankPool, name: str) -> None:
+    """Between micro-batches the module shows its sharded parameters, also while gathered ones are kept."""
+    assert pool2.run(_kinds_of_parameters, STRATEGIES[name]) == [{DTensor.__name__}] * 2
