@@ -21,8 +21,9 @@ def sharded_model_state(model: nn.Module) -> dict[str, Any]:
 def sharded_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Optimizer state by parameter name, DTensors on the CPU. Every rank must call it.
 
-    Torch initialises the state of an optimizer that has not stepped yet by stepping it (with zero gradients and learning
-    rate), which would count as a step for the next real one; such a state is put back to empty and saved empty.
+    Torch initialises the state of an optimizer that has not stepped yet by stepping it (with zero gradients and
+    learning rate), which would count as a step for the next real one; such a state is put back to empty and saved
+    empty.
     """
     had_stepped = bool(optimizer.state)
     state = get_optimizer_state_dict(model, optimizer, options=_SHARDS_ON_CPU)

@@ -4,8 +4,8 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_automodel import _compat, gradients, memory, sharding
 from lightning_automodel.grad_sync import Deferral, FSDPGradSync
 from lightning_automodel.mesh import DataParallelMesh
-from lightning_automodel.sharding import WrapPolicy
+from lightning_automodel.options import StrategyOptions
 
 
 class Engine(ABC):
@@ -74,18 +74,6 @@ class Engine(ABC):
         """What was decided, and why."""
 
 
-@dataclass(frozen=True)
-class FSDP2Options:
-    """Options of the strategy that concern FSDP2 alone; see there."""
-
-    defer_grad_sync: Deferral
-    reshard_during_accumulation: bool | Literal["auto"]
-    auto_wrap_policy: WrapPolicy
-    reshard_after_forward: bool | int
-    cpu_offload: bool
-    local_ranks: int
-
-
 class FSDP2Engine(Engine):
     """Parameters, gradients and optimizer state sharded by FSDP2, over one group or over each replica (HSDP).
 
@@ -93,11 +81,15 @@ class FSDP2Engine(Engine):
         mesh: Mesh of the run.
         device: This rank's device.
         options: What the user chose.
+        local_ranks: Ranks on this node, which share its memory.
     """
 
-    def __init__(self, mesh: DataParallelMesh, device: torch.device, options: FSDP2Options) -> None:
+    def __init__(
+        self, mesh: DataParallelMesh, device: torch.device, options: StrategyOptions, local_ranks: int
+    ) -> None:
         super().__init__(mesh, device)
         self._options = options
+        self._local_ranks = local_ranks
         self._plain: dict[int, nn.Parameter] = {}
         self._report: dict[str, Any] = {}
 
@@ -122,13 +114,13 @@ class FSDP2Engine(Engine):
 
     def _defer(self) -> Deferral:
         """Without peers nothing is communicated, and unreduced gradients would only be out of sight."""
-        return self._options.defer_grad_sync if self.mesh.sizes.data_parallel > 1 else False
+        return self._options.defer_fsdp_grad_sync if self.mesh.sizes.data_parallel > 1 else False
 
     def _keep_gathered(self, module: pl.LightningModule) -> bool:
         """Settle ``reshard_during_accumulation``. A collective for "auto": ranks must agree, the smallest decides."""
         option = self._options.reshard_during_accumulation
         need = memory.estimate(module, defers_gradients=self._defer() is True)
-        free = memory.free_bytes(self.device, self._options.local_ranks)
+        free = memory.free_bytes(self.device, self._local_ranks)
         budget = None if free is None else int(free * memory.FREE_MEMORY_SHARE)
         if not module.automatic_optimization:
             keep, reason = False, "manual optimization may step between two forwards of one training step"
@@ -200,12 +192,12 @@ class DDPEngine(Engine):
     Args:
         mesh: Mesh of the run.
         device: This rank's device.
-        ddp_kwargs: For ``DistributedDataParallel``.
+        options: What the user chose.
     """
 
-    def __init__(self, mesh: DataParallelMesh, device: torch.device, ddp_kwargs: dict[str, Any]) -> None:
+    def __init__(self, mesh: DataParallelMesh, device: torch.device, options: StrategyOptions) -> None:
         super().__init__(mesh, device)
-        self._ddp_kwargs = ddp_kwargs
+        self._ddp_kwargs = options.ddp_kwargs or {}
         self._ddp: DistributedDataParallel | None = None
 
     @override

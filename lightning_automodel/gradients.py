@@ -20,10 +20,10 @@ def rescale_gradients(
 ) -> None:
     r"""Turn gradients that the engine averaged over ranks into the gradient of the mean over all label tokens.
 
-    The objective is :math:`L = \frac{1}{N} \sum_{r,m} S_{r,m}`: the sum of token losses S over the micro-batches m of a
-    window and the data-parallel ranks r, divided by all its label tokens N. Each micro-batch is backpropagated as the
-    sum :math:`S_{r,m}` (a mean loss times its count), and FSDP2 and DDP average over the D ranks, so gradients arrive as
-    :math:`\frac{1}{D} \sum S`. Hence the one factor, applied once a window, before clipping: D / N.
+    The objective is :math:`L = \frac{1}{N} \sum_{r,m} S_{r,m}`: the sum of token losses S over the micro-batches m of
+    a window and the data-parallel ranks r, divided by all its label tokens N. Each micro-batch is backpropagated as the
+    sum :math:`S_{r,m}` (a mean loss times its count), and FSDP2 and DDP average over the D ranks, so gradients arrive
+    as :math:`\frac{1}{D} \sum S`. Hence the one factor, applied once a window, before clipping: D / N.
 
     A collective on ``dp_group``: every rank of it must call, once a window; it is one all-reduce of one number. If a
     rank does not come, the others raise when the group's timeout ends. Nothing is read on the host.
@@ -111,8 +111,8 @@ def check_finite(norm: Tensor) -> None:
     """Raise RuntimeError unless the gradient norm [] is finite. Reads it on the host."""
     if not torch.isfinite(norm):
         raise RuntimeError(
-            f"The gradient norm of this window is {float(norm)}; no parameter has been changed by it. Look at the losses"
-            " of the window or lower the learning rate; with error_if_nonfinite=False training goes on regardless."
+            f"The gradient norm of this window is {float(norm)}; no parameter has been changed by it. Look at the"
+            " losses of the window or lower the learning rate; with error_if_nonfinite=False training goes on."
         )
 
 
@@ -120,8 +120,9 @@ def check_finite(norm: Tensor) -> None:
 def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
     """Global 2-norm of the gradients. A collective as described at :func:`clip_gradients`.
 
-    The tensors' squares are summed in float64, so that their sum does not overflow. Parameters that are sharded over the same
-    groups of ranks share one partial sum; each group then adds up all partial sums that it is responsible for at once.
+    The tensors' squares are summed in float64, so that their sum does not overflow. Parameters that are sharded over
+    the same groups of ranks share one partial sum; each group then adds up all partial sums that it is responsible for
+    at once.
     """
     grads: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
@@ -140,7 +141,7 @@ def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
 
 @torch.no_grad()
 def scale_gradients_(parameters: list[nn.Parameter], factor: Tensor, foreach: bool = True) -> None:
-    """Multiply every gradient by ``factor`` [] in place, shard by shard. Not a collective, reads nothing on the host."""
+    """Multiply every gradient by ``factor`` [] in place, shard by shard. Not a collective, no host read."""
     for grads in _by_device_and_dtype(_local_gradients(parameters)):
         local_factor = factor.to(grads[0].device)
         if foreach and not grads[0].is_sparse:
@@ -166,13 +167,12 @@ def average_gradients_(parameters: list[nn.Parameter], group: dist.ProcessGroup)
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), was_used])
         dist.all_reduce(flat, group=group)
         flat /= group.size()
-        for index, (parameter, grad) in enumerate(
-            zip(same_dtype, flat.split([g.numel() for g in grads] + [len(grads)]))
-        ):
+        *averages, used_by = flat.split([*(grad.numel() for grad in grads), len(grads)])
+        for parameter, average, users in zip(same_dtype, averages, used_by, strict=True):
             if parameter.grad is not None:
-                parameter.grad.copy_(grad.view_as(parameter))
-            elif flat[index - len(same_dtype)] > 0:
-                parameter.grad = grad.view_as(parameter).clone()
+                parameter.grad.copy_(average.view_as(parameter))
+            elif users > 0:
+                parameter.grad = average.view_as(parameter).clone()
 
 
 def list_parameters(model: Parameters) -> list[nn.Parameter]:

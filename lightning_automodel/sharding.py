@@ -15,7 +15,6 @@ from torch.distributed.fsdp import (
     FSDPModule,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -229,8 +228,8 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
     for group in _compat.fsdp_param_groups(model):
         if group.gradient_divide_factor not in (None, divisor):
             raise ValueError(
-                f"An FSDP unit divides gradients by {group.gradient_divide_factor} (set_gradient_divide_factor), but the"
-                f" strategy rescales averages over {divisor} ranks; leave the factor unset."
+                f"An FSDP unit divides gradients by {group.gradient_divide_factor} (set_gradient_divide_factor), but"
+                f" the strategy rescales averages over {divisor} ranks; leave the factor unset."
             )
     for root in fsdp_roots(model):
         _compat.initialise_fsdp_root(root)

@@ -29,12 +29,12 @@ from typing_extensions import override
 
 from lightning_automodel import _compat, gradients, process_group, sharding
 from lightning_automodel import checkpoint as checkpoints
-from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine, FSDP2Options
+from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine
 from lightning_automodel.mesh import DataParallelMesh, build_mesh, resolve_sizes
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.precision import check_precision
 from lightning_automodel.token_loss import Count, StepReport, TokenWeighting
-from lightning_automodel.windows import OptimizerWindows, optimizer_parameters, unwrap
+from lightning_automodel.windows import GradientFinisher, OptimizerWindows, optimizer_parameters, unwrap
 
 
 class AutomodelStrategy(ParallelStrategy):
@@ -126,7 +126,6 @@ class AutomodelStrategy(ParallelStrategy):
         )
         self._options = options
         self.num_nodes = 1
-        self.last_step: StepReport | None = None
         self._weighting = TokenWeighting(
             per_token_loss=per_token_loss,
             loss_reduction=loss_reduction,
@@ -141,7 +140,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._windows = OptimizerWindows(self._on_zero_grad, self._is_misplaced_zero_grad)
         self._batch: Any = None
         self._count: Count | None = None
-        self._measured: tuple[Tensor, list[tuple[int, int]]] | None = None
+        self._finisher: GradientFinisher | None = None
         self._said: set[str] = set()
 
     @classmethod
@@ -176,6 +175,11 @@ class AutomodelStrategy(ParallelStrategy):
     def data_parallel(self) -> Literal["fsdp2", "ddp"]:
         """The engine: sharded or replicated."""
         return self._options.data_parallel
+
+    @property
+    def last_step(self) -> StepReport | None:
+        """Report on the newest optimizer step; None before the first. Its tensors stay on the device."""
+        return None if self._finisher is None else self._finisher.last_step
 
     @property
     def num_processes(self) -> int:
@@ -241,7 +245,7 @@ class AutomodelStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     @override
     def setup_environment(self) -> None:
@@ -285,8 +289,10 @@ class AutomodelStrategy(ParallelStrategy):
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
-        self._engine = self._make_engine()
-        self.model = self._engine.setup(module, fitting)
+        engine = self._make_engine()
+        self.model = engine.setup(module, fitting)
+        self._engine = engine
+        self._finisher = self._make_finisher(engine)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -296,18 +302,21 @@ class AutomodelStrategy(ParallelStrategy):
         self._log_description()
 
     def _make_engine(self) -> Engine:
-        mesh, options = self._joined_mesh(), self._options
         if not self._shards_model:
-            return DDPEngine(mesh, self.root_device, options.ddp_kwargs or {})
-        fsdp2_options = FSDP2Options(
-            defer_grad_sync=options.defer_fsdp_grad_sync,
-            reshard_during_accumulation=options.reshard_during_accumulation,
-            auto_wrap_policy=options.auto_wrap_policy,
-            reshard_after_forward=options.reshard_after_forward,
-            cpu_offload=options.cpu_offload,
-            local_ranks=self.num_processes,
+            return DDPEngine(self._joined_mesh(), self.root_device, self._options)
+        return FSDP2Engine(self._joined_mesh(), self.root_device, self._options, self.num_processes)
+
+    def _make_finisher(self, engine: Engine) -> GradientFinisher:
+        has_scaler = getattr(self.precision_plugin, "scaler", None) is not None
+        return GradientFinisher(
+            windows=self._windows,
+            weighting=self._weighting,
+            mesh=self._joined_mesh(),
+            device=self.root_device,
+            complete=engine.complete_gradients,
+            track_norm=self._options.track_grad_norm,
+            error_if_nonfinite=self._options.error_if_nonfinite and not has_scaler,
         )
-        return FSDP2Engine(mesh, self.root_device, fsdp2_options)
 
     @override
     def model_to_device(self) -> None:
@@ -337,10 +346,10 @@ class AutomodelStrategy(ParallelStrategy):
         self._windows.watch(self._optimizers, self._lightning_optimizers)
 
     def _clip_through_this_strategy(self) -> None:
-        """Let every way of clipping (Trainer, ``self.clip_gradients``) rescale first and understand sharded gradients."""
-        plugin = self.precision_plugin
-        plugin.clip_grad_by_norm = partial(self.clip_gradients, algorithm="norm")  # type: ignore[method-assign]
-        plugin.clip_grad_by_value = self._clip_values  # type: ignore[method-assign]
+        """Let all ways of clipping (Trainer, ``self.clip_gradients``) rescale first and know sharded gradients."""
+        plugin, finisher = self.precision_plugin, self._require_finisher()
+        plugin.clip_grad_by_norm = finisher.clip_norm  # type: ignore[assignment,method-assign]
+        plugin.clip_grad_by_value = finisher.clip_value  # type: ignore[method-assign]
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 
@@ -391,14 +400,14 @@ class AutomodelStrategy(ParallelStrategy):
             owner, count, accumulate = self._windows.owner(kwargs.pop("optimizer", None)), self._manual_count(kwargs), 1
         assert owner is not None
         assert count is not None
-        self._open_window(owner)
+        window = self._windows.open(owner, module.automatic_optimization)
         engine.start_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         self._warn_about_half_precision(closure_loss)
         objective = self._weighting.objective(loss, count) * accumulate
         self.precision_plugin.backward(objective, module, optimizer, *args, **kwargs)
         unscaled = objective if loss is closure_loss else self._weighting.objective(closure_loss, count) * accumulate
-        self._windows[owner].add(unscaled, count)
+        window.add(unscaled, count)
         engine.end_backward()
         return self.precision_plugin.post_backward(closure_loss, module)
 
@@ -406,22 +415,8 @@ class AutomodelStrategy(ParallelStrategy):
         told = {"num_label_tokens": kwargs.pop("num_label_tokens")} if "num_label_tokens" in kwargs else None
         return self._weighting.count(self._batch, told)
 
-    def _open_window(self, optimizer: Optimizer) -> None:
-        """Make sure that gradients of an earlier step, already rescaled, are not added to."""
-        if not self._windows[optimizer].is_rescaled:
-            return
-        assert self.lightning_module is not None
-        left = any(parameter.grad is not None for parameter in optimizer_parameters(optimizer))
-        if left and not self.lightning_module.automatic_optimization:
-            raise RuntimeError(
-                f"The gradients of {type(optimizer).__name__} have been rescaled for a step and were not zeroed since;"
-                " another backward would add token sums to token means. Call optimizer.zero_grad() after each"
-                " optimizer.step()."
-            )
-        optimizer.zero_grad()
-
     def _is_misplaced_zero_grad(self) -> bool:
-        """Whether Lightning zeroes in the middle of a window, one batch late, as it does for a ``dataloader_iter`` step.
+        """Whether Lightning zeroes in mid-window, one batch late, as it does for a ``dataloader_iter`` step.
 
         (Lightning 2.6.6; the batch index that it goes by is read before the step draws its batch.)
         """
@@ -448,8 +443,8 @@ class AutomodelStrategy(ParallelStrategy):
     ) -> Any:
         """Run the window's last micro-batch, rescale, let hooks see the gradients, clip, step.
 
-        Every rank must call it, once a window: it is one all-reduce over the data-parallel ranks, beside what the engine
-        reduces. See :meth:`Strategy.optimizer_step` for the arguments.
+        Every rank must call it, once a window: it is one all-reduce over the data-parallel ranks, beside what the
+        engine reduces. See :meth:`Strategy.optimizer_step` for the arguments.
         """
         return super().optimizer_step(optimizer, partial(self._finish_after, closure, optimizer), model, **kwargs)
 
@@ -460,38 +455,8 @@ class AutomodelStrategy(ParallelStrategy):
                 result = closure()
         else:
             result = closure()
-        self._finish_window(optimizer)
+        self._require_finisher().finish(optimizer)
         return result
-
-    def _finish_window(self, optimizer: Optimizer) -> None:
-        """Rescale the gradients of ``optimizer`` and report on its window, once. A collective: one small all-reduce."""
-        window, mesh, engine = self._windows[optimizer], self._joined_mesh(), self._require_engine()
-        if window.is_rescaled:
-            return
-        window.is_rescaled = True
-        parameters = optimizer_parameters(optimizer)
-        engine.complete_gradients(parameters)
-        totals = window.totals(self.root_device)
-        if mesh.sizes.data_parallel > 1:
-            dist.all_reduce(totals, group=mesh.group)
-        self.last_step = self._weighting.report(totals)
-        denominator = self._weighting.denominator(totals)
-        gradients.scale_gradients_(parameters, gradients.gradient_factor(denominator, mesh.sizes.data_parallel))
-        self._measured = None
-        if self._options.track_grad_norm or self._options.error_if_nonfinite:
-            self._measure_norm(parameters)
-
-    def _measure_norm(self, parameters: list[torch.nn.Parameter]) -> Tensor:
-        """Norm of the rescaled gradients, measured anew only where something wrote to them since."""
-        versions = gradients.gradient_versions(parameters)
-        if self._measured is None or self._measured[1] != versions:
-            self._measured = gradients.total_norm(parameters), versions
-        norm = self._measured[0]
-        if self._options.error_if_nonfinite and getattr(self.precision_plugin, "scaler", None) is None:
-            gradients.check_finite(norm)
-        assert self.last_step is not None
-        self.last_step = dataclasses.replace(self.last_step, grad_norm=norm)
-        return norm
 
     def clip_gradients(
         self,
@@ -501,8 +466,8 @@ class AutomodelStrategy(ParallelStrategy):
     ) -> Tensor:
         """Rescale the gradients of ``optimizer`` if that has not been done for this window, then clip them.
 
-        For manual optimization, between ``manual_backward`` and ``optimizer.step()``, which then does not rescale again.
-        A collective: every rank must call it.
+        For manual optimization, between ``manual_backward`` and ``optimizer.step()``, which then does not rescale
+        again. A collective: every rank must call it.
 
         Args:
             optimizer: One of ``self.optimizers()``.
@@ -518,19 +483,12 @@ class AutomodelStrategy(ParallelStrategy):
         gradients.check_clip_value(clip_val)
         if algorithm not in ("norm", "value"):
             raise ValueError(f"algorithm must be 'norm' or 'value', got {algorithm!r}.")
-        parameters = optimizer_parameters(unwrap(optimizer))
-        self._finish_window(unwrap(optimizer))
-        norm = self._measure_norm(parameters)
+        finisher = self._require_finisher()
         if algorithm == "norm":
-            gradients.scale_to_norm_(parameters, norm, clip_val)
-        else:
-            gradients.clip_gradient_values(parameters, clip_val)
+            return finisher.clip_norm(optimizer, clip_val)
+        norm = finisher.norm(optimizer)
+        finisher.clip_value(optimizer, clip_val)
         return norm
-
-    def _clip_values(self, optimizer: Optimizer | LightningOptimizer, clip_val: float) -> None:
-        """What the Trainer's clipping by value runs: without measuring a norm that nobody asked for."""
-        self._finish_window(unwrap(optimizer))
-        gradients.clip_gradient_values(optimizer_parameters(unwrap(optimizer)), clip_val)
 
     # --- Beside training ----------------------------------------------------------------------------------------------
 
@@ -618,7 +576,7 @@ class AutomodelStrategy(ParallelStrategy):
             self.precision_plugin.__dict__.pop(method, None)
         if self._engine is not None:
             self._engine.release()
-        self._batch = self._measured = None
+        self._batch = None
         self.model = self.lightning_module
         if not self._shards_model:
             super().teardown()
@@ -665,8 +623,8 @@ class AutomodelStrategy(ParallelStrategy):
     def _warn_about_half_precision(self, loss: Tensor) -> None:
         if loss.dtype in (torch.float16, torch.bfloat16):
             self._say_once(
-                f"training_step returned a {loss.dtype} loss, which is rounded before it is weighed: compute the loss in"
-                " float32 (logits.float()) for exact gradients."
+                f"training_step returned a {loss.dtype} loss, which is rounded before it is weighed: compute the loss"
+                " in float32 (logits.float()) for exact gradients."
             )
 
     def _refuse_aux_loss(self, output: Any) -> None:
@@ -680,3 +638,7 @@ class AutomodelStrategy(ParallelStrategy):
     def _require_engine(self) -> Engine:
         assert self._engine is not None
         return self._engine
+
+    def _require_finisher(self) -> GradientFinisher:
+        assert self._finisher is not None
+        return self._finisher

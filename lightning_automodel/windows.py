@@ -1,18 +1,25 @@
-"""One accumulation window for each optimizer, reset exactly when its gradients are zeroed."""
+"""One accumulation window for each optimizer: opened by zeroed gradients, ended by rescaling them, once."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_automodel.token_loss import LossWindow
+from lightning_automodel import gradients
+from lightning_automodel.mesh import DataParallelMesh
+from lightning_automodel.token_loss import LossWindow, StepReport, TokenWeighting
+
+OneOptimizer = Optimizer | LightningOptimizer
 
 
-def unwrap(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
+def unwrap(optimizer: OneOptimizer) -> Optimizer:
     """The user's optimizer behind Lightning's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
@@ -43,7 +50,7 @@ class OptimizerWindows:
         self._module: pl.LightningModule | None = None
         self._ignores_zero_grad = False
 
-    def __getitem__(self, optimizer: Optimizer | LightningOptimizer) -> LossWindow:
+    def __getitem__(self, optimizer: OneOptimizer) -> LossWindow:
         return self._windows[unwrap(optimizer)]
 
     def watch(self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer]) -> None:
@@ -52,7 +59,7 @@ class OptimizerWindows:
         self._windows = {optimizer: self._windows.get(optimizer, LossWindow()) for optimizer in optimizers}
         for optimizer, wrapper in zip(optimizers, wrappers, strict=True):
             for watched in (optimizer, wrapper):
-                watched.zero_grad = self._followed_by_reset(watched.zero_grad, optimizer)  # type: ignore[method-assign]
+                watched.zero_grad = self._followed_by_reset(watched.zero_grad, optimizer)  # type: ignore[method-assign,union-attr]
                 self._watched.append(watched)
 
     def _unwatch(self) -> None:
@@ -75,12 +82,12 @@ class OptimizerWindows:
         """Follow which optimizer is toggled; ``on_toggle`` is called after each change of ``requires_grad``."""
         toggle, untoggle = module.toggle_optimizer, module.untoggle_optimizer
 
-        def toggle_optimizer(optimizer: Optimizer | LightningOptimizer) -> None:
+        def toggle_optimizer(optimizer: OneOptimizer) -> None:
             toggle(optimizer)
             self._toggled = unwrap(optimizer)
             on_toggle()
 
-        def untoggle_optimizer(optimizer: Optimizer | LightningOptimizer) -> None:
+        def untoggle_optimizer(optimizer: OneOptimizer) -> None:
             untoggle(optimizer)
             self._toggled = None
             on_toggle()
@@ -89,7 +96,7 @@ class OptimizerWindows:
         module.untoggle_optimizer = untoggle_optimizer  # type: ignore[method-assign]
         self._module = module
 
-    def owner(self, named: Optimizer | LightningOptimizer | None) -> Optimizer:
+    def owner(self, named: OneOptimizer | None) -> Optimizer:
         """The optimizer that a manual backward's count belongs to: the toggled, else the named, else the only one.
 
         Raises:
@@ -113,6 +120,27 @@ class OptimizerWindows:
             )
         return next(iter(self._windows))
 
+    def open(self, optimizer: Optimizer, automatic: bool) -> LossWindow:
+        """The window that a backward is about to add to, without gradients of an earlier step, already rescaled.
+
+        Lightning leaves those where it skips the first batch of a window (``None``); under automatic optimization they
+        are zeroed here.
+
+        Raises:
+            RuntimeError: If they are there under manual optimization, where zeroing is the user's.
+        """
+        window = self._windows[optimizer]
+        if not window.is_rescaled:
+            return window
+        if not automatic and any(parameter.grad is not None for parameter in optimizer_parameters(optimizer)):
+            raise RuntimeError(
+                f"The gradients of {type(optimizer).__name__} have been rescaled for a step and were not zeroed since;"
+                " another backward would add token sums to token means. Call optimizer.zero_grad() after each"
+                " optimizer.step()."
+            )
+        optimizer.zero_grad()
+        return window
+
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Context in which ``zero_grad`` is not the user's: torch calls it when it initialises optimizer state."""
@@ -133,3 +161,87 @@ class OptimizerWindows:
         if self._module is not None:
             del self._module.__dict__["toggle_optimizer"], self._module.__dict__["untoggle_optimizer"]
         self._windows, self._module, self._toggled = {}, None, None
+
+
+class GradientFinisher:
+    """Ends windows: makes their gradients final, once, and reports on them.
+
+    Everything here is called by every rank in the same order; collectives run on the data-parallel group of the mesh,
+    and on the groups that parameters are sharded over where a norm is measured. If a rank does not come, the others
+    raise when the group's timeout ends.
+
+    Args:
+        windows: The windows to end.
+        weighting: What their totals mean.
+        mesh: Mesh of the run.
+        device: Where totals are summed.
+        complete: Averages, for these parameters, the gradients that the engine itself does not.
+        track_norm: Measure the norm at the end of each window, whoever asks.
+        error_if_nonfinite: Likewise, and raise where it is not finite.
+    """
+
+    def __init__(
+        self,
+        windows: OptimizerWindows,
+        weighting: TokenWeighting,
+        mesh: DataParallelMesh,
+        device: torch.device,
+        complete: Callable[[list[nn.Parameter]], None],
+        track_norm: bool,
+        error_if_nonfinite: bool,
+    ) -> None:
+        self.last_step: StepReport | None = None
+        self._windows, self._weighting, self._mesh, self._device = windows, weighting, mesh, device
+        self._complete, self._track_norm, self._error_if_nonfinite = complete, track_norm, error_if_nonfinite
+        self._measured: tuple[Tensor, list[tuple[int, int]]] | None = None
+
+    def finish(self, optimizer: OneOptimizer) -> list[nn.Parameter]:
+        """Rescale the gradients of ``optimizer`` and report on its window, unless that is done.
+
+        One all-reduce of three numbers, and one of a few more where a norm is asked for.
+
+        Returns:
+            The parameters of the optimizer.
+        """
+        window, parameters = self._windows[optimizer], optimizer_parameters(unwrap(optimizer))
+        if window.is_rescaled:
+            return parameters
+        window.is_rescaled = True
+        self._complete(parameters)
+        totals = window.totals(self._device)
+        divisor = self._mesh.sizes.data_parallel
+        if divisor > 1:
+            dist.all_reduce(totals, group=self._mesh.group)
+        gradients.scale_gradients_(parameters, gradients.gradient_factor(self._weighting.denominator(totals), divisor))
+        self.last_step = self._weighting.report(totals)
+        self._measured = None
+        if self._track_norm or self._error_if_nonfinite:
+            self._norm(parameters)
+        return parameters
+
+    def clip_norm(self, optimizer: OneOptimizer, clip_val: float) -> Tensor:
+        """Finish, then clip to a global norm. Returns [] the norm before."""
+        parameters = self.finish(optimizer)
+        norm = self._norm(parameters)
+        gradients.scale_to_norm_(parameters, norm, clip_val)
+        return norm
+
+    def clip_value(self, optimizer: OneOptimizer, clip_val: float) -> None:
+        """Finish, then clamp every element."""
+        gradients.clip_gradient_values(self.finish(optimizer), clip_val)
+
+    def norm(self, optimizer: OneOptimizer) -> Tensor:
+        """Finish, then measure. Returns [] the global norm."""
+        return self._norm(self.finish(optimizer))
+
+    def _norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """Norm of the rescaled gradients, measured anew only where something wrote to them since."""
+        versions = gradients.gradient_versions(parameters)
+        if self._measured is None or self._measured[1] != versions:
+            self._measured = gradients.total_norm(parameters), versions
+        norm = self._measured[0]
+        if self._error_if_nonfinite:
+            gradients.check_finite(norm)
+        assert self.last_step is not None
+        self.last_step = dataclasses.replace(self.last_step, grad_norm=norm)
+        return norm

@@ -1,7 +1,7 @@
 """A window that is abandoned, in whatever way, leaves nothing behind: neither counts nor gradients.
 
-Each way is followed by a new `fit` of the same module, which must end with the weights of that fit alone; where the same
-fit goes on after it, its later windows must be right as well.
+Each way is followed by a new `fit` of the same module, which must end with the weights of that fit alone; where the
+same fit goes on after it, its later windows must be right as well.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import full_weights, micro_batches, weight_error
-from tests.trainer.exactness import Outcome
+from tests.trainer.exactness import Outcome, full_weights, micro_batches, weight_error
 from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, LabelledModule, loader, make_trainer, train_plainly
 
 ALL_WINDOWS = [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
-class Interruption(Exception):
+class InterruptionError(Exception):
     """Raised on purpose."""
 
 
@@ -37,7 +36,7 @@ class RaisesInForward(LabelledModule):
         loss = super().training_step(batch, batch_idx)
         if batch_idx == 1 and not self.interrupted:
             self.interrupted = True
-            raise Interruption
+            raise InterruptionError
         return loss
 
 
@@ -48,7 +47,7 @@ class RaisesAfterBackward(LabelledModule):
     def on_after_backward(self) -> None:
         self.backwards += 1
         if self.backwards == 2:
-            raise Interruption
+            raise InterruptionError
 
 
 class RaisesBeforeStep(LabelledModule):
@@ -57,7 +56,7 @@ class RaisesBeforeStep(LabelledModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if not self.interrupted:
             self.interrupted = True
-            raise Interruption
+            raise InterruptionError
 
 
 class SkipsRestOfEpoch(LabelledModule):
@@ -117,7 +116,7 @@ def _abandon(way: str, options: dict[str, Any]) -> LabelledModule:
         module.steps_on = False
     if way.startswith("exception") or way == "closure_never_called":
         # Lightning itself refuses an `optimizer_step` that never runs the closure.
-        with pytest.raises((Interruption, MisconfigurationException)):
+        with pytest.raises((InterruptionError, MisconfigurationException)):
             trainer.fit(module, loader())
     else:
         trainer.fit(module, loader())
@@ -265,7 +264,7 @@ def _fit_two_epochs(sized: bool, options: dict[str, Any]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
 def test_dataloader_iter(pool2: RankPool, sized: bool, options: dict[str, Any]) -> None:
-    """Without a length Lightning does not step the short last window of such an epoch: it must not leak into the next."""
+    """Without a length Lightning does not step the short last window of an epoch: it must not leak into the next."""
     epoch = ALL_WINDOWS if sized else ALL_WINDOWS[:2]
     expected = Outcome(train_plainly(epoch * 2), None)
     for weights in pool2.run(_fit_two_epochs, sized, options):

@@ -40,8 +40,7 @@ class _Counts(TorchDispatchMode):
 
 
 class CountsWindow(Callback):
-    """Counts what runs from the start to the end of each training batch of the third window: DDP settles its buckets in the
-    second."""
+    """Counts what runs during each training batch of the third window: DDP settles its buckets in the second."""
 
     def __init__(self, accumulate: int) -> None:
         self.accumulate = accumulate

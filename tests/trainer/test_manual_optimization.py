@@ -13,10 +13,24 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Outcome, TinyDecoder, full_weights, micro_batches
-from tests.trainer.exactness import weight_error
-from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, LabelledModule, loader, make_trainer, mean_loss
-from tests.trainer.runs import train_plainly
+from tests.trainer.exactness import (
+    LEARNING_RATE,
+    MOMENTUM,
+    Outcome,
+    TinyDecoder,
+    full_weights,
+    micro_batches,
+    weight_error,
+)
+from tests.trainer.runs import (
+    CASE,
+    STRATEGIES,
+    TOLERANCE,
+    LabelledModule,
+    loader,
+    make_trainer,
+    train_plainly,
+)
 
 CLIP = 0.1
 ENGINES = {name: STRATEGIES[name] for name in ("resharded", "undeferred", "ddp")}

@@ -1,7 +1,7 @@
 """What happens in the middle of a window changes nothing, and never sees stale gathered parameters.
 
-Every run accumulates four of eight micro-batches; its weights must equal those of the plain loop, which knows nothing of
-the validation, checkpoint, swap or forward in between.
+Every run accumulates four of eight micro-batches; its weights must equal those of the plain loop, which knows nothing
+of the validation, checkpoint, swap or forward in between.
 """
 
 from __future__ import annotations
