@@ -22,12 +22,12 @@ from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwar
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _sync_params_and_buffers as broadcast_tensors
 from torch.distributed.utils import _verify_param_shape_across_processes as verify_shapes_across_ranks
 from torch.nn.parallel import DistributedDataParallel
@@ -42,24 +42,29 @@ __all__ = [
     "check_ddp_backward_is_complete",
     "clear_accumulated_gradients",
     "default_backend_for_device",
+    "discard_partial_reduction",
     "distributed_checkpoint_save",
     "flatten_mesh",
+    "flush_static_graph",
     "free_parked",
     "fsdp_param_groups",
+    "gathered_bytes",
     "gathered_storage_is_alive",
     "init_dist_connection",
     "initialise_fsdp_root",
-    "is_sharding",
+    "is_fsdp_root",
     "load_checkpoint",
+    "local_tensor",
+    "name_of",
     "optimizers_to_device",
     "own_shard_changed",
     "park_gathered",
     "prepare_ddp_for_backward",
     "reset_seed",
-    "reshards_after_forward",
     "sharded_versions",
     "take_over_forward_hooks",
     "unpark_gathered",
+    "unsharded_gradient_bytes",
     "verify_shapes_across_ranks",
 ]
 
@@ -106,14 +111,41 @@ def clear_accumulated_gradients(param: FSDPParam) -> None:
         param._unsharded_param.grad = None
 
 
-def reshards_after_forward(group: FSDPParamGroup) -> bool:
-    """Whether the group frees its gathered parameters after forward."""
-    return group.post_forward_mesh_info is not None
+def discard_partial_reduction(group: FSDPParamGroup) -> None:
+    """Drop what HSDP has reduce-scattered and not yet all-reduced."""
+    group._partial_reduce_output = None
 
 
-def is_sharding(group: FSDPParamGroup) -> bool:
-    """Whether the group is sharded at all (FSDP2 also drives pure replication with the same machinery)."""
-    return isinstance(group.mesh_info, FSDPMeshInfo)
+def is_fsdp_root(module: FSDPModule) -> bool:
+    """Whether lazy initialisation made ``module`` a root."""
+    return bool(module._get_fsdp_state()._is_root)
+
+
+def name_of(group: FSDPParamGroup) -> str:
+    """Name of the group's module below its root."""
+    return group._module_fqn or "the root"
+
+
+def gathered_bytes(group: FSDPParamGroup) -> int:
+    """Bytes of the group's parameters when gathered."""
+    return sum(p._orig_size.numel() * (p.param_dtype or p.orig_dtype).itemsize for p in group.fsdp_params)
+
+
+def unsharded_gradient_bytes(group: FSDPParamGroup) -> int:
+    """Bytes of the group's gradients before they are reduced."""
+    return sum(
+        p._orig_size.numel() * (p.reduce_dtype or p.orig_dtype).itemsize
+        for p in group.fsdp_params
+        if p.sharded_param.requires_grad
+    )
+
+
+# --- DTensor ---------------------------------------------------------------------------------------------------------
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, else the tensor. ``to_local`` would make a view that autograd follows."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 # --- FSDP2: "parking" keeps gathered parameters in memory while the module shows its sharded ones -------------------
@@ -171,6 +203,11 @@ def own_shard_changed(group: FSDPParamGroup) -> bool:
 def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
     """Raise RuntimeError unless the last synchronised backward has reduced every bucket."""
     ddp._check_reducer_finalized()
+
+
+def flush_static_graph(ddp: DistributedDataParallel) -> None:
+    """Launch the reductions that a static graph delays in its first iteration (Lightning's own DDP does the same)."""
+    ddp.reducer._delay_all_reduce()  # type: ignore[attr-defined]
 
 
 # --- Device mesh -----------------------------------------------------------------------------------------------------

@@ -90,7 +90,6 @@ class FSDP2Engine(Engine):
         super().__init__(mesh, device)
         self._options = options
         self._local_ranks = local_ranks
-        self._plain: dict[int, nn.Parameter] = {}
         self._report: dict[str, Any] = {}
 
     @override
@@ -103,10 +102,9 @@ class FSDP2Engine(Engine):
             sharding.apply_fsdp2(
                 module, plan, self.mesh.fsdp, self._options.reshard_after_forward, self._options.cpu_offload
             )
-        self._plain = {id(parameter): parameter for parameter in sharding.plain_parameters(module)}
-        self._report["averaged_by_the_strategy"] = sorted(
-            name for name, parameter in module.named_parameters() if id(parameter) in self._plain
-        )
+        self._report["averaged_by_the_strategy"] = [
+            name for name, parameter in module.named_parameters() if sharding.is_plain_and_trainable(parameter)
+        ]
         sharding.initialise_fsdp2(module, self.mesh.sizes.data_parallel)
         self._sync = FSDPGradSync(module, self._defer(), self._keep_gathered(module))
         self._sync.discard()
@@ -120,27 +118,29 @@ class FSDP2Engine(Engine):
         """Settle ``reshard_during_accumulation``. A collective for "auto": ranks must agree, the smallest decides."""
         option = self._options.reshard_during_accumulation
         need = memory.estimate(module, defers_gradients=self._defer() is True)
-        free = memory.free_bytes(self.device, self._local_ranks)
-        budget = None if free is None else int(free * memory.FREE_MEMORY_SHARE)
         if not module.automatic_optimization:
             keep, reason = False, "manual optimization may step between two forwards of one training step"
         elif option != "auto":
             keep, reason = not option, f"reshard_during_accumulation={option}"
-        elif budget is None:
-            keep, reason = False, f"auto: the free memory of {self.device} is unknown"
         else:
-            fits = torch.tensor(float(need.total <= budget), device=self.device)
-            dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=self.mesh.group)
-            keep = bool(fits.item())
-            reason = (
-                f"auto: an estimated {need.total / 2**20:.0f} MiB {'fits into' if keep else 'exceeds'}"
-                f" {memory.FREE_MEMORY_SHARE:.0%} of the free memory ({budget / 2**20:.0f} MiB on this rank; every rank"
-                " must agree)"
-            )
+            keep, reason = self._fits_everywhere(need.total)
         self._report["parameters_kept_gathered"] = keep
         self._report["parameters_kept_gathered_reason"] = reason
         self._report["estimated_extra_bytes"] = asdict(need)
         return keep
+
+    def _fits_everywhere(self, needed_bytes: int) -> tuple[bool, str]:
+        """Whether every rank has the memory, and why. A collective over the data-parallel group."""
+        free = memory.free_bytes(self.device, self._local_ranks)
+        budget = 0 if free is None else int(free * memory.FREE_MEMORY_SHARE)
+        fits = torch.tensor(float(needed_bytes <= budget), device=self.device)
+        dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=self.mesh.group)
+        keep = bool(fits.item())
+        known = "unknown" if free is None else f"{budget / 2**20:.0f} MiB on this rank"
+        return keep, (
+            f"auto: an estimated {needed_bytes / 2**20:.0f} MiB {'fits into' if keep else 'exceeds'}"
+            f" {memory.FREE_MEMORY_SHARE:.0%} of the free memory ({known}) of {'every' if keep else 'some'} rank"
+        )
 
     @override
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
@@ -156,7 +156,7 @@ class FSDP2Engine(Engine):
 
     @override
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        plain = [parameter for parameter in parameters if id(parameter) in self._plain]
+        plain = [parameter for parameter in parameters if sharding.is_plain_and_trainable(parameter)]
         if plain and self.mesh.sizes.data_parallel > 1:
             gradients.average_gradients_(plain, self.mesh.group)
 
@@ -199,6 +199,7 @@ class DDPEngine(Engine):
         super().__init__(mesh, device)
         self._ddp_kwargs = options.ddp_kwargs or {}
         self._ddp: DistributedDataParallel | None = None
+        self._static_graph_is_flushed = False
 
     @override
     def setup(self, module: pl.LightningModule, fitting: bool) -> nn.Module:
@@ -231,7 +232,12 @@ class DDPEngine(Engine):
                 bucket, with this rank's own gradient.
         """
         ddp = self._ddp
-        if ddp is None or ddp.static_graph or not ddp.require_backward_grad_sync:
+        if ddp is None or not ddp.require_backward_grad_sync:
+            return
+        if ddp.static_graph:
+            if not ddp.module.automatic_optimization and not self._static_graph_is_flushed:
+                self._static_graph_is_flushed = True
+                _compat.flush_static_graph(ddp)
             return
         try:
             _compat.check_ddp_backward_is_complete(ddp)

@@ -120,7 +120,7 @@ class FSDPGradSync:
                 continue
             if group.device.type == "cpu" and _compat.own_shard_changed(group):
                 raise RuntimeError(
-                    f"Parameters of {group._module_fqn or 'the root'} were written through `.data` between two"
+                    f"Parameters of {_compat.name_of(group)} were written through `.data` between two"
                     " micro-batches of one accumulation window, while they are kept gathered. Write them in place under"
                     " torch.no_grad() (`p.copy_(...)`), which is noticed, or pass reshard_during_accumulation=True."
                 )
@@ -154,12 +154,12 @@ class FSDPGradSync:
             for param in owned:
                 _compat.clear_accumulated_gradients(param)
             if owned:
-                group._partial_reduce_output = None
+                _compat.discard_partial_reduction(group)
 
     def recover(self) -> None:
         """After an exception in a forward or backward: make the model usable for another run."""
         self.release()
         for module in self._modules:
-            if module._get_fsdp_state()._is_root:
+            if _compat.is_fsdp_root(module):
                 module.reset_iter_state()
         self.discard()

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_automodel import _compat
+
 Parameters = nn.Module | Iterable[nn.Parameter]
 
 
@@ -35,7 +37,9 @@ def rescale_gradients(
         dp_group: Ranks that hold different data. None: no communication, D = 1.
     """
     parameters = list_parameters(model)
-    dtype_device = next((_local(p.grad).device for p in parameters if p.grad is not None), torch.device("cpu"))
+    dtype_device = next(
+        (_compat.local_tensor(p.grad).device for p in parameters if p.grad is not None), torch.device("cpu")
+    )
     total = torch.as_tensor(num_tokens_for_grad_scaling).to(dtype_device, _wide_dtype(dtype_device)).reshape(1)
     if dp_group is not None:
         total = total.clone()
@@ -135,7 +139,7 @@ def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
         dist.all_reduce(stacked, group=group)
         squares.update(zip(summed_here, stacked.unbind(), strict=True))
     norm = torch.stack([*squares.values(), torch.zeros((), dtype=_wide_dtype(device), device=device)]).sum().sqrt()
-    dtypes = {_local(p.grad).dtype for p in parameters if p.grad is not None}
+    dtypes = {_compat.local_tensor(p.grad).dtype for p in parameters if p.grad is not None}
     return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
 
 
@@ -187,15 +191,11 @@ def list_parameters(model: Parameters) -> list[nn.Parameter]:
 
 def gradient_versions(parameters: list[nn.Parameter]) -> list[tuple[int, int]]:
     """Identity and version of every gradient, to tell whether anything has written to them since."""
-    return [(id(p.grad), _local(p.grad)._version) for p in parameters if p.grad is not None]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return [(id(p.grad), _compat.local_tensor(p.grad)._version) for p in parameters if p.grad is not None]
 
 
 def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [_local(p.grad) for p in parameters if p.grad is not None]
+    return [_compat.local_tensor(p.grad) for p in parameters if p.grad is not None]
 
 
 def _without_partial(parameter: nn.Parameter) -> nn.Parameter:
@@ -225,7 +225,7 @@ def _norm_device(parameters: list[nn.Parameter]) -> torch.device:
     for parameter in parameters:
         if isinstance(parameter, DTensor):
             device_type = parameter.device_mesh.device_type
-            local = _local(parameter)
+            local = _compat.local_tensor(parameter)
             if local.device.type == device_type:
                 return local.device
             return torch.device(device_type, torch.get_device_module(device_type).current_device())

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lightning_automodel import _compat
 
@@ -41,14 +40,11 @@ def estimate(model: nn.Module, defers_gradients: bool) -> MemoryEstimate:
     """Estimate for a model that FSDP2 has sharded. Not a collective."""
     gathered = gradients = state = 0
     for group in _compat.fsdp_param_groups(model):
-        for param in group.fsdp_params:
-            numel = param._orig_size.numel()
-            trainable = param.sharded_param.requires_grad
-            gathered += numel * (param.param_dtype or param.orig_dtype).itemsize
-            gradients += numel * (param.reduce_dtype or param.orig_dtype).itemsize * (trainable and defers_gradients)
+        gathered += _compat.gathered_bytes(group)
+        gradients += _compat.unsharded_gradient_bytes(group) if defers_gradients else 0
     for parameter in model.parameters():
         if parameter.requires_grad:
-            local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+            local = _compat.local_tensor(parameter)
             state += local.numel() * (local.element_size() + _OPTIMIZER_BYTES_PER_PARAMETER)
     return MemoryEstimate(gathered_parameters=gathered, deferred_gradients=gradients, sharded_state=state)
 

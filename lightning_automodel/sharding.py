@@ -249,9 +249,9 @@ def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
     return list(found.values())
 
 
-def plain_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Trainable parameters of a sharded model that are whole on every rank, so that nobody else averages them."""
-    return [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+def is_plain_and_trainable(parameter: nn.Parameter) -> bool:
+    """Whether a parameter of a sharded model is whole on every rank, so that nobody averages its gradient."""
+    return parameter.requires_grad and not isinstance(parameter, DTensor)
 
 
 def apply_ddp(

@@ -33,7 +33,7 @@ from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine
 from lightning_automodel.mesh import DataParallelMesh, build_mesh, resolve_sizes
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.precision import check_precision
-from lightning_automodel.token_loss import Count, StepReport, TokenWeighting
+from lightning_automodel.token_loss import Count, StepReport, TokenWeighting, contains_hugging_face_causal_lm
 from lightning_automodel.windows import GradientFinisher, OptimizerWindows, optimizer_parameters, unwrap
 
 
@@ -142,6 +142,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._count: Count | None = None
         self._finisher: GradientFinisher | None = None
         self._said: set[str] = set()
+        self._shift_is_checked = False
 
     @classmethod
     @override
@@ -367,6 +368,7 @@ class AutomodelStrategy(ParallelStrategy):
         if self.lightning_module.automatic_optimization and output is not None:
             self._count = self._weighting.count(self._batch, output)
             self._refuse_aux_loss(output)
+            self._warn_about_label_shift(output)
         return output
 
     @contextmanager
@@ -626,6 +628,16 @@ class AutomodelStrategy(ParallelStrategy):
                 f"training_step returned a {loss.dtype} loss, which is rounded before it is weighed: compute the loss"
                 " in float32 (logits.float()) for exact gradients."
             )
+
+    def _warn_about_label_shift(self, output: Any) -> None:
+        if not self._shift_is_checked and self._weighting.counts_unshifted_labels(self._batch, output):
+            self._shift_is_checked = True
+            assert self.lightning_module is not None
+            if contains_hugging_face_causal_lm(self.lightning_module):
+                rank_zero_warn(
+                    "Label tokens are counted with label_shift=0, but Hugging Face causal language models drop the"
+                    " first label of each row: pass label_shift=1 if training_step returns the model's own loss."
+                )
 
     def _refuse_aux_loss(self, output: Any) -> None:
         if self._options.per_token_loss and isinstance(output, Mapping) and "aux_loss" in output:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 Count = int | Tensor
 """Number of label tokens: a Python int, or a tensor of one element that stays on its device."""
@@ -69,11 +69,11 @@ class TokenWeighting:
         """
         if not self.per_token_loss:
             return 1
-        if isinstance(output, Mapping) and "num_label_tokens" in output:
+        if _is_told(output):
             return check_count(output["num_label_tokens"], "the num_label_tokens that training_step returned")
         if self.count_label_tokens is not None:
             return check_count(self.count_label_tokens(batch), "what count_label_tokens(batch) returned")
-        if isinstance(batch, Mapping) and self.label_key in batch:
+        if self._has_labels(batch):
             return self.count_labels(batch[self.label_key])
         found = f"keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
         raise ValueError(
@@ -84,6 +84,14 @@ class TokenWeighting:
             f" {self.ignore_index} where the loss ignores them (label_key=, ignore_index=). If every micro-batch"
             " should weigh the same instead, pass per_token_loss=False."
         )
+
+    def counts_unshifted_labels(self, batch: Any, output: Any = None) -> bool:
+        """Whether :meth:`count` takes every label position of the batch, the first of each row included."""
+        told = _is_told(output) or self.count_label_tokens is not None
+        return self.per_token_loss and self.label_shift == 0 and not told and self._has_labels(batch)
+
+    def _has_labels(self, batch: Any) -> bool:
+        return isinstance(batch, Mapping) and self.label_key in batch
 
     def count_labels(self, labels: Tensor) -> Tensor:
         """Positions of ``labels`` [..., s] that the loss uses: not ignored, and not among the first ``label_shift``."""
@@ -124,6 +132,19 @@ class TokenWeighting:
             num_micro_batches=totals[2].long(),
             grad_norm=torch.full_like(totals[1], torch.nan),
         )
+
+
+def _is_told(output: Any) -> bool:
+    return isinstance(output, Mapping) and "num_label_tokens" in output
+
+
+def contains_hugging_face_causal_lm(module: nn.Module) -> bool:
+    """Whether a model that shifts its labels by one is at or below ``module``. Does not import transformers."""
+    return any(
+        type(submodule).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+        and any(cls.__name__ == "PreTrainedModel" for cls in type(submodule).__mro__)
+        for submodule in module.modules()
+    )
 
 
 def check_count(count: Any, source: str) -> Count:
