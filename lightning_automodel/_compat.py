@@ -53,6 +53,7 @@ __all__ = [
     "init_dist_connection",
     "initialise_fsdp_root",
     "is_fsdp_root",
+    "is_replicated",
     "load_checkpoint",
     "local_tensor",
     "name_of",
@@ -63,6 +64,7 @@ __all__ = [
     "reset_seed",
     "sharded_versions",
     "take_over_forward_hooks",
+    "trainable_and_gathered",
     "unpark_gathered",
     "unsharded_gradient_bytes",
     "verify_shapes_across_ranks",
@@ -109,6 +111,19 @@ def clear_accumulated_gradients(param: FSDPParam) -> None:
     param.unsharded_accumulated_grad = None
     if hasattr(param, "_unsharded_param"):
         param._unsharded_param.grad = None
+
+
+def is_replicated(group: FSDPParamGroup) -> bool:
+    """Whether the group is sharded within each of several replicas (HSDP)."""
+    return group._is_hsdp
+
+
+def trainable_and_gathered(group: FSDPParamGroup) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Trainable sharded parameters, each with the one that stands for it while gathered.
+
+    The latter are the same objects from the first gathering on, which must have happened.
+    """
+    return [(p.sharded_param, p._unsharded_param) for p in group.fsdp_params if p.sharded_param.requires_grad]
 
 
 def discard_partial_reduction(group: FSDPParamGroup) -> None:

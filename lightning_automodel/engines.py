@@ -69,6 +69,9 @@ class Engine(ABC):
     def recover(self) -> None:
         """Forget an interrupted micro-batch."""
 
+    def close(self) -> None:
+        """Leave the model to itself."""
+
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """What was decided, and why."""
@@ -152,7 +155,7 @@ class FSDP2Engine(Engine):
 
     @override
     def end_backward(self) -> None:
-        self._sync.park()
+        self._sync.end_backward()
 
     @override
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
@@ -171,6 +174,10 @@ class FSDP2Engine(Engine):
     @override
     def recover(self) -> None:
         self._sync.recover()
+
+    @override
+    def close(self) -> None:
+        self._sync.close()
 
     @override
     def describe(self) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Literal
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel import _compat
 from lightning_automodel._compat import FSDPParamGroup
@@ -68,7 +70,7 @@ def _restored(groups: list[FSDPParamGroup], flags: tuple[str, ...]) -> Iterator[
 def _set_reduction(group: FSDPParamGroup, is_optim_step: bool, defer: Deferral) -> None:
     group.reduce_grads = is_optim_step or defer is not True
     group.all_reduce_grads = is_optim_step or defer is False
-    if defer == "all_reduce":
+    if defer == "all_reduce" and _compat.is_replicated(group):
         # The partial sums of a window live in one flat buffer: every micro-batch must fill the same places of it, and
         # the last one must take part even where the unit was not used in it.
         group.reduce_scatter_unused_params = True
@@ -90,17 +92,48 @@ class FSDPGradSync:
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._groups = list(_compat.fsdp_param_groups(model))
         self._parked: list[tuple[FSDPParamGroup, list[int]]] = []
+        self._is_last: bool | None = None
+        self._used: set[int] = set()
+        self._followed: list[nn.Parameter] = []
+        self._handles: list[RemovableHandle] = []
+        for group in self._groups:
+            if defer == "all_reduce" and _compat.is_replicated(group):
+                self._follow_use(group)
+
+    def _follow_use(self, group: FSDPParamGroup) -> None:
+        """Tell parameters without a gradient in a window from those with a zero one, which FSDP2 gives them here."""
+        for parameter, gathered in _compat.trainable_and_gathered(group):
+            self._followed.append(parameter)
+            mark = partial(self._mark_used, id(parameter))
+            self._handles.append(gathered.register_post_accumulate_grad_hook(mark))
+
+    def _mark_used(self, parameter_id: int, _: nn.Parameter) -> None:
+        self._used.add(parameter_id)
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Context for the forward and backward of one micro-batch; ``is_last``: the optimizer steps after it."""
-        with _restored(self._groups, _REDUCTION_FLAGS + _RESHARD_FLAGS):
+        """Context for the forward and backward of one micro-batch; ``is_last``: the optimizer steps after it.
+
+        Inside another one it does nothing: the outer one has decided.
+        """
+        if self._is_last is not None:
+            yield
+            return
+        with _restored(self._groups, _REDUCTION_FLAGS + _RESHARD_FLAGS), self._deciding(is_last):
             for group in self._groups:
                 _set_reduction(group, is_last, self.defer)
                 if self.keep_gathered:
                     group.post_forward_mesh_info = None
                     group.reshard_after_backward = is_last
             yield
+
+    @contextmanager
+    def _deciding(self, is_last: bool) -> Iterator[None]:
+        self._is_last = is_last
+        try:
+            yield
+        finally:
+            self._is_last = None
 
     def resume(self) -> None:
         """Start a micro-batch: take parked parameters back unless somebody has written the sharded ones since.
@@ -130,8 +163,12 @@ class FSDPGradSync:
             if id(group) not in taken_back and not group.is_sharded:
                 group.reshard()
 
-    def park(self) -> None:
-        """End the backward of a micro-batch that keeps its parameters: show the sharded ones to everybody else."""
+    def end_backward(self) -> None:
+        """Show sharded parameters to everybody else, and gradients only where the window had some."""
+        if self._is_last:
+            for parameter in self._followed:
+                if id(parameter) not in self._used:
+                    parameter.grad = None
         for group in self._groups:
             if group.is_unsharded and not group.reshard_after_backward:
                 _compat.park_gathered(group)
@@ -153,8 +190,15 @@ class FSDPGradSync:
             owned = [p for p in group.fsdp_params if wanted is None or id(p.sharded_param) in wanted]
             for param in owned:
                 _compat.clear_accumulated_gradients(param)
+                self._used.discard(id(param.sharded_param))
             if owned:
                 _compat.discard_partial_reduction(group)
+
+    def close(self) -> None:
+        """Leave the model to itself, with nothing gathered."""
+        self.release()
+        for handle in self._handles:
+            handle.remove()
 
     def recover(self) -> None:
         """After an exception in a forward or backward: make the model usable for another run."""

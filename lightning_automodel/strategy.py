@@ -407,10 +407,11 @@ class AutomodelStrategy(ParallelStrategy):
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         self._warn_about_half_precision(closure_loss)
         objective = self._weighting.objective(loss, count) * accumulate
-        self.precision_plugin.backward(objective, module, optimizer, *args, **kwargs)
+        with engine.micro_batch(is_last=True):
+            self.precision_plugin.backward(objective, module, optimizer, *args, **kwargs)
+            engine.end_backward()
         unscaled = objective if loss is closure_loss else self._weighting.objective(closure_loss, count) * accumulate
         window.add(unscaled, count)
-        engine.end_backward()
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def _manual_count(self, kwargs: dict[str, Any]) -> Count:
@@ -577,10 +578,12 @@ class AutomodelStrategy(ParallelStrategy):
         for method in ("clip_grad_by_norm", "clip_grad_by_value"):
             self.precision_plugin.__dict__.pop(method, None)
         if self._engine is not None:
-            self._engine.release()
+            self._engine.close()
         self._batch = None
         self.model = self.lightning_module
         if not self._shards_model:
+            if self._layer_sync is not None and self.model is not None:
+                self._layer_sync.revert(self.model)
             super().teardown()
             return
         # Unlike the base class, leave the model where it is: moved to the host, shards would no longer fit their mesh.
