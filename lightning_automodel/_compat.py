@@ -50,6 +50,7 @@ __all__ = [
     "fsdp_param_groups",
     "gathered_bytes",
     "gathered_storage_is_alive",
+    "has_post_accumulate_hook",
     "init_dist_connection",
     "initialise_fsdp_root",
     "is_fsdp_root",
@@ -155,7 +156,12 @@ def unsharded_gradient_bytes(group: FSDPParamGroup) -> int:
     )
 
 
-# --- DTensor ---------------------------------------------------------------------------------------------------------
+# --- Parameters and DTensors ------------------------------------------------------------------------------------------
+
+
+def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
+    """Whether anybody acts on the gradient of ``parameter`` as soon as it is accumulated."""
+    return bool(parameter._post_accumulate_grad_hooks)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def gradient_factor(denominator: Tensor, divisor: int) -> Tensor:
     Returns:
         [] on the device of ``denominator``.
     """
-    return torch.where(denominator > 0, divisor / denominator.clamp(min=1), torch.zeros_like(denominator))
+    return torch.where(denominator > 0, divisor / denominator, torch.zeros_like(denominator))
 
 
 def clip_gradients(model: Parameters, clip_norm: float, foreach: bool = True) -> Tensor:

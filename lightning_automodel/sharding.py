@@ -315,3 +315,18 @@ def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: in
                 f"{name} chooses its step from the loss of each rank alone, so {divisor} ranks would drift apart;"
                 " choose a first-order optimizer or one rank."
             )
+
+
+def check_hooks(module: nn.Module) -> None:
+    """Refuse hooks that act on a gradient before its window is complete, as optimizers that step inside backward do.
+
+    Raises:
+        ValueError: Naming the first parameters with a post-accumulate-gradient hook.
+    """
+    hooked = [name for name, parameter in module.named_parameters() if _compat.has_post_accumulate_hook(parameter)]
+    if hooked:
+        raise ValueError(
+            f"{len(hooked)} parameters have post-accumulate-gradient hooks ({', '.join(hooked[:3])}, ...), as an"
+            " optimizer that steps inside backward has. They would see sums over tokens whose number is known only at"
+            " the end of the window: remove them, and step after backward."
+        )

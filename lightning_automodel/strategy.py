@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -290,6 +291,7 @@ class AutomodelStrategy(ParallelStrategy):
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
+        sharding.check_hooks(module)
         engine = self._make_engine()
         self.model = engine.setup(module, fitting)
         self._engine = engine
@@ -333,6 +335,7 @@ class AutomodelStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         sharding.check_optimizers(module, self.optimizers, self._joined_mesh().sizes.data_parallel)
+        sharding.check_hooks(module)
         if not module.automatic_optimization:
             self._windows.watch_toggling(module, on_toggle=self._require_engine().release)
 
@@ -349,6 +352,9 @@ class AutomodelStrategy(ParallelStrategy):
     def _clip_through_this_strategy(self) -> None:
         """Let all ways of clipping (Trainer, ``self.clip_gradients``) rescale first and know sharded gradients."""
         plugin, finisher = self.precision_plugin, self._require_finisher()
+        if getattr(plugin, "scaler", None) is None:
+            # Lightning 2.6.6 refuses to clip for fused optimizers under autocast, where only a scaler would mind.
+            plugin.clip_gradients = partial(Precision.clip_gradients, plugin)  # type: ignore[method-assign]
         plugin.clip_grad_by_norm = finisher.clip_norm  # type: ignore[assignment,method-assign]
         plugin.clip_grad_by_value = finisher.clip_value  # type: ignore[method-assign]
 
@@ -575,7 +581,7 @@ class AutomodelStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self._windows.close()
-        for method in ("clip_grad_by_norm", "clip_grad_by_value"):
+        for method in ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value"):
             self.precision_plugin.__dict__.pop(method, None)
         if self._engine is not None:
             self._engine.close()

@@ -1,15 +1,17 @@
 """Counting label tokens, and weighing each micro-batch by them."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-Count = int | Tensor
-"""Number of label tokens: a Python int, or a tensor of one element that stays on its device."""
+Count = int | float | Tensor
+"""Number of label tokens (or their total weight): a Python number, or a tensor [] that stays on its device."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class TokenWeighting:
 
         Raises:
             ValueError: If no way applies, or the count is negative.
-            TypeError: If the count is neither an int nor a tensor of one element.
+            TypeError: If the count is neither a number nor a tensor of one element.
         """
         if not self.per_token_loss:
             return 1
@@ -151,17 +153,18 @@ def check_count(count: Any, source: str) -> Count:
     """Validate a count that a user told. No host synchronisation: a tensor's value is not read.
 
     Raises:
-        TypeError: If it is neither an int nor a tensor of one element.
-        ValueError: If it is a negative int.
+        TypeError: If it is neither a number nor a tensor of one element.
+        ValueError: If it is a negative or infinite number.
     """
     if isinstance(count, Tensor) and count.numel() == 1 and count.dtype != torch.bool:
         return count.detach().reshape(())
-    if isinstance(count, bool) or not isinstance(count, int):
+    if isinstance(count, bool) or not isinstance(count, Real):
         shown = f"a tensor of shape {tuple(count.shape)}, {count.dtype}" if isinstance(count, Tensor) else repr(count)
-        raise TypeError(f"{source} must be an int or an integer tensor of one element, got {shown}.")
-    if count < 0:
-        raise ValueError(f"{source} must not be negative, got {count}.")
-    return count
+        raise TypeError(f"{source} must be a number or a tensor of one element, got {shown}.")
+    number = int(count) if isinstance(count, Integral) else float(count)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{source} must be finite and not negative, got {count}.")
+    return number
 
 
 class LossWindow:
@@ -176,7 +179,7 @@ class LossWindow:
 
     def reset(self) -> None:
         """Forget everything: the gradients have been zeroed."""
-        self._host_tokens = 0
+        self._host_tokens: int | float = 0
         self._device_tokens: Tensor | None = None
         self._loss_sum: Tensor | None = None
         self.num_micro_batches = 0
