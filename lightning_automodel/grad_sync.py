@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel import _compat
 from lightning_automodel._compat import FSDPParamGroup
@@ -76,6 +76,12 @@ def _set_reduction(group: FSDPParamGroup, is_optim_step: bool, defer: Deferral) 
         group.reduce_scatter_unused_params = True
 
 
+def _free_unless_training(root: nn.Module, *_: object) -> None:
+    """Forward hook: a root stays gathered for the backward that follows; where none does, it would become stale."""
+    if not torch.is_grad_enabled():
+        cast(FSDPModule, root).reshard()
+
+
 class FSDPGradSync:
     """Communication of an FSDP2 model through the windows of a strategy.
 
@@ -95,7 +101,11 @@ class FSDPGradSync:
         self._is_last: bool | None = None
         self._used: set[int] = set()
         self._followed: list[nn.Parameter] = []
-        self._handles: list[RemovableHandle] = []
+        self._handles = [
+            root.register_forward_hook(_free_unless_training)
+            for root in self._modules
+            if root is not model and _compat.is_fsdp_root(root)
+        ]
         for group in self._groups:
             if defer == "all_reduce" and _compat.is_replicated(group):
                 self._follow_use(group)

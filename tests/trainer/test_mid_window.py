@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel import AutomodelStrategy
@@ -119,8 +120,19 @@ class SwapsForValidation(Callback):
             parameter.data.copy_(weight)
 
 
-def _fit_with(event: str, options: dict[str, Any], directory: str) -> tuple[dict[str, Tensor], list[float]]:
-    module = LabelledModule()
+class ShardedByHand(LabelledModule):
+    """Shards its decoder itself, so that the strategy finds a root that it did not make."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel_shard"]
+        for module in (*self.model.blocks, self.model):
+            fully_shard(module, mesh=mesh)
+
+
+def _fit_with(
+    event: str, options: dict[str, Any], directory: str, make_module: type[LabelledModule] = LabelledModule
+) -> tuple[dict[str, Tensor], list[float]]:
+    module = make_module()
     callbacks = _callbacks(event, directory)
     trainer = make_trainer(
         AutomodelStrategy(**options),
@@ -146,6 +158,17 @@ def test_changes_nothing(pool2: RankPool, tmp_path: Path, event: str, options: d
             assert relative_error(losses[0], first) <= TOLERANCE
             assert losses[:3] == [losses[0]] * 3, "weights do not change within a window"
             assert losses[3] != losses[2], "the optimizer steps after the fourth micro-batch"
+
+
+@pytest.mark.parametrize("name", ["kept", "resharded"])
+@pytest.mark.parametrize("event", ["validation_with_swap", "swap", "swap_data"])
+def test_model_sharded_by_hand(pool2: RankPool, tmp_path: Path, event: str, name: str) -> None:
+    """A root of the user's own is not left gathered by a forward without gradients either."""
+    expected = Outcome(train_plainly(WINDOWS), None)
+    for weights, losses in pool2.run(_fit_with, event, STRATEGIES[name], str(tmp_path), ShardedByHand):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+        if event.startswith("swap"):
+            assert relative_error(losses[0], _loss_with_swapped_initial_weights()) <= TOLERANCE
 
 
 def _loss_with_swapped_initial_weights() -> float:
