@@ -127,8 +127,8 @@ class FSDP2Engine(Engine):
             keep, reason = not option, f"reshard_during_accumulation={option}"
         else:
             keep, reason = self._fits_everywhere(need.total)
-        self._report["parameters_kept_gathered"] = keep
-        self._report["parameters_kept_gathered_reason"] = reason
+        self._report["reshard_during_accumulation"] = not keep
+        self._report["reshard_during_accumulation_reason"] = reason
         self._report["estimated_extra_bytes"] = asdict(need)
         return keep
 
