@@ -38,18 +38,21 @@ __all__ = [
     "FSDPParamGroup",
     "MockOptimizer",
     "SubprocessScriptLauncher",
+    "averaging_size",
     "broadcast_tensors",
     "check_ddp_backward_is_complete",
     "clear_accumulated_gradients",
     "default_backend_for_device",
     "discard_partial_reduction",
     "distributed_checkpoint_save",
+    "finish_backward",
     "flatten_mesh",
     "flush_static_graph",
     "free_parked",
     "fsdp_param_groups",
     "gathered_bytes",
     "gathered_storage_is_alive",
+    "has_deferred_gradients",
     "has_post_accumulate_hook",
     "init_dist_connection",
     "initialise_fsdp_root",
@@ -125,6 +128,31 @@ def trainable_and_gathered(group: FSDPParamGroup) -> list[tuple[nn.Parameter, nn
     The latter are the same objects from the first gathering on, which must have happened.
     """
     return [(p.sharded_param, p._unsharded_param) for p in group.fsdp_params if p.sharded_param.requires_grad]
+
+
+def has_deferred_gradients(root: FSDPModule) -> bool:
+    """Whether any group at or below ``root`` holds gradients that are not fully reduced."""
+    return any(
+        group._partial_reduce_output is not None
+        or any(
+            param.unsharded_accumulated_grad is not None
+            or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
+            for param in group.fsdp_params
+        )
+        for state in root._get_fsdp_state()._state_ctx.all_states
+        for group in state._fsdp_param_groups
+    )
+
+
+def finish_backward(root: FSDPModule) -> None:
+    """Run what autograd runs for ``root`` at the end of a backward: reduce gradients by the current flags, reshard."""
+    root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def averaging_size(group: FSDPParamGroup) -> int:
+    """Number of ranks that the group's gradients are averaged over: shards times replicas."""
+    mesh_info = group.mesh_info
+    return getattr(mesh_info, "shard_mesh_size", 1) * getattr(mesh_info, "replicate_mesh_size", 1)
 
 
 def discard_partial_reduction(group: FSDPParamGroup) -> None:

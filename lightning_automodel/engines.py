@@ -98,7 +98,7 @@ class FSDP2Engine(Engine):
     @override
     def setup(self, module: pl.LightningModule, fitting: bool) -> nn.Module:
         self._report = {"units": "sharded before this set-up (by configure_model or an earlier run); left as they were"}
-        sharding.broadcast_plain_states(module, self.mesh.group)
+        sharding.broadcast_states(module, self.mesh.group)
         if not sharding.is_sharded(module):
             plan = sharding.plan_sharding(module, self._options.auto_wrap_policy, module.automatic_optimization)
             self._report = _describe_plan(module, plan)
@@ -185,10 +185,10 @@ class FSDP2Engine(Engine):
 
 
 def _describe_plan(module: nn.Module, plan: sharding.ShardingPlan) -> dict[str, Any]:
-    names = {id(submodule): name or type(module).__name__ for name, submodule in module.named_modules()}
+    names = {id(submodule): name or sharding.class_name(module) for name, submodule in module.named_modules()}
     return {
         "roots": [names[id(root)] for root in plan.roots],
-        "units": [f"{names[id(unit)]} ({type(unit).__name__})" for unit in plan.units],
+        "units": [f"{names[id(unit)]} ({sharding.class_name(unit)})" for unit in plan.units],
         "replicated": dict(plan.replicated),
     }
 
@@ -207,17 +207,19 @@ class DDPEngine(Engine):
         self._ddp_kwargs = options.ddp_kwargs or {}
         self._ddp: DistributedDataParallel | None = None
         self._static_graph_is_flushed = False
+        self._reduced: set[int] = set()
 
     @override
     def setup(self, module: pl.LightningModule, fitting: bool) -> nn.Module:
         if sharding.is_sharded(module):
             raise ValueError(
-                f"{type(module).__name__} is already sharded by FSDP2, which data_parallel='ddp' cannot replicate:"
-                " pass data_parallel='fsdp2', or a module that was not sharded before."
+                f"{sharding.class_name(module)} is already sharded by FSDP2, which data_parallel='ddp' cannot"
+                " replicate: pass data_parallel='fsdp2', or a module that was not sharded before."
             )
         if not fitting:
-            sharding.broadcast_plain_states(module, self.mesh.group)
+            sharding.broadcast_states(module, self.mesh.group)
             return module
+        self._reduced = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
         self._ddp = sharding.apply_ddp(module, self.device, self.mesh.group, self._ddp_kwargs)
         return self._ddp
 
@@ -258,6 +260,13 @@ class DDPEngine(Engine):
                 " different gradients. Pass AutomodelStrategy(data_parallel='ddp',"
                 " ddp_kwargs={'find_unused_parameters': True})."
             ) from error
+
+    @override
+    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Average what was frozen when DDP was set up and trains since: DDP itself never reduces it."""
+        unfrozen = [p for p in parameters if p.requires_grad and id(p) not in self._reduced]
+        if unfrozen and self.mesh.sizes.data_parallel > 1:
+            gradients.average_gradients_(unfrozen, self.mesh.group)
 
     @override
     def describe(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Which micro-batch communicates what: deferring gradient reduction, and keeping parameters gathered meanwhile."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Literal, cast
 
@@ -19,13 +19,15 @@ _REDUCTION_FLAGS = ("reduce_grads", "all_reduce_grads", "reduce_scatter_unused_p
 _RESHARD_FLAGS = ("reshard_after_backward", "post_forward_mesh_info")
 
 
-@contextmanager
-def get_sync_ctx(model: nn.Module, is_optim_step: bool, defer_fsdp_grad_sync: Deferral = True) -> Iterator[None]:
+def get_sync_ctx(
+    model: nn.Module, is_optim_step: bool, defer_fsdp_grad_sync: Deferral = True
+) -> AbstractContextManager[None]:
     """Context for the forward and backward of one micro-batch: does its backward communicate gradients?
 
     It covers every FSDP2 module and every ``DistributedDataParallel`` at or below ``model``, and restores on exit,
-    also after an exception, what it found. Entering is not a collective, but ranks must agree on the arguments: a rank
-    that reduces while another does not hangs until the group's timeout.
+    also after an exception, what it found. Ranks must agree on the arguments: a rank that reduces while another does
+    not hangs until the group's timeout. Leaving the last micro-batch is a collective where several FSDP2 roots lie
+    below ``model`` and some took no part in it: what they deferred is reduced then.
 
     Args:
         model: Model to be trained; where nothing is distributed, the context does nothing.
@@ -38,6 +40,11 @@ def get_sync_ctx(model: nn.Module, is_optim_step: bool, defer_fsdp_grad_sync: De
         ValueError: If ``defer_fsdp_grad_sync`` is none of these.
     """
     check_deferral(defer_fsdp_grad_sync)
+    return _sync_ctx(model, is_optim_step, defer_fsdp_grad_sync)
+
+
+@contextmanager
+def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, DistributedDataParallel) and not is_optim_step:
@@ -45,8 +52,17 @@ def get_sync_ctx(model: nn.Module, is_optim_step: bool, defer_fsdp_grad_sync: De
         groups = list(_compat.fsdp_param_groups(model))
         stack.enter_context(_restored(groups, _REDUCTION_FLAGS))
         for group in groups:
-            _set_reduction(group, is_optim_step, defer_fsdp_grad_sync)
+            _set_reduction(group, is_optim_step, defer)
         yield
+        if is_optim_step:
+            _reduce_pending([module for module in model.modules() if isinstance(module, FSDPModule)])
+
+
+def _reduce_pending(modules: Sequence[FSDPModule]) -> None:
+    """Reduce what roots have deferred that took no part in the last backward: FSDP2 visits the others only."""
+    for root in modules:
+        if _compat.is_fsdp_root(root) and _compat.has_deferred_gradients(root):
+            _compat.finish_backward(root)
 
 
 def check_deferral(defer: Deferral) -> None:
@@ -176,6 +192,7 @@ class FSDPGradSync:
     def end_backward(self) -> None:
         """Show sharded parameters to everybody else, and gradients only where the window had some."""
         if self._is_last:
+            _reduce_pending(self._modules)
             for parameter in self._followed:
                 if id(parameter) not in self._used:
                     parameter.grad = None

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_automodel import _compat
 
-Parameters = nn.Module | Iterable[nn.Parameter]
+Parameters = nn.Module | Tensor | Iterable[nn.Parameter]
 
 
 def rescale_gradients(
@@ -37,10 +38,8 @@ def rescale_gradients(
         dp_group: Ranks that hold different data. None: no communication, D = 1.
     """
     parameters = list_parameters(model)
-    dtype_device = next(
-        (_compat.local_tensor(p.grad).device for p in parameters if p.grad is not None), torch.device("cpu")
-    )
-    total = torch.as_tensor(num_tokens_for_grad_scaling).to(dtype_device, _wide_dtype(dtype_device)).reshape(1)
+    device = _reduction_device(parameters)
+    total = torch.as_tensor(num_tokens_for_grad_scaling).to(device, _wide_dtype(device)).reshape(1)
     if dp_group is not None:
         total = total.clone()
         dist.all_reduce(total, group=dp_group)
@@ -99,8 +98,11 @@ def clip_gradient_values(model: Parameters, clip_value: float) -> None:
         ValueError: If ``clip_value`` is not positive.
     """
     check_clip_value(clip_value)
+    parameters = list_parameters(model)
     with torch.no_grad():
-        for grads in _by_device_and_dtype(_local_gradients(list_parameters(model))):
+        for parameter in parameters:
+            _complete_partial_gradient(parameter)
+        for grads in _by_device_and_dtype(_local_gradients(parameters)):
             torch._foreach_clamp_min_(grads, -clip_value)
             torch._foreach_clamp_max_(grads, clip_value)
 
@@ -111,8 +113,17 @@ def check_clip_value(value: float) -> None:
         raise ValueError(f"The value to clip gradients to must be a positive number, got {value!r}.")
 
 
-def check_finite(norm: Tensor) -> None:
-    """Raise RuntimeError unless the gradient norm [] is finite. Reads it on the host."""
+def check_finite(norm: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Raise RuntimeError unless the gradient norm [] is finite. Reads it on the host.
+
+    Args:
+        norm: The norm that this rank has measured.
+        group: Ranks of which each has measured for itself, and which are to raise together: then a collective, one
+            all-reduce of one number. None where they have measured together.
+    """
+    if group is not None:
+        norm = norm.clone()
+        dist.all_reduce(norm, group=group)
     if not torch.isfinite(norm):
         raise RuntimeError(
             f"The gradient norm of this window is {float(norm)}; no parameter has been changed by it. Look at the"
@@ -125,22 +136,26 @@ def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
     """Global 2-norm of the gradients. A collective as described at :func:`clip_gradients`.
 
     The tensors' squares are summed in float64, so that their sum does not overflow. Parameters that are sharded over
-    the same groups of ranks share one partial sum; each group then adds up all partial sums that it is responsible for
-    at once.
+    the same groups of ranks share one partial sum; each group then adds up at once all that it is responsible for.
     """
-    grads: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    grads: dict[tuple[tuple[int, ...], ...], list[Tensor]] = defaultdict(list)
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for parameter in parameters:
-        grads[_sharding_groups(parameter)].extend(_local_gradients([_without_partial(parameter)]))
-    device = _norm_device(parameters)
-    squares = {groups: _sum_of_squares(tensors, device, foreach) for groups, tensors in grads.items()}
-    for group in dict.fromkeys(group for groups in squares for group in groups):
-        summed_here = [groups for groups in squares if group in groups]
-        stacked = torch.stack([squares[groups] for groups in summed_here])
+        _complete_partial_gradient(parameter)
+        sharded_over = _sharding_ranks(parameter)
+        groups = sharded_over | groups
+        grads[tuple(sharded_over)].extend(_local_gradients([parameter]))
+    device = _reduction_device(parameters)
+    squares = {ranks: _sum_of_squares(tensors, device, foreach) for ranks, tensors in grads.items()}
+    for ranks, group in groups.items():
+        summed_here = [key for key in squares if ranks in key or not key]
+        # What every rank holds alike is averaged on the way, so that a rank where it is not alike is seen by all.
+        stacked = torch.stack([squares[key] if key else squares[key] / group.size() for key in summed_here])
         dist.all_reduce(stacked, group=group)
         squares.update(zip(summed_here, stacked.unbind(), strict=True))
     norm = torch.stack([*squares.values(), torch.zeros((), dtype=_wide_dtype(device), device=device)]).sum().sqrt()
-    dtypes = {_compat.local_tensor(p.grad).dtype for p in parameters if p.grad is not None}
-    return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
+    is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
+    return norm.to(torch.float64 if is_double else torch.float32)
 
 
 @torch.no_grad()
@@ -160,7 +175,8 @@ def average_gradients_(parameters: list[nn.Parameter], group: dist.ProcessGroup)
     """Average the gradients of replicated parameters over ``group`` in place.
 
     A collective: every rank must call with the same parameters; one all-reduce for each dtype. A parameter that got a
-    gradient on some ranks only counts as zero on the others; one that got none anywhere keeps ``grad=None``.
+    gradient on some ranks only counts as zero on the others; one that got none anywhere keeps ``grad=None``. To tell,
+    a rank where one got none reads a number on the host.
     """
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -181,6 +197,8 @@ def average_gradients_(parameters: list[nn.Parameter], group: dist.ProcessGroup)
 
 def list_parameters(model: Parameters) -> list[nn.Parameter]:
     """Parameters of a module, sharded ones in their sharded form (gradients live there), or the given ones."""
+    if isinstance(model, Tensor):
+        return [cast(nn.Parameter, model)]
     if not isinstance(model, nn.Module):
         return list(model)
     for module in model.modules():
@@ -189,39 +207,44 @@ def list_parameters(model: Parameters) -> list[nn.Parameter]:
     return list(model.parameters())
 
 
-def gradient_versions(parameters: list[nn.Parameter]) -> list[tuple[int, int]]:
-    """Identity and version of every gradient, to tell whether anything has written to them since."""
-    return [(id(p.grad), _compat.local_tensor(p.grad)._version) for p in parameters if p.grad is not None]
+def any_sharded(parameters: list[nn.Parameter]) -> bool:
+    """Whether measuring the norm of these gradients communicates."""
+    return any(_sharding_ranks(parameter) for parameter in parameters)
 
 
 def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [_compat.local_tensor(p.grad) for p in parameters if p.grad is not None]
 
 
-def _without_partial(parameter: nn.Parameter) -> nn.Parameter:
-    """Complete a gradient that is a sum still to be reduced over some mesh dimension (tensor parallelism)."""
+def _complete_partial_gradient(parameter: nn.Parameter) -> None:
+    """Reduce a gradient that is a sum still to be taken over some mesh dimension (tensor parallelism)."""
     grad = parameter.grad
     if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
         parameter.grad = grad.redistribute(
             placements=[Replicate() if placement.is_partial() else placement for placement in grad.placements]
         )
-    return parameter
 
 
-def _sharding_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
-    """Groups of ranks that each hold a part of the parameter; none for replicated and plain ones."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    mesh = parameter.device_mesh
-    return tuple(
+def _sharding_ranks(parameter: nn.Parameter) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Groups of ranks that each hold a part of the parameter, by their ranks; none for replicated and plain ones.
+
+    The gradient tells, where there is one; FSDP2 and DDP lay it out like its parameter. A strided shard (FSDP2 over a
+    dimension that tensor parallelism has sharded) is no ``Shard`` to torch 2.13, hence what it is not.
+    """
+    laid_out = parameter.grad if isinstance(parameter.grad, DTensor) else parameter
+    if not isinstance(laid_out, DTensor):
+        return {}
+    mesh = laid_out.device_mesh
+    groups = [
         mesh.get_group(axis)
-        for axis, placement in enumerate(parameter.placements)
-        if placement.is_shard() and mesh.size(axis) > 1
-    )
+        for axis, placement in enumerate(laid_out.placements)
+        if not (placement.is_replicate() or placement.is_partial()) and mesh.size(axis) > 1
+    ]
+    return {tuple(dist.get_process_group_ranks(group)): group for group in groups}
 
 
-def _norm_device(parameters: list[nn.Parameter]) -> torch.device:
-    """Where partial sums meet: a device that the meshes' groups can reduce on, also where shards are offloaded."""
+def _reduction_device(parameters: list[nn.Parameter]) -> torch.device:
+    """A device that the groups of the parameters can reduce on, also where shards are offloaded."""
     for parameter in parameters:
         if isinstance(parameter, DTensor):
             device_type = parameter.device_mesh.device_type

@@ -109,7 +109,8 @@ class StrategyOptions:
                 " (data_parallel_replicate_size=1)."
             )
         if not self.per_token_loss:
-            notes += [f"{name} has no effect with per_token_loss=False." for name in self._changed(_COUNTING_ONLY)]
+            unused = self._changed({"loss_reduction": "mean", **_COUNTING_ONLY})
+            notes += [f"{name} has no effect with per_token_loss=False." for name in unused]
         elif self.count_label_tokens is not None:
             names = self._changed({k: v for k, v in _COUNTING_ONLY.items() if k != "count_label_tokens"})
             notes += [f"{name} has no effect beside count_label_tokens." for name in names]

@@ -48,10 +48,13 @@ def parse_timeout(timeout: timedelta | float) -> timedelta:
     """
     if isinstance(timeout, bool) or not isinstance(timeout, (timedelta, int, float)):
         raise TypeError(f"timeout must be a timedelta or a number of minutes, got {timeout!r}.")
-    parsed = timeout if isinstance(timeout, timedelta) else timedelta(minutes=timeout)
+    try:
+        parsed = timeout if isinstance(timeout, timedelta) else timedelta(minutes=timeout)
+    except (OverflowError, ValueError):
+        parsed = timedelta(0)
     if parsed <= timedelta(0):
         raise ValueError(
-            f"timeout must be positive, got {timeout!r}; pass a timedelta or a number of minutes, e.g. 30."
+            f"timeout must be positive and finite, got {timeout!r}; pass a timedelta or a number of minutes, e.g. 30."
         )
     return parsed
 

@@ -67,10 +67,9 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
     Returns:
         The plan; nothing has been changed.
     """
-    roots = [model] if root_is_model else list(_callable_children(model))
-    units = [unit for root in roots for unit in _find_units(root, policy) if unit is not root]
-    uses = _uses(model)
-    units = [unit for unit in units if not any(uses[p] > count for p, count in _uses(unit).items())]
+    roots = [model] if root_is_model else _distinct(_callable_children(model))
+    units = _distinct(unit for root in roots for unit in _find_units(root, policy) if unit is not root)
+    units = [unit for unit in units if _belongs_to_one_root(unit, roots) and not _is_used_outside(model, unit)]
     return ShardingPlan(roots=roots, units=units, replicated=_find_replicated(model, roots))
 
 
@@ -119,9 +118,29 @@ def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
             yield from _callable_children(child)
 
 
-def _uses(module: nn.Module) -> Counter[nn.Parameter]:
-    """How many places of ``module`` register each parameter, modules that are reached twice counted once."""
-    return Counter(p for m in module.modules() for p in m._parameters.values() if p is not None)
+def _distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Each module once, in order, however many ways lead to it."""
+    return list({id(module): module for module in modules}.values())
+
+
+def _belongs_to_one_root(unit: nn.Module, roots: list[nn.Module]) -> bool:
+    return sum(any(module is unit for module in root.modules()) for root in roots) == 1
+
+
+def _is_used_outside(model: nn.Module, unit: nn.Module) -> bool:
+    """Whether any parameter of ``unit`` is reached without passing through it: tied, or of a module shared below it."""
+    own = set(unit.parameters())
+    seen = {id(unit)}
+    to_visit = [model]
+    while to_visit:
+        module = to_visit.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if not own.isdisjoint(p for p in module._parameters.values() if p is not None):
+            return True
+        to_visit.extend(module.children())
+    return False
 
 
 def _find_replicated(model: nn.Module, roots: list[nn.Module]) -> dict[str, str]:
@@ -223,16 +242,25 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
         divisor: Number of ranks that gradients are to be averaged over.
 
     Raises:
-        ValueError: If FSDP2 was told another divisor, so that two places would own the scale of the gradients.
+        ValueError: If FSDP2 was told another divisor, so that two places would own the scale of the gradients, or
+            averages over other ranks than those that hold different data.
     """
+    for root in fsdp_roots(model):
+        _compat.initialise_fsdp_root(root)
+    names = {id(module): name for name, module in model.named_modules()}
     for group in _compat.fsdp_param_groups(model):
+        averaged_over = _compat.averaging_size(group)
+        if averaged_over != divisor:
+            raise ValueError(
+                f"FSDP unit {names[id(group.modules[0])]!r} averages its gradients over {averaged_over} ranks,"
+                f" but {divisor} hold different data: shard it over self.device_mesh['data_parallel_shard'], or where"
+                " there are replicas over self.device_mesh['data_parallel_replicate', 'data_parallel_shard']."
+            )
         if group.gradient_divide_factor not in (None, divisor):
             raise ValueError(
                 f"An FSDP unit divides gradients by {group.gradient_divide_factor} (set_gradient_divide_factor), but"
                 f" the strategy rescales averages over {divisor} ranks; leave the factor unset."
             )
-    for root in fsdp_roots(model):
-        _compat.initialise_fsdp_root(root)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
@@ -262,22 +290,39 @@ def apply_ddp(
     return DistributedDataParallel(model, device_ids=device_ids, process_group=group, **ddp_kwargs)
 
 
-def broadcast_plain_states(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give every rank the first rank's plain parameters and buffers; sharded ones are left as they are.
+def broadcast_states(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Make copies equal: every rank gets the first rank's plain parameters and buffers, every replica its shards.
 
-    A collective over ``group``. If shapes differ between ranks, every rank raises.
+    A collective over ``group`` and, for what is sharded already, over the groups of its replicas. If shapes of plain
+    tensors differ between ranks, every rank raises.
     """
-    states: list[Tensor] = [
-        tensor.detach()
-        for tensor in (*model.parameters(), *model.buffers())
-        if not isinstance(tensor, DTensor) and tensor.numel() > 0
-    ]
-    if not states or group.size() == 1:
+    copies: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+    groups = {tuple(dist.get_process_group_ranks(group)): group}
+    everybody = next(iter(groups))
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not isinstance(tensor, DTensor):
+            copies[everybody].append(tensor.detach())
+            continue
+        for axis, placement in enumerate(tensor.placements):
+            if placement.is_replicate():
+                replicas = tensor.device_mesh.get_group(axis)
+                ranks = tuple(dist.get_process_group_ranks(replicas))
+                groups.setdefault(ranks, replicas)
+                copies[ranks].append(_compat.local_tensor(tensor).detach())
+    if copies[everybody]:
+        _compat.verify_shapes_across_ranks(group, copies[everybody])
+    for ranks, tensors in copies.items():
+        _broadcast(tensors, groups[ranks])
+
+
+def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite ``tensors`` with those of the group's first rank. A collective over the group."""
+    if group.size() == 1:
         return
-    _compat.verify_shapes_across_ranks(group, states)
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-    for state in states:
-        by_device[state.device].append(state)
+    for tensor in tensors:
+        if tensor.numel() > 0:
+            by_device[tensor.device].append(tensor)
     for same_device in by_device.values():
         _compat.broadcast_tensors(group, same_device, _BROADCAST_BUCKET_BYTES, 0)
 
@@ -291,6 +336,12 @@ def check_initialised(parameters: Iterable[tuple[str, Tensor]]) -> None:
             f"{len(meta)} parameters or buffers have no values yet (meta device): {shown}."
             " Give them values in configure_model, or create the model on a real device."
         )
+
+
+def class_name(module: nn.Module) -> str:
+    """Name of the user's class: FSDP2 puts a class of its own in front."""
+    name = type(module).__name__
+    return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
 
 
 def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: int) -> None:
@@ -307,7 +358,7 @@ def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: in
         strangers = sum(id(parameter) not in known for parameter in parameters)
         if strangers and not isinstance(optimizer, _compat.MockOptimizer):
             raise ValueError(
-                f"{strangers} of {len(parameters)} parameters of {name} are not parameters of {type(module).__name__}"
+                f"{strangers} of {len(parameters)} parameters of {name} are not parameters of {class_name(module)}"
                 " (any more): sharding replaces them. Collect them in configure_optimizers, from self.parameters()."
             )
         if isinstance(optimizer, LBFGS) and divisor > 1:

@@ -299,7 +299,7 @@ class AutomodelStrategy(ParallelStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self._clip_through_this_strategy()
+        self._adapt_precision_plugin()
         if fitting:
             _compat.optimizers_to_device(self.optimizers, self.root_device)
         self._log_description()
@@ -349,14 +349,21 @@ class AutomodelStrategy(ParallelStrategy):
         Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
         self._windows.watch(self._optimizers, self._lightning_optimizers)
 
-    def _clip_through_this_strategy(self) -> None:
-        """Let all ways of clipping (Trainer, ``self.clip_gradients``) rescale first and know sharded gradients."""
+    def _adapt_precision_plugin(self) -> None:
+        """Let all ways of clipping rescale first and know sharded gradients; measure norms after hooks and clipping."""
         plugin, finisher = self.precision_plugin, self._require_finisher()
         if getattr(plugin, "scaler", None) is None:
             # Lightning 2.6.6 refuses to clip for fused optimizers under autocast, where only a scaler would mind.
             plugin.clip_gradients = partial(Precision.clip_gradients, plugin)  # type: ignore[method-assign]
         plugin.clip_grad_by_norm = finisher.clip_norm  # type: ignore[assignment,method-assign]
         plugin.clip_grad_by_value = finisher.clip_value  # type: ignore[method-assign]
+        after_closure = plugin._after_closure
+
+        def after_closure_and_measure(model: "pl.LightningModule", optimizer: Any) -> None:
+            after_closure(model, optimizer)
+            finisher.measure_if_asked(optimizer)
+
+        plugin._after_closure = after_closure_and_measure  # type: ignore[method-assign]
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 
@@ -581,13 +588,13 @@ class AutomodelStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self._windows.close()
-        for method in ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value"):
+        for method in ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value", "_after_closure"):
             self.precision_plugin.__dict__.pop(method, None)
         if self._engine is not None:
             self._engine.close()
         self._batch = None
         self.model = self.lightning_module
-        if not self._shards_model:
+        if not self._shards_model and self._engine is not None:
             if self._layer_sync is not None and self.model is not None:
                 self._layer_sync.revert(self.model)
             super().teardown()

@@ -184,6 +184,7 @@ class LossWindow:
         self._loss_sum: Tensor | None = None
         self.num_micro_batches = 0
         self.is_rescaled = False
+        self.is_measured = False
 
     def add(self, objective: Tensor, count: Count) -> None:
         """Take in one backward.
@@ -195,7 +196,7 @@ class LossWindow:
         """
         loss = objective.detach().reshape(()).to(torch.float32 if objective.device.type == "mps" else torch.float64)
         if isinstance(count, Tensor):
-            count = count.to(loss.device)
+            count = count.to(loss.device, loss.dtype)
             self._device_tokens = count if self._device_tokens is None else self._device_tokens + count
             loss = torch.where(count > 0, loss, torch.zeros_like(loss))
         else:
@@ -237,7 +238,8 @@ def reduce_loss(
         dp_group: Ranks that hold different data. None: no communication.
 
     Returns:
-        [] the sum of the losses, at least float32, and [] the denominator, int64, on the device of the losses.
+        [] the sum of the losses, at least float32 (float64 where there are none), and [] the denominator, int64, on
+        the device of the losses (of the count where there are none).
 
     Example:
         >>> loss, denominator = reduce_loss([torch.tensor(6.0), torch.tensor(2.0)], torch.tensor(4))
@@ -253,5 +255,5 @@ def reduce_loss(
     sums[1] = tokens.to(device, dtype) if per_token_loss else float(len(loss_store))
     if dp_group is not None:
         dist.all_reduce(sums, group=dp_group)
-    result_dtype = torch.promote_types(loss_store[0].dtype, torch.float32) if loss_store else torch.float32
+    result_dtype = torch.promote_types(loss_store[0].dtype, torch.float32) if loss_store else dtype
     return sums[0].to(result_dtype), sums[1].round().to(torch.int64)

@@ -176,7 +176,7 @@ class GradientFinisher:
         mesh: Mesh of the run.
         device: Where totals are summed.
         complete: Averages, for these parameters, the gradients that the engine itself does not.
-        track_norm: Measure the norm at the end of each window, whoever asks.
+        track_norm: Measure the norm of each window, also where no clipping does.
         error_if_nonfinite: Likewise, and raise where it is not finite.
     """
 
@@ -193,7 +193,6 @@ class GradientFinisher:
         self.last_step: StepReport | None = None
         self._windows, self._weighting, self._mesh, self._device = windows, weighting, mesh, device
         self._complete, self._track_norm, self._error_if_nonfinite = complete, track_norm, error_if_nonfinite
-        self._measured: tuple[Tensor, list[tuple[int, int]]] | None = None
 
     def finish(self, optimizer: OneOptimizer) -> list[nn.Parameter]:
         """Rescale the gradients of ``optimizer`` and report on its window, unless that is done.
@@ -214,34 +213,43 @@ class GradientFinisher:
             dist.all_reduce(totals, group=self._mesh.group)
         gradients.scale_gradients_(parameters, gradients.gradient_factor(self._weighting.denominator(totals), divisor))
         self.last_step = self._weighting.report(totals)
-        self._measured = None
-        if self._track_norm or self._error_if_nonfinite:
-            self._norm(parameters)
         return parameters
+
+    def measure_if_asked(self, optimizer: OneOptimizer) -> None:
+        """Measure the norm of the finished gradients where an option asks for it and clipping has not done so.
+
+        The last thing before the optimizer steps, so that it judges what hooks have made of the gradients. Whether it
+        communicates follows from what was called before, never from what the gradients look like on a rank.
+        """
+        if (self._track_norm or self._error_if_nonfinite) and not self._windows[optimizer].is_measured:
+            self.norm(optimizer)
 
     def clip_norm(self, optimizer: OneOptimizer, clip_val: float) -> Tensor:
         """Finish, then clip to a global norm. Returns [] the norm before."""
-        parameters = self.finish(optimizer)
-        norm = self._norm(parameters)
-        gradients.scale_to_norm_(parameters, norm, clip_val)
+        norm = self.norm(optimizer)
+        gradients.scale_to_norm_(optimizer_parameters(unwrap(optimizer)), norm, clip_val)
         return norm
 
     def clip_value(self, optimizer: OneOptimizer, clip_val: float) -> None:
         """Finish, then clamp every element."""
-        gradients.clip_gradient_values(self.finish(optimizer), clip_val)
+        parameters = self.finish(optimizer)
+        self.measure_if_asked(optimizer)
+        gradients.clip_gradient_values(parameters, clip_val)
 
     def norm(self, optimizer: OneOptimizer) -> Tensor:
-        """Finish, then measure. Returns [] the global norm."""
-        return self._norm(self.finish(optimizer))
+        """Finish, then measure. Returns [] the global norm; the first of a window is the one that is reported.
 
-    def _norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        """Norm of the rescaled gradients, measured anew only where something wrote to them since."""
-        versions = gradients.gradient_versions(parameters)
-        if self._measured is None or self._measured[1] != versions:
-            self._measured = gradients.total_norm(parameters), versions
-        norm = self._measured[0]
+        Raises:
+            RuntimeError: On every rank, if it is not finite and that was asked to be an error.
+        """
+        parameters = self.finish(optimizer)
+        norm = gradients.total_norm(parameters)
         if self._error_if_nonfinite:
-            gradients.check_finite(norm)
-        assert self.last_step is not None
-        self.last_step = dataclasses.replace(self.last_step, grad_norm=norm)
+            measured_together = self._mesh.sizes.replicate == 1 and gradients.any_sharded(parameters)
+            gradients.check_finite(norm, None if measured_together else self._mesh.group)
+        window = self._windows[optimizer]
+        if not window.is_measured:
+            window.is_measured = True
+            assert self.last_step is not None
+            self.last_step = dataclasses.replace(self.last_step, grad_norm=norm)
         return norm

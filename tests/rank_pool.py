@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 START_TIMEOUT_S = 180.0
-GRACE_AFTER_FAILURE_S = 5.0
+GRACE_AFTER_FAILURE_S = 20.0
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 

@@ -204,3 +204,57 @@ def test_gradients_left_by_a_step_raise(pool2: RankPool) -> None:
     """Token sums are never added to the token means that a step has left."""
     for message in pool2.run(_error_of_never_zeroing):
         assert "Call optimizer.zero_grad() after each optimizer.step()" in message
+
+
+class UsesRightFirst(LightningModule):
+    """Two children, hence two FSDP roots; the second takes part in the first micro-batch of each window only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.left, self.right = TinyDecoder(1).double(), TinyDecoder(2).double()
+
+    def loss(self, batch: Any, with_right: bool, reduction: str = "mean") -> Tensor:
+        logits = self.left(batch["input_ids"])
+        if with_right:
+            logits = logits + self.right(batch["input_ids"])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction=reduction)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        last = batch_idx % 2 == 1
+        with optimizer.toggle_model(sync_grad=last):
+            self.manual_backward(self.loss(batch, not last), num_label_tokens=(batch["labels"] != -100).sum())
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+def _plain_right_first() -> dict[str, Tensor]:
+    module = UsesRightFirst()
+    optimizer = module.configure_optimizers()
+    by_rank = micro_batches(CASE)
+    for start in range(0, 8, 2):
+        tokens = sum(int((b["labels"] != -100).sum()) for batches in by_rank for b in batches[start : start + 2])
+        optimizer.zero_grad()
+        for index in (start, start + 1):
+            for batches in by_rank:
+                (module.loss(batches[index], index == start, "sum") / tokens).backward()
+        optimizer.step()
+    return full_weights(module)
+
+
+def _fit_right_first() -> dict[str, Tensor]:
+    module = UsesRightFirst()
+    make_trainer(AutomodelStrategy()).fit(module, loader())
+    return full_weights(module)
+
+
+def test_root_without_part_in_the_last_micro_batch(pool2: RankPool) -> None:
+    """What a root has deferred is reduced at the end of the window, although the last backward does not reach it."""
+    expected = Outcome(_plain_right_first(), None)
+    for weights in pool2.run(_fit_right_first):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE

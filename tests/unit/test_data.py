@@ -1,0 +1,32 @@
+"""Which ranks may evaluate different samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+from lightning_automodel import AutomodelStrategy, dp_eval_sample_shard
+
+
+@pytest.mark.parametrize("strategy", ["ddp", AutomodelStrategy(data_parallel="ddp"), DDPStrategy()])
+def test_whole_models_take_different_samples(strategy: Any) -> None:
+    """With the model on every rank, each goes at its own pace."""
+    assert [dp_eval_sample_shard(strategy, rank, 3) for rank in range(3)] == [(0, 3), (1, 3), (2, 3)]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", AutomodelStrategy(), ModelParallelStrategy(), "unknown", None])
+def test_sharded_models_stay_in_lockstep(strategy: Any) -> None:
+    """Where a forward gathers parameters, or nobody knows, all ranks see the same samples."""
+    assert dp_eval_sample_shard(strategy, 1, 3) is None
+
+
+@pytest.mark.parametrize(("dp_rank", "dp_size"), [(3, 3), (-1, 2), (0, 0)])
+def test_rank_outside_of_the_group(dp_rank: int, dp_size: int) -> None:
+    """A global rank in the place of the group's is refused, whatever the strategy."""
+    with pytest.raises(ValueError, match="is not in range") as raised:
+        dp_eval_sample_shard("fsdp2", dp_rank, dp_size)
+    assert str(raised.value) == (
+        f"dp_rank={dp_rank} is not in range(dp_size={dp_size}); pass the rank within the dp group."
+    )

@@ -1,0 +1,177 @@
+"""What users write: names, registered strategies, the constructor's keywords, and signatures that Lightning calls."""
+
+from __future__ import annotations
+
+import importlib.resources
+import inspect
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+
+import lightning_automodel
+from lightning_automodel import AutomodelStrategy
+
+PUBLIC_NAMES = [
+    "AutomodelStrategy",
+    "StepReport",
+    "barrier_and_log",
+    "clip_gradients",
+    "dp_eval_sample_shard",
+    "get_sync_ctx",
+    "reduce_loss",
+    "rescale_gradients",
+]
+KEYWORDS: dict[str, Any] = {
+    "data_parallel": "fsdp2",
+    "data_parallel_size": "auto",
+    "data_parallel_replicate_size": 1,
+    "ddp_kwargs": None,
+    "per_token_loss": True,
+    "loss_reduction": "mean",
+    "label_key": "labels",
+    "ignore_index": -100,
+    "label_shift": 0,
+    "count_label_tokens": None,
+    "defer_fsdp_grad_sync": True,
+    "reshard_during_accumulation": "auto",
+    "auto_wrap_policy": None,
+    "reshard_after_forward": True,
+    "cpu_offload": False,
+    "track_grad_norm": False,
+    "error_if_nonfinite": False,
+    "process_group_backend": None,
+    "timeout": 30,
+}
+REGISTERED: dict[str, dict[str, Any]] = {
+    "automodel": {},
+    "automodel_fsdp2": {"data_parallel": "fsdp2"},
+    "automodel_ddp": {"data_parallel": "ddp"},
+    "automodel_hsdp": {"data_parallel_replicate_size": "auto"},
+    "automodel_fsdp2_offload": {"cpu_offload": True},
+}
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "reduce_loss": {
+        "loss_store": inspect.Parameter.empty,
+        "total_num_tokens": inspect.Parameter.empty,
+        "per_token_loss": True,
+        "dp_group": None,
+    },
+    "get_sync_ctx": {
+        "model": inspect.Parameter.empty,
+        "is_optim_step": inspect.Parameter.empty,
+        "defer_fsdp_grad_sync": True,
+    },
+    "rescale_gradients": {
+        "model": inspect.Parameter.empty,
+        "num_tokens_for_grad_scaling": inspect.Parameter.empty,
+        "dp_group": None,
+    },
+    "clip_gradients": {
+        "model": inspect.Parameter.empty,
+        "clip_norm": inspect.Parameter.empty,
+        "foreach": True,
+    },
+    "barrier_and_log": {"message": inspect.Parameter.empty},
+    "dp_eval_sample_shard": dict.fromkeys(("strategy", "dp_rank", "dp_size"), inspect.Parameter.empty),
+}
+
+
+def test_public_names_are_frozen() -> None:
+    """A name that comes or goes is a decision."""
+    assert lightning_automodel.__all__ == PUBLIC_NAMES
+
+
+@pytest.mark.parametrize("name", PUBLIC_NAMES)
+def test_public_names_can_be_imported(name: str) -> None:
+    """Everything that is listed exists, and says what it is."""
+    assert (getattr(lightning_automodel, name).__doc__ or "").strip()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_have_their_arguments(name: str) -> None:
+    """Names, order and defaults of the functions' arguments."""
+    parameters = inspect.signature(getattr(lightning_automodel, name)).parameters
+    assert list(parameters) == list(FUNCTIONS[name])
+    assert {argument: parameter.default for argument, parameter in parameters.items()} == FUNCTIONS[name]
+
+
+def test_package_is_typed() -> None:
+    """Type checkers read the annotations of an installed package only beside this marker."""
+    assert importlib.resources.files("lightning_automodel").joinpath("py.typed").is_file()
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_registered_names(name: str) -> None:
+    """`Trainer(strategy=name)` builds the strategy with the options that the name stands for."""
+    strategy = StrategyRegistry.get(name)
+    assert type(strategy) is AutomodelStrategy
+    assert strategy.describe()["options"] == {**KEYWORDS, **REGISTERED[name]}
+
+
+def test_no_other_name_is_registered() -> None:
+    """The list above is complete."""
+    assert {name for name in StrategyRegistry if "automodel" in name} == set(REGISTERED)
+
+
+def test_trainer_takes_the_name() -> None:
+    """The Trainer finds a registered name after the import alone."""
+    trainer = Trainer(strategy="automodel_ddp", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    assert isinstance(trainer.strategy, AutomodelStrategy)
+    assert trainer.strategy.data_parallel == "ddp"
+
+
+def test_keywords_and_their_defaults() -> None:
+    """Every argument is a keyword with a default that works."""
+    parameters = inspect.signature(AutomodelStrategy).parameters
+    assert {name: parameter.default for name, parameter in parameters.items()} == KEYWORDS
+    assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+    assert AutomodelStrategy().describe() == {"options": KEYWORDS}
+
+
+@pytest.mark.parametrize("keyword", ["tensor_parallel", "find_unused_parameters", "device_mesh_", "Timeout"])
+def test_unknown_keyword_raises(keyword: str) -> None:
+    """A misspelt option is refused, not ignored."""
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'"):
+        AutomodelStrategy(**{keyword: 1})
+
+
+def test_positional_argument_raises() -> None:
+    """No option can be set by its place."""
+    with pytest.raises(TypeError, match="positional argument"):
+        AutomodelStrategy("ddp")
+
+
+def test_last_step_before_the_first() -> None:
+    """There is nothing to report before the first step."""
+    assert AutomodelStrategy().last_step is None
+
+
+def _overridden_methods() -> list[str]:
+    return [
+        name
+        for name, attribute in vars(AutomodelStrategy).items()
+        if inspect.isfunction(inspect.unwrap(getattr(attribute, "__func__", attribute)))
+        and name != "__init__"
+        and hasattr(ParallelStrategy, name)
+    ]
+
+
+def test_overrides_are_discovered() -> None:
+    """The comparison below looks at something."""
+    assert len(_overridden_methods()) >= 20
+    assert {"backward", "block_backward_sync", "optimizer_step", "register_strategies"} <= set(_overridden_methods())
+
+
+@pytest.mark.parametrize("name", _overridden_methods())
+def test_overrides_keep_the_parameters_of_lightning(name: str) -> None:
+    """Lightning may pass any argument by name: names and order stay, more may follow only with a default."""
+    theirs = list(inspect.signature(getattr(ParallelStrategy, name)).parameters.values())
+    ours = list(inspect.signature(getattr(AutomodelStrategy, name)).parameters.values())
+    assert [parameter.name for parameter in ours[: len(theirs)]] == [parameter.name for parameter in theirs]
+    assert [p for p in ours[len(theirs) :] if p.default is inspect.Parameter.empty] == []
+    positional_only = [parameter.name for parameter in ours if parameter.kind is inspect.Parameter.POSITIONAL_ONLY]
+    # `manual_backward(loss, optimizer=...)` reaches it as a keyword that is not Lightning's `optimizer`.
+    assert positional_only == (["self", "closure_loss", "optimizer"] if name == "backward" else [])
