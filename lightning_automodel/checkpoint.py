@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.optim import Optimizer
 
@@ -56,11 +57,26 @@ def load_into(
 
     A collective over the default group; ``path`` must be the same on every rank.
 
+    An optimizer that had not stepped when it was saved has no state to load; it starts as it is.
+
     Returns:
         What is left of the checkpoint: loops, callbacks, schedulers.
     """
     targets: dict[str, Any] = {"state_dict": model}
-    targets.update((f"optimizer_{index}", optimizer) for index, optimizer in enumerate(optimizers))
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata if path.is_dir() else None
+    for index, optimizer in enumerate(optimizers):
+        name = f"optimizer_{index}"
+        if saved is None or any(key.startswith(f"{name}.state.") for key in saved):
+            targets[name] = optimizer
     return _compat.load_checkpoint(
         path=path, state=targets, strict=strict, optimizer_states_from_list=True, weights_only=weights_only
     )
+
+
+def refuse_shards(path: Path) -> None:
+    """Raise ValueError where a replicated model is to be loaded from a directory of shards."""
+    if path.is_dir():
+        raise ValueError(
+            f"{path} is a directory of shards, which data_parallel='ddp' does not load: consolidate it first with"
+            f" `python -m lightning.pytorch.utilities.consolidate_checkpoint {path}`, or use data_parallel='fsdp2'."
+        )

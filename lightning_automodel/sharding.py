@@ -195,7 +195,7 @@ def apply_fsdp2(
 
 
 class _RootForward:
-    """Runs FSDP2's root hooks around the outermost of the model's nested calls: a step, and the ``forward`` inside it.
+    """Runs FSDP2's root hooks around the outermost of nested calls: a step, the ``forward`` inside it, a child's.
 
     A step uses parameters outside of ``forward`` too, and torch's own registration of several forward methods would
     gather a root twice for nested ones. Where no gradients are to come, what was gathered is freed at the end: kept for
@@ -225,10 +225,13 @@ class _RootForward:
 
 
 def _run_steps_as_forward(model: nn.Module) -> None:
-    """Gather the root's parameters for each Lightning step as for a forward."""
+    """Gather the root's parameters for each Lightning step as for a forward, and for a child called outside of any."""
     root_forward = _RootForward(cast(FSDPModule, model))
     for name in ("forward", *_STEP_METHODS):
         setattr(model, name, root_forward.around(getattr(model, name)))
+    for child in _distinct(_callable_children(model)):
+        if not isinstance(child, FSDPModule):
+            child.forward = root_forward.around(child.forward)
 
 
 def initialise_fsdp2(model: nn.Module, divisor: int) -> None:

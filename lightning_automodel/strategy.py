@@ -557,6 +557,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         if not self._shards_model:
+            checkpoints.refuse_shards(Path(checkpoint_path))
             return super().load_checkpoint(checkpoint_path, weights_only)
         module = self.lightning_module
         assert module is not None

@@ -1,0 +1,386 @@
+"""What hooks and callbacks see of a step, and what clipping does with it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import (
+    Batch,
+    Outcome,
+    TinyDecoder,
+    full_weights,
+    micro_batches,
+    relative_error,
+    weight_error,
+)
+from tests.trainer.plain import ModelModule, plain_weights, train_model_plainly, windows
+from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, loader, make_trainer, mean_loss
+
+ACCUMULATE = 3
+WITHOUT_GAPS = replace(CASE, gap="none")
+CLIP, CLIP_VALUE = 0.05, 0.005
+WRONG = 1e-6
+
+
+def decoder() -> nn.Module:
+    return TinyDecoder(CASE.seed).double()
+
+
+def by_norm(clip: float) -> Any:
+    return functools.partial(nn.utils.clip_grad_norm_, max_norm=clip)
+
+
+def by_value(clip: float) -> Any:
+    return functools.partial(nn.utils.clip_grad_value_, clip_value=clip)
+
+
+def fit(module: ModelModule, options: dict[str, Any], **trainer_options: Any) -> Trainer:
+    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, **trainer_options)
+    trainer.fit(module, loader())
+    return trainer
+
+
+class SeesGradients(ModelModule):
+    """Keeps a full copy of the gradients that each optimizer step announces."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.seen: list[dict[str, Tensor]] = []
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        self.seen.append({n: g.full_tensor() if isinstance(g, DTensor) else g.clone() for n, g in grads.items()})
+
+
+def _gradients_seen(options: dict[str, Any], trainer_options: dict[str, Any]) -> list[dict[str, Tensor]]:
+    module = SeesGradients(decoder())
+    fit(module, options, **trainer_options)
+    return module.seen
+
+
+@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize(("algorithm", "clip", "reference"), [("norm", CLIP, by_norm), ("value", CLIP_VALUE, by_value)])
+def test_on_before_optimizer_step_sees_final_unclipped_gradients(
+    pool2: RankPool, algorithm: str, clip: float, reference: Any, options: dict[str, Any]
+) -> None:
+    """The token means of the window over all ranks, before they are clipped; the weights then show the clipping."""
+    expected = train_model_plainly(decoder(), ACCUMULATE, clip=reference(clip))
+    unclipped = train_model_plainly(decoder(), ACCUMULATE)
+    assert relative_error(expected[-1]["head.weight"], unclipped[-1]["head.weight"]) > WRONG
+    clipping = {"gradient_clip_val": clip, "gradient_clip_algorithm": algorithm}
+    for seen in pool2.run(_gradients_seen, options, clipping):
+        assert len(seen) == len(expected)
+        for gradients, wanted in zip(seen, expected, strict=True):
+            assert weight_error(Outcome(gradients, None), Outcome(wanted, None)) <= TOLERANCE
+
+
+class ClipsDifferently(ModelModule):
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=CLIP_VALUE, gradient_clip_algorithm="value")
+
+
+class ClipsThroughStrategy(ModelModule):
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        self.norm = self.trainer.strategy.clip_gradients(optimizer, CLIP)
+
+
+class ClipsByHand(ModelModule):
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.mul_(0.5)
+
+
+class NeverClips(ModelModule):
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        return None
+
+
+def _halve(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad.mul_(0.5)
+
+
+def _weights(make_module: type[ModelModule], options: dict[str, Any], **trainer_options: Any) -> dict[str, Tensor]:
+    module = make_module(decoder())
+    fit(module, options, **trainer_options)
+    return full_weights(module.model)
+
+
+@pytest.mark.parametrize("options", [STRATEGIES["kept"], STRATEGIES["ddp"]], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize(
+    ("make_module", "clip"),
+    [
+        (ClipsDifferently, by_value(CLIP_VALUE)),
+        (ClipsThroughStrategy, by_norm(CLIP)),
+        (ClipsByHand, _halve),
+        (NeverClips, lambda parameters: None),
+    ],
+)
+def test_configure_gradient_clipping(
+    pool2: RankPool, make_module: type[ModelModule], clip: Any, options: dict[str, Any]
+) -> None:
+    """An overridden hook has the last word, on gradients that are rescaled already."""
+    expected = Outcome(plain_weights(decoder(), ACCUMULATE, clip=clip), None)
+    clip_val = None if make_module is ClipsDifferently else 0.3
+    for weights in pool2.run(_weights, make_module, options, gradient_clip_val=clip_val):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_weights(module: nn.Module) -> list[Tensor]:
+    """Copies of what this rank holds."""
+    return [local(parameter).detach().clone() for parameter in module.parameters()]
+
+
+class Explodes(ModelModule):
+    """Puts an infinity into the gradients of rank 1 in the second step: through the loss, or in a hook."""
+
+    def __init__(self, model: nn.Module, where: str) -> None:
+        super().__init__(model)
+        self.where = where
+        self.before: list[Tensor] = []
+
+    def _is_due(self) -> bool:
+        return dist.get_rank() == 1 and self.trainer.global_step == 1
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.before = local_weights(self)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * math.inf if self.where == "loss" and self._is_due() else loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.where == "hook" and self._is_due():
+            grad = next(local(p.grad) for p in self.parameters() if local(p.grad).numel())
+            grad.view(-1)[0] = math.inf
+
+
+def _explode(where: str, options: dict[str, Any], trainer_options: dict[str, Any]) -> tuple[str, bool, int]:
+    module = Explodes(decoder(), where)
+    with pytest.raises(RuntimeError, match="gradient norm") as raised:
+        fit(module, {**options, "error_if_nonfinite": True}, **trainer_options)
+    unchanged = all(map(torch.equal, module.before, local_weights(module)))
+    return str(raised.value), unchanged, module.trainer.global_step
+
+
+@pytest.mark.parametrize("options", [STRATEGIES["kept"], STRATEGIES["ddp"]], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize(
+    ("where", "trainer_options"),
+    [
+        ("loss", {}),
+        ("loss", {"gradient_clip_val": CLIP}),
+        ("loss", {"gradient_clip_val": CLIP, "gradient_clip_algorithm": "value"}),
+        ("hook", {"gradient_clip_val": CLIP}),
+        ("hook", {}),
+    ],
+    ids=["loss", "loss-norm", "loss-value", "hook-norm", "hook"],
+)
+def test_error_if_nonfinite(
+    pool2: RankPool, where: str, trainer_options: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """One rank's infinity stops all of them before any weight has changed in the slightest."""
+    for message, unchanged, global_step in pool2.run(_explode, where, options, trainer_options, timeout_s=20):
+        assert unchanged
+        assert global_step == 1
+        assert "no parameter has been changed by it" in message
+
+
+class TouchesOnOneRank(ModelModule):
+    """Writes to the gradients of rank 1 alone, without changing any: a guard that replaces NaN does no less."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if dist.get_rank() == 1:
+            for parameter in self.parameters():
+                local(parameter.grad).mul_(1)
+
+
+@pytest.mark.parametrize("options", [STRATEGIES["kept"], STRATEGIES["ddp"]], ids=["fsdp2", "ddp"])
+def test_a_hook_that_writes_on_one_rank_keeps_ranks_in_step(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Whether the norm is measured again does not depend on what one rank's hooks have done."""
+    expected = Outcome(plain_weights(decoder(), ACCUMULATE, clip=by_norm(CLIP)), None)
+    tracked = options | {"track_grad_norm": True}
+    for weights in pool2.run(_weights, TouchesOnOneRank, tracked, gradient_clip_val=CLIP, timeout_s=20):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+
+
+def _steps_with_an_infinity(options: dict[str, Any]) -> int:
+    module = Explodes(decoder(), "loss")
+    return fit(module, options).global_step
+
+
+def test_without_error_if_nonfinite_training_goes_on(pool2: RankPool) -> None:
+    """Nobody looks at the norm unless asked to."""
+    assert pool2.run(_steps_with_an_infinity, {}) == [3, 3]
+
+
+class Reports(Callback):
+    """The report after every micro-batch, as plain numbers."""
+
+    def __init__(self) -> None:
+        self.reports: list[tuple[float, ...] | None] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        report = trainer.strategy.last_step
+        fields = ("loss", "num_label_tokens", "num_micro_batches", "grad_norm")
+        self.reports.append(None if report is None else tuple(float(getattr(report, name)) for name in fields))
+
+
+def _reports(options: dict[str, Any], trainer_options: dict[str, Any]) -> list[tuple[float, ...] | None]:
+    reports = Reports()
+    trainer = fit(ModelModule(decoder()), options, callbacks=[reports], **trainer_options)
+    assert all(v.ndim == 0 for v in vars(trainer.strategy.last_step).values())
+    return reports.reports
+
+
+@pytest.mark.parametrize("options", [STRATEGIES["kept"], STRATEGIES["ddp"]], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize(
+    ("more", "trainer_options", "has_norm"),
+    [
+        ({}, {}, False),
+        ({"track_grad_norm": True}, {}, True),
+        ({"track_grad_norm": True}, {"gradient_clip_val": 1e9, "gradient_clip_algorithm": "value"}, True),
+        ({"error_if_nonfinite": True}, {}, True),
+        ({}, {"gradient_clip_val": 1e9}, True),
+    ],
+)
+def test_last_step(
+    pool2: RankPool, more: dict[str, Any], trainer_options: dict[str, Any], has_norm: bool, options: dict[str, Any]
+) -> None:
+    """None before the first step, then the newest: token mean, counts of all ranks, norm where it was asked for."""
+    gradients = train_model_plainly(decoder(), ACCUMULATE)
+    norms = [math.sqrt(sum(float(g.square().sum()) for g in step.values())) for step in gradients]
+    counts = [[int((b["labels"] != -100).sum()) for b in batches] for batches in micro_batches(CASE)]
+    for reports in pool2.run(_reports, options | more, trainer_options):
+        assert reports[:2] == [None, None]
+        assert [reports[index] for index in (3, 4, 6)] == [reports[index] for index in (2, 3, 5)] or not has_norm
+        for step, index in enumerate((2, 5, 7)):
+            loss, tokens, batches, norm = reports[index]
+            window = slice(step * ACCUMULATE, index + 1)
+            assert tokens == sum(sum(rank[window]) for rank in counts)
+            assert batches == 2 * (window.stop - window.start)
+            assert math.isnan(norm) if not has_norm else relative_error(norm, norms[step]) <= TOLERANCE
+            assert relative_error(loss, _window_losses()[step]) <= TOLERANCE
+
+
+@functools.cache
+def _window_losses() -> list[float]:
+    """The loss of each window before its step, in the plain loop."""
+    losses = []
+    for step, window in enumerate(windows(CASE, ACCUMULATE)):
+        model = decoder()
+        train_model_plainly(model, ACCUMULATE, max_steps=step)
+        batches = [by_rank[index] for by_rank in micro_batches(CASE) for index in window]
+        tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+        losses.append(sum(float(mean_loss(model, batch, "sum")) for batch in batches) / tokens)
+    return losses
+
+
+class SeesOutputs(Callback):
+    """What callbacks get of the value that `training_step` returned, of its loss, and of what was logged."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+        self.losses: list[Tensor] = []
+
+    def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:
+        assert loss.requires_grad
+        self.losses.append(loss.detach().clone())
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *args: Any) -> None:
+        self.outputs.append(outputs)
+
+
+class Returns(ModelModule):
+    """Returns a bare loss, or a dict with more in it."""
+
+    def __init__(self, model: nn.Module, kind: str, reduction: str) -> None:
+        super().__init__(model)
+        self.kind, self.reduction = kind, reduction
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = mean_loss(self.model, batch, self.reduction)
+        if self.kind == "tensor":
+            return loss
+        extra = {"num_label_tokens": (batch["labels"] != -100).sum(), "rows": len(batch["labels"]), "twice": 2 * loss}
+        return {"loss": loss, **extra}
+
+
+def _outputs_seen(make_strategy: str, kind: str, reduction: str) -> tuple[list[Any], list[Tensor]]:
+    strategy: Any = DDPStrategy()
+    if make_strategy != "lightning":
+        strategy = AutomodelStrategy(data_parallel=make_strategy, loss_reduction=reduction)
+    sees = SeesOutputs()
+    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, limit_train_batches=2, callbacks=[sees])
+    trainer.fit(Returns(decoder(), kind, reduction), loader(WITHOUT_GAPS))
+    return sees.outputs, sees.losses
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", ["tensor", "dict"])
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_callbacks_see_what_they_see_under_ddp_strategy(
+    pool2: RankPool, engine: str, kind: str, reduction: str
+) -> None:
+    """Keys, types, graph and values of outputs, and the loss before backward, are Lightning's."""
+    expected_by_rank = pool2.run(_outputs_seen, "lightning", kind, reduction)
+    for (outputs, losses), (wanted, wanted_losses) in zip(
+        pool2.run(_outputs_seen, engine, kind, reduction), expected_by_rank, strict=True
+    ):
+        assert [list(output) for output in outputs] == [list(output) for output in wanted]
+        for output, expected in zip(outputs, wanted, strict=True):
+            for name, value in expected.items():
+                assert type(output[name]) is type(value)
+                assert relative_error(output[name], value) <= TOLERANCE
+                if isinstance(value, Tensor):
+                    assert output[name].requires_grad == value.requires_grad
+                    assert output[name].dtype == value.dtype
+        assert len(losses) == len(wanted_losses) == 2
+        assert max(map(relative_error, losses, wanted_losses)) <= TOLERANCE
+
+
+class Logs(ModelModule):
+    """Logs 1 on rank 0 and 4 on rank 1, from batches of 1 and of 2, in training and in validation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self._log("train")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._log("validation")
+
+    def _log(self, name: str) -> None:
+        rank = dist.get_rank()
+        value = torch.tensor(1.0 + 3 * rank)
+        self.log(name, value, sync_dist=True, batch_size=1 + rank, on_step=False, on_epoch=True)
+        self.log(f"{name}_constant", 1.0, sync_dist=True, batch_size=1 + rank, on_step=False, on_epoch=True)
+
+
+def _logged(options: dict[str, Any]) -> dict[str, float]:
+    trainer = make_trainer(AutomodelStrategy(**options), limit_train_batches=1, limit_val_batches=2)
+    trainer.fit(Logs(decoder()), loader(), loader())
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("options", [{}, STRATEGIES["ddp"]], ids=["fsdp2", "ddp"])
+def test_logged_means_weigh_batch_sizes(pool2: RankPool, options: dict[str, Any]) -> None:
+    """(1 x 1 + 2 x 4) / 3, and a constant is itself: Lightning floors the mean of the batch sizes 1 and 2 to 1."""
+    for logged in pool2.run(_logged, options):
+        assert logged == pytest.approx({"train": 3, "validation": 3, "train_constant": 1, "validation_constant": 1})

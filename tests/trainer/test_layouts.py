@@ -1,0 +1,269 @@
+"""Replicas of shards, worlds of one, parts of a model that not every micro-batch uses: the weights stay exact.
+
+Four ranks are two replicas of two shards. Every run has a short last window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.cases import Case
+from tests.trainer.exactness import Block, Outcome, TinyDecoder, full_weights, weight_error
+from tests.trainer.plain import ModelModule, plain_weights
+from tests.trainer.runs import TOLERANCE, loader, make_trainer
+
+CASE4 = Case(seed=31, telling="labels", num_batches=5, num_ranks=4, gap="micro_batches")
+CASE2 = replace(CASE4, num_ranks=2)
+CASE1 = replace(CASE4, num_ranks=1)
+ACCUMULATE = 3
+CLIP = 0.05
+WRONG = 1e-6
+
+MODES: dict[str, dict[str, Any]] = {
+    f"{deferral}-{'resharded' if reshard else 'kept'}": {
+        "defer_fsdp_grad_sync": deferral,
+        "reshard_during_accumulation": reshard,
+    }
+    for deferral in (True, False, "all_reduce")
+    for reshard in (True, False)
+}
+REPLICAS = {"data_parallel_replicate_size": 2}
+DDP = {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}}
+
+
+def decoder() -> nn.Module:
+    return TinyDecoder(CASE4.seed).double()
+
+
+def fit_model(
+    options: dict[str, Any], case: Case, model: nn.Module | None = None, **trainer_options: Any
+) -> dict[str, Tensor]:
+    module = ModelModule(decoder() if model is None else model)
+    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, **trainer_options)
+    trainer.fit(module, loader(case))
+    return full_weights(module.model)
+
+
+def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return weight_error(Outcome(weights, None), Outcome(expected, None))
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+def test_replicas_of_shards(pool4: RankPool, options: dict[str, Any]) -> None:
+    """Two replicas of two shards train like one process, whatever each micro-batch communicates."""
+    expected = plain_weights(decoder(), ACCUMULATE, CASE4)
+    for weights in pool4.run(fit_model, REPLICAS | options, CASE4):
+        assert deviation(weights, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("mode", ["True-kept", "all_reduce-resharded"])
+def test_replicas_are_clipped_by_the_norm_of_one_copy(pool4: RankPool, mode: str) -> None:
+    """The norm counts every shard once and no replica twice, and it is large enough to matter."""
+    clipped = plain_weights(decoder(), ACCUMULATE, CASE4, clip=lambda p: nn.utils.clip_grad_norm_(p, CLIP))
+    assert deviation(plain_weights(decoder(), ACCUMULATE, CASE4), clipped) > WRONG
+    for weights in pool4.run(fit_model, REPLICAS | MODES[mode], CASE4, gradient_clip_val=CLIP):
+        assert deviation(weights, clipped) <= TOLERANCE
+
+
+def test_unweighted_replicas_are_caught(pool4: RankPool) -> None:
+    """The comparison bites: means of micro-batches end far off."""
+    case = replace(CASE4, gap="none")
+    expected = plain_weights(decoder(), ACCUMULATE, case)
+    for weights in pool4.run(fit_model, REPLICAS | {"per_token_loss": False}, case):
+        assert deviation(weights, expected) > WRONG
+
+
+class PartlyUsedBlock(Block):
+    """Leaves its linear layer out where it is told so."""
+
+    def forward(self, hidden: Tensor, with_linear: bool = True) -> Tensor:
+        return super().forward(hidden) if with_linear else hidden + torch.tanh(self.norm(hidden))
+
+
+class PartlyUsed(TinyDecoder):
+    """Uses a whole unit, a layer of another unit and a parameter of the root in some micro-batches only.
+
+    Args:
+        unit: the micro-batches that use the unit.
+        layer: likewise.
+        parameter: likewise.
+    """
+
+    def __init__(self, unit: set[int], layer: set[int], parameter: set[int]) -> None:
+        super().__init__(seed=2)
+        self.blocks.append(PartlyUsedBlock())
+        self.shift = nn.Parameter(torch.linspace(-0.5, 0.5, self.head.in_features))
+        self.used_in = unit, layer, parameter
+        self.step = 0
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for weight in self.blocks[-1].parameters():
+                weight.copy_(0.5 * torch.randn(weight.shape, generator=generator))
+        self.double()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        with_unit, with_layer, with_parameter = (self.step in used for used in self.used_in)
+        first, conditional, partly_used = self.blocks
+        hidden = first(self.embedding(input_ids))
+        if with_unit:
+            hidden = conditional(hidden)
+        hidden = partly_used(hidden, with_layer)
+        if with_parameter:
+            hidden = hidden + self.shift
+        return self.head(self.norm(hidden))
+
+
+FIRST, MIDDLE, LAST = {0, 3}, {1, 3}, {2, 4}
+SCHEDULES = {
+    "unit-first": (FIRST, MIDDLE, LAST),
+    "unit-middle": (MIDDLE, LAST, FIRST),
+    "unit-last": (LAST, FIRST, MIDDLE),
+    "unused-in-the-second-window": ({0, 2}, {1}, {0}),
+    "unused-in-the-first-window": ({3}, {4}, {3, 4}),
+}
+
+
+def _fit_partly_used(options: dict[str, Any], case: Case, schedule: tuple[set[int], ...]) -> dict[str, Tensor]:
+    return fit_model(options, case, PartlyUsed(*schedule))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("mode", ["all_reduce-kept", "all_reduce-resharded", "True-kept"])
+def test_parts_that_some_micro_batches_leave_out(pool4: RankPool, mode: str, schedule: tuple[set[int], ...]) -> None:
+    """No gradient of an earlier micro-batch is lost where the last one does not use the part, nor the other way."""
+    expected = plain_weights(PartlyUsed(*schedule), ACCUMULATE, CASE4)
+    for weights in pool4.run(_fit_partly_used, REPLICAS | MODES[mode], CASE4, schedule):
+        assert deviation(weights, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("schedule", list(SCHEDULES.values())[2:], ids=list(SCHEDULES)[2:])
+@pytest.mark.parametrize(
+    "options", [MODES["True-kept"], MODES["False-resharded"], DDP], ids=["kept", "undeferred", "ddp"]
+)
+def test_parts_that_some_micro_batches_leave_out_without_replicas(
+    pool2: RankPool, options: dict[str, Any], schedule: tuple[set[int], ...]
+) -> None:
+    """The same over one sharded group, and for DDP that is told to look for unused parameters."""
+    expected = plain_weights(PartlyUsed(*schedule), ACCUMULATE, CASE2)
+    for weights in pool2.run(_fit_partly_used, options, CASE2, schedule):
+        assert deviation(weights, expected) <= TOLERANCE
+
+
+class StopsInMidWindow(Callback):
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == 1:
+            trainer.should_stop = True
+
+
+def _fit_after_an_abandoned_window(options: dict[str, Any]) -> dict[str, Tensor]:
+    module = ModelModule(decoder())
+    for callbacks in ([StopsInMidWindow()], []):
+        strategy = AutomodelStrategy(**REPLICAS, **options)
+        trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, callbacks=callbacks)
+        trainer.fit(module, loader(CASE4))
+    return full_weights(module.model)
+
+
+@pytest.mark.parametrize("mode", ["all_reduce-kept", "all_reduce-resharded"])
+def test_an_abandoned_window_leaves_no_partly_reduced_gradients(pool4: RankPool, mode: str) -> None:
+    """What was reduce-scattered but never all-reduced does not reach the next fit."""
+    expected = plain_weights(decoder(), ACCUMULATE, CASE4)
+    for weights in pool4.run(_fit_after_an_abandoned_window, MODES[mode]):
+        assert deviation(weights, expected) <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def pool1() -> Any:
+    """A world of one rank."""
+    pool = RankPool(1)
+    yield pool
+    pool.stop()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [MODES["True-kept"], MODES["True-resharded"], MODES["False-kept"], DDP],
+    ids=["kept", "resharded", "undeferred", "ddp"],
+)
+def test_world_of_one(pool1: RankPool, options: dict[str, Any]) -> None:
+    """`devices=1` is exact as well, clipped and with parts left out."""
+    schedule = SCHEDULES["unit-first"]
+    expected = plain_weights(PartlyUsed(*schedule), ACCUMULATE, CASE1, clip=lambda p: nn.utils.clip_grad_norm_(p, CLIP))
+    (weights,) = pool1.run(_fit_partly_used_clipped, options, schedule)
+    assert deviation(weights, expected) <= TOLERANCE
+
+
+def _fit_partly_used_clipped(options: dict[str, Any], schedule: tuple[set[int], ...]) -> dict[str, Tensor]:
+    return fit_model(options, CASE1, PartlyUsed(*schedule), gradient_clip_val=CLIP)
+
+
+def _describe(options: dict[str, Any], case: Case) -> dict[str, Any]:
+    strategy = AutomodelStrategy(**options)
+    before = strategy.describe()
+    assert set(before) == {"options"}
+    module = ModelModule(decoder())
+    trainer = make_trainer(strategy, limit_train_batches=1)
+    trainer.fit(module, loader(case))
+    mesh = strategy.device_mesh
+    described = strategy.describe()
+    return {
+        "names": mesh.mesh_dim_names,
+        "flattened": mesh["data_parallel"].size(),
+        **{name: described[name] for name in described if name != "options"},
+    }
+
+
+def test_describe_replicas(pool4: RankPool) -> None:
+    """Mesh, divisor, units and modes as they really are."""
+    for described in pool4.run(_describe, {**REPLICAS, "defer_fsdp_grad_sync": "all_reduce"}, CASE4):
+        assert described["names"] == ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
+        assert described["flattened"] == described["gradient_divisor"] == 4
+        assert described["mesh"] == {
+            "data_parallel_replicate": 2,
+            "data_parallel_shard": 2,
+            "tensor_parallel": 1,
+            "data_parallel": 4,
+        }
+        assert described["defer_fsdp_grad_sync"] == "all_reduce"
+        assert described["parameter_dtypes"] == ["torch.float64"]
+        assert described["units"] == [f"model.blocks.{i} (Block)" for i in range(3)]
+        assert described["roots"] == ["ModelModule"]
+
+
+def test_describe_ddp(pool2: RankPool) -> None:
+    """DDP copies the model over every rank: replicas, no shards."""
+    for described in pool2.run(_describe, {"data_parallel": "ddp", "ddp_kwargs": {"bucket_cap_mb": 3}}, CASE2):
+        assert described["data_parallel"] == "ddp"
+        assert described["gradient_divisor"] == 2
+        assert described["mesh"]["data_parallel_replicate"] == 2
+        assert described["mesh"]["data_parallel_shard"] == 1
+        assert described["ddp_kwargs"] == {"bucket_cap_mb": 3}
+
+
+def _error_of_sizes(options: dict[str, Any]) -> str:
+    with pytest.raises(ValueError, match="size") as raised:
+        fit_model(options, CASE2)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"data_parallel_size": 3}, ["data_parallel_size=3", "world size 2", "data_parallel_size=2 or 'auto'"]),
+        ({"data_parallel_size": 1, "data_parallel": "ddp"}, ["data_parallel_size=1", "world size 2"]),
+        ({"data_parallel_replicate_size": 3}, ["data_parallel_replicate_size=3", "2 data-parallel ranks", "are 1, 2"]),
+    ],
+)
+def test_sizes_that_do_not_fit_raise(pool2: RankPool, options: dict[str, Any], parts: list[str]) -> None:
+    """A size that does not fit the world is refused on every rank, with the sizes that would."""
+    for message in pool2.run(_error_of_sizes, options):
+        assert all(part in message for part in parts), message

@@ -1,0 +1,342 @@
+"""Every public error and warning that a Trainer can bring about says what is wrong, the value, and what to do."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import Batch, TinyDecoder, full_weights, micro_batches
+from tests.trainer.plain import ModelModule
+from tests.trainer.runs import CASE, loader, make_trainer, mean_loss
+
+DDP = {"data_parallel": "ddp"}
+
+
+def decoder() -> nn.Module:
+    return TinyDecoder(CASE.seed).double()
+
+
+class CountsNothing(ModelModule):
+    """Its batches hide their labels from the strategy."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, targets = batch if isinstance(batch, (list, tuple)) else (batch["input_ids"], batch["targets"])
+        return mean_loss(self.model, {"input_ids": inputs, "labels": targets})
+
+
+class ReturnsAuxLoss(ModelModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        loss = self(batch)
+        return {"loss": loss, "aux_loss": 0.1 * loss}
+
+
+class Returns(ModelModule):
+    """Tells a given count."""
+
+    count: Any = None
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        return {"loss": self(batch), "num_label_tokens": self.count}
+
+
+class OnMeta(ModelModule):
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.model.head = nn.Linear(7, 11)
+
+
+class ShardsItself(ModelModule):
+    def configure_model(self) -> None:
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+
+class SetsDivisor(ModelModule):
+    def configure_model(self) -> None:
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+        self.model.set_gradient_divide_factor(1.0)
+
+
+class HalfPrecisionLoss(ModelModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self(batch).bfloat16()
+
+
+def hidden_labels(kind: str) -> DataLoader:
+    batches = micro_batches(CASE)[dist.get_rank()]
+    if kind == "tuple":
+        return DataLoader([(b["input_ids"], b["labels"]) for b in batches], batch_size=None)
+    return DataLoader([{"input_ids": b["input_ids"], "targets": b["labels"]} for b in batches], batch_size=None)
+
+
+def _no_count_found(options: dict[str, Any], kind: str, accumulate: int) -> tuple[str, bool]:
+    module = CountsNothing(decoder())
+    with pytest.raises(ValueError, match="label tokens") as raised:
+        make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=accumulate).fit(module, hidden_labels(kind))
+    before, after = full_weights(decoder()), full_weights(module.model)
+    return str(raised.value), all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize(
+    ("kind", "accumulate", "found"), [("tuple", 1, "a list"), ("dict", 3, "keys ['input_ids', 'targets']")]
+)
+def test_no_count_found(pool2: RankPool, kind: str, accumulate: int, found: str, options: dict[str, Any]) -> None:
+    """At the first step, on every rank, before any weight has changed: what was found, three ways, and the way out."""
+    for message, unchanged in pool2.run(_no_count_found, options, kind, accumulate):
+        assert unchanged
+        assert f"found no count (the batch is {found})" in message
+        assert "return {'loss': loss, 'num_label_tokens': n} from training_step" in message
+        assert "self.manual_backward(loss, num_label_tokens=n)" in message
+        assert "pass count_label_tokens=<function of the batch>" in message
+        assert "put labels under batch['labels'] with -100" in message
+        assert "pass per_token_loss=False" in message
+
+
+def _error(
+    make_module: type[ModelModule], options: dict[str, Any], trainer_options: dict[str, Any], count: Any = None
+) -> tuple[str, str]:
+    """Kind and text of what a fit raises."""
+    module = make_module(decoder())
+    module.count = count
+    if trainer_options.get("precision") == "plugin":
+        scaler = torch.amp.GradScaler("cpu")
+        plugins = [LightningEnvironment(), MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+        trainer_options = {"plugins": plugins}
+    try:
+        make_trainer(AutomodelStrategy(**options), **trainer_options).fit(module, loader())
+    except (ValueError, TypeError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@pytest.mark.parametrize(
+    ("make_module", "options", "trainer_options", "kind", "parts"),
+    [
+        pytest.param(
+            ReturnsAuxLoss,
+            {},
+            {},
+            "ValueError",
+            ["returned 'aux_loss'", "not known at its first backward", "Pass per_token_loss=False, or leave"],
+            id="aux_loss",
+        ),
+        pytest.param(
+            ModelModule,
+            {},
+            {"precision": "plugin"},
+            "ValueError",
+            ["precision='16-mixed' uses a gradient scaler", "32-true, 64-true, bf16-mixed", "data_parallel='ddp'"],
+            id="scaler",
+        ),
+        pytest.param(
+            OnMeta,
+            {},
+            {},
+            "ValueError",
+            ["2 parameters or buffers have no values yet (meta device): model.head.weight, model.head.bias."],
+            id="meta-fsdp2",
+        ),
+        pytest.param(OnMeta, DDP, {}, "ValueError", ["model.head.weight", "in configure_model"], id="meta-ddp"),
+        pytest.param(
+            ShardsItself,
+            DDP,
+            {},
+            "ValueError",
+            ["ShardsItself is already sharded by FSDP2", "data_parallel='fsdp2'"],
+            id="sharded-ddp",
+        ),
+        pytest.param(
+            SetsDivisor,
+            {},
+            {},
+            "ValueError",
+            [
+                "divides gradients by 1.0 (set_gradient_divide_factor)",
+                "averages over 2 ranks",
+                "leave the factor unset",
+            ],
+            id="divisor",
+        ),
+    ],
+)
+def test_error(
+    pool2: RankPool,
+    make_module: type[ModelModule],
+    options: dict[str, Any],
+    trainer_options: dict[str, Any],
+    kind: str,
+    parts: list[str],
+) -> None:
+    """Raised on every rank."""
+    for found, message in pool2.run(_error, make_module, options, trainer_options):
+        assert found == kind, message
+        assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("count", "kind", "parts"),
+    [
+        (-3, "ValueError", ["num_label_tokens that training_step returned", "not", "negative", "-3"]),
+        ("7", "TypeError", ["num_label_tokens that training_step returned", "'7'"]),
+        (True, "TypeError", ["num_label_tokens that training_step returned", "True"]),
+        (None, "TypeError", ["num_label_tokens that training_step returned", "None"]),
+        (torch.ones(2), "TypeError", ["tensor of one element", "shape (2,)"]),
+    ],
+)
+def test_error_of_a_count(pool2: RankPool, count: Any, kind: str, parts: list[str]) -> None:
+    """A count that is none names where it came from and what it is."""
+    for found, message in pool2.run(_error, Returns, {}, {}, count):
+        assert found == kind, message
+        assert all(part in message for part in parts), message
+
+
+def test_error_of_a_mesh_that_is_not_there_yet() -> None:
+    """The mesh needs processes that have joined."""
+    with pytest.raises(RuntimeError) as raised:
+        _ = AutomodelStrategy().device_mesh
+    assert "AutomodelStrategy.device_mesh exists once the processes have joined" in str(raised.value)
+    assert "from configure_model() on" in str(raised.value)
+
+
+def _error_of_storage_options(folder: str) -> str:
+    trainer = make_trainer(AutomodelStrategy())
+    trainer.fit(ModelModule(decoder()), loader())
+    with pytest.raises(TypeError, match="storage_options") as raised:
+        trainer.save_checkpoint(Path(folder) / "some.ckpt", storage_options={"some": "option"})
+    return str(raised.value)
+
+
+def test_error_of_storage_options(pool2: RankPool, tmp_path: Path) -> None:
+    """A sharded checkpoint goes through no CheckpointIO that could read them."""
+    for message in pool2.run(_error_of_storage_options, str(tmp_path)):
+        assert "AutomodelStrategy writes sharded checkpoints without a CheckpointIO" in message
+        assert "{'some': 'option'}" in message
+
+
+def _error_of_clipping(clip_val: Any, algorithm: str) -> str:
+    trainer = make_trainer(AutomodelStrategy())
+    module = ModelModule(decoder())
+    trainer.fit(module, loader())
+    with pytest.raises(ValueError, match="must be") as raised:
+        trainer.strategy.clip_gradients(trainer.optimizers[0], clip_val, algorithm)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("clip_val", "algorithm", "expected"),
+    [
+        (0.0, "norm", "must be a positive number, got 0.0"),
+        (-1, "value", "must be a positive number, got -1"),
+        (float("nan"), "norm", "must be a positive number, got nan"),
+        (1.0, "L2", "algorithm must be 'norm' or 'value', got 'L2'"),
+    ],
+)
+def test_error_of_clipping(pool2: RankPool, clip_val: Any, algorithm: str, expected: str) -> None:
+    """The offending value and the valid ones."""
+    for message in pool2.run(_error_of_clipping, clip_val, algorithm):
+        assert expected in message
+
+
+def _warnings(make_module: type[ModelModule], options: dict[str, Any], fits: int = 1) -> list[str]:
+    strategy = AutomodelStrategy(**options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(strategy)
+        for _ in range(fits):
+            trainer.fit(make_module(decoder()), loader())
+            trainer.fit_loop.max_epochs += 1
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
+def test_a_half_precision_loss_warns_once(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Rank 0 says so, for eight micro-batches once, and not for a loss in full precision."""
+    told, silent = pool2.run(_warnings, HalfPrecisionLoss, options)
+    about = [message for message in told if "torch.bfloat16 loss" in message]
+    assert len(about) == 1
+    assert "compute the loss in float32" in about[0]
+    assert not any("bfloat16" in message for message in silent)
+    assert not any("float32" in message for message in pool2.run(_warnings, ModelModule, options)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({**DDP, "defer_fsdp_grad_sync": False}, ["defer_fsdp_grad_sync has no effect with data_parallel='ddp'."]),
+        (
+            {**DDP, "cpu_offload": True, "reshard_during_accumulation": False},
+            [
+                f"{name} has no effect with data_parallel='ddp'."
+                for name in ("reshard_during_accumulation", "cpu_offload")
+            ],
+        ),
+        ({"ddp_kwargs": {"bucket_cap_mb": 1}}, ["ddp_kwargs has no effect with data_parallel='fsdp2'."]),
+        ({"per_token_loss": False, "label_shift": 1}, ["label_shift has no effect with per_token_loss=False."]),
+        (
+            {"per_token_loss": False, "loss_reduction": "sum"},
+            ["loss_reduction has no effect with per_token_loss=False."],
+        ),
+        (
+            {"count_label_tokens": len, "label_key": "targets"},
+            ["label_key has no effect beside count_label_tokens."],
+        ),
+    ],
+)
+def test_options_without_effect_are_told_once(pool2: RankPool, options: dict[str, Any], expected: list[str]) -> None:
+    """By rank 0, one sentence for each, for two fits once."""
+    told, silent = pool2.run(_warnings, ModelModule, options, 2)
+    assert [message for message in told if "no effect" in message] == expected
+    assert not any("no effect" in message for message in silent)
+
+
+def test_all_reduce_without_replicas_is_told(pool2: RankPool) -> None:
+    """`"all_reduce"` is about replicas."""
+    told, _ = pool2.run(_warnings, ModelModule, {"defer_fsdp_grad_sync": "all_reduce"})
+    (message,) = [message for message in told if "all_reduce" in message]
+    assert "without replicas (data_parallel_replicate_size=1)" in message
+
+
+class CollectsTooEarly(ModelModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.collected = list(self.parameters())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.collected, lr=0.1)
+
+
+class SecondOrder(ModelModule):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def _error_of_optimizer(make_module: type[ModelModule], options: dict[str, Any]) -> str:
+    with pytest.raises(ValueError, match=r"SGD|LBFGS") as raised:
+        make_trainer(AutomodelStrategy(**options)).fit(make_module(decoder()), loader())
+    return str(raised.value)
+
+
+def test_an_optimizer_with_stale_parameters_raises(pool2: RankPool) -> None:
+    """Parameters from before the sharding would never be trained."""
+    for message in pool2.run(_error_of_optimizer, CollectsTooEarly, {}):
+        assert "13 of 13 parameters of SGD are not parameters of CollectsTooEarly" in message
+        assert "configure_optimizers, from self.parameters()" in message
+
+
+@pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
+def test_lbfgs_raises(pool2: RankPool, options: dict[str, Any]) -> None:
+    """A line search on each rank's own loss would let the ranks drift apart."""
+    for message in pool2.run(_error_of_optimizer, SecondOrder, options):
+        assert "LBFGS chooses its step from the loss of each rank alone, so 2 ranks would drift apart" in message
