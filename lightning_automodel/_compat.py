@@ -75,6 +75,9 @@ __all__ = [
 ]
 
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
 # --- FSDP2: there are setters for communication flags but no getters, so restoring them needs the parameter groups ---
 
 
@@ -241,9 +244,15 @@ def own_shard_changed(group: FSDPParamGroup) -> bool:
         shard_rank, shard_size = param.mesh_info.shard_mesh_rank, param.mesh_info.shard_mesh_size
         gathered = param.all_gather_outputs[0].view(shard_size, -1)[shard_rank]
         local = param._sharded_param_data.to(gathered.dtype)
-        if not torch.equal(gathered.view(torch.uint8), local.view(torch.uint8)):
+        if not torch.equal(_as_integers(gathered), _as_integers(local)):
             return True
     return False
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    """Bits of a contiguous tensor as the widest integers that fit, which compare fastest and know no NaN."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    return tensor.view(next(dtype for dtype in _INTEGERS if num_bytes % dtype.itemsize == 0))
 
 
 # --- DDP -------------------------------------------------------------------------------------------------------------
