@@ -177,7 +177,8 @@ class FSDPGradSync:
             if versions != _compat.sharded_versions(group):
                 _compat.free_parked(group)
                 continue
-            if group.device.type == "cpu" and _compat.own_shard_changed(group):
+            # Once a window is enough to raise before its step, and reading all weights each time is not free.
+            if self._is_last and group.device.type == "cpu" and _compat.own_shard_changed(group):
                 raise RuntimeError(
                     f"Parameters of {_compat.name_of(group)} were written through `.data` between two"
                     " micro-batches of one accumulation window, while they are kept gathered. Write them in place under"
