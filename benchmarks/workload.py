@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 IGNORE_INDEX = -100
 VOCABULARY_SIZE = 256
-ROW_TOKENS = 64
+ROW_TOKENS = 16
 HEAD_WIDTH = 32
 
 Batch = dict[str, Tensor]

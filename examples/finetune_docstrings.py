@@ -24,7 +24,7 @@ from lightning_automodel import AutomodelStrategy
 from lightning_automodel.callbacks import StepMonitor
 
 ACCUMULATE = 4  # micro-batches of each rank in a window
-NUM_VALIDATIONS = 6  # besides the one before training
+NUM_VALIDATIONS = 5  # besides the one before training
 
 # Encoding a few hundred bytes takes no time beside training on them.
 warnings.filterwarnings("ignore", ".*does not have many workers.*")
@@ -62,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="automodel", help="name of any Lightning strategy (%(default)s)")
     parser.add_argument("--devices", type=int, default=2, help="CPU processes (%(default)s)")
-    parser.add_argument("--max-steps", type=int, default=240, help="optimizer steps (%(default)s)")
+    parser.add_argument("--max-steps", type=int, default=200, help="optimizer steps (%(default)s)")
     parser.add_argument("--output-dir", default="outputs/finetune_docstrings", help="(%(default)s)")
     return parser.parse_args()
 

@@ -6,6 +6,7 @@ of the validation, checkpoint, swap or forward in between.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,15 @@ WINDOWS = [[0, 1, 2, 3], [4, 5, 6, 7]]
 SWAPPED_BY = 1.5
 
 
-class MidWindow(Callback):
+class MidWindow(Callback, ABC):
     """Acts after every micro-batch."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         self.act(trainer, pl_module)
 
+    @abstractmethod
     def act(self, trainer: Trainer, module: Any) -> None:
-        raise NotImplementedError
+        """Do it."""
 
 
 class Checkpoints(MidWindow):
