@@ -99,10 +99,24 @@ class DataParallelMesh:
         return dict(zip(names, self.mesh.shape, strict=True)) | {DATA: self.sizes.data_parallel}
 
 
-def build_mesh(device_type: str, sizes: MeshSizes) -> DataParallelMesh:
-    """Lay the mesh over the default group.
+_built: dict[tuple[str, MeshSizes], DataParallelMesh] = {}
+_built_over: dist.ProcessGroup | None = None
 
-    A collective over the world: every rank must call it, with the same arguments.
+
+def build_mesh(device_type: str, sizes: MeshSizes) -> DataParallelMesh:
+    """Lay the mesh over the default group, or take the equal one that was laid over it before.
+
+    Every mesh has process groups of its own, with threads and connections that last as long as the default group: a
+    process that fits often must not pile them up. A collective over the world: every rank must call it, with the same
+    arguments and after the same calls before.
     """
-    mesh = init_device_mesh(device_type, (sizes.replicate, sizes.shard, 1), mesh_dim_names=(REPLICATE, SHARD, TENSOR))
-    return DataParallelMesh(mesh=mesh, sizes=sizes, data_parallel=_compat.flatten_mesh(mesh[REPLICATE, SHARD], DATA))
+    global _built_over
+    if _built_over is not dist.group.WORLD:
+        _built_over = dist.group.WORLD
+        _built.clear()
+    if (device_type, sizes) not in _built:
+        shape = (sizes.replicate, sizes.shard, 1)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+        data_parallel = _compat.flatten_mesh(mesh[REPLICATE, SHARD], DATA)
+        _built[device_type, sizes] = DataParallelMesh(mesh=mesh, sizes=sizes, data_parallel=data_parallel)
+    return _built[device_type, sizes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,3 +187,19 @@ def test_child_called_outside_of_a_step(pool2: RankPool) -> None:
     for sampled, kinds in pool2.run(_sample_in_hook):
         assert relative_error(sampled, expected) <= TOLERANCE
         assert kinds == {DTensor.__name__}
+
+
+def _threads_after_more_fits() -> tuple[int, int]:
+    counts = []
+    for fits in (2, 3):
+        for _ in range(fits):
+            make_trainer(AutomodelStrategy()).fit(Evaluates(TinyDecoder(CASE.seed).double()), loader())
+        counts.append(len(list(Path("/proc/self/task").iterdir())))
+    return counts[0], counts[1]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_fits_do_not_pile_up_process_groups(pool2: RankPool) -> None:
+    """A new strategy in the same process takes the mesh that is there, instead of making threads for its own."""
+    for before, after in pool2.run(_threads_after_more_fits):
+        assert after == before
