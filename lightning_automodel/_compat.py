@@ -1,6 +1,6 @@
 """Every private name of torch or Lightning that the package touches, each with its reason.
 
-Written against torch 2.13 and Lightning 2.6.4 to 2.6.6. An upstream rename breaks this file and no other.
+Written against torch 2.13 and Lightning 2.6.6. An upstream rename breaks this file and no other.
 """
 
 from collections.abc import Callable, Iterator
