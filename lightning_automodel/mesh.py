@@ -1,5 +1,6 @@
 """Sizes and "auto" become a validated device mesh with named dimensions."""
 
+import weakref
 from dataclasses import dataclass
 from typing import Literal
 
@@ -100,7 +101,8 @@ class DataParallelMesh:
 
 
 _built: dict[tuple[str, MeshSizes], DataParallelMesh] = {}
-_built_over: dist.ProcessGroup | None = None
+# Weak: a reference would keep the connections of a destroyed group open, and peers that wait in it blocked.
+_built_over: weakref.ref[dist.ProcessGroup] | None = None
 
 
 def build_mesh(device_type: str, sizes: MeshSizes) -> DataParallelMesh:
@@ -111,8 +113,10 @@ def build_mesh(device_type: str, sizes: MeshSizes) -> DataParallelMesh:
     arguments and after the same calls before.
     """
     global _built_over
-    if _built_over is not dist.group.WORLD:
-        _built_over = dist.group.WORLD
+    world = dist.group.WORLD
+    assert world is not None
+    if _built_over is None or _built_over() is not world:
+        _built_over = weakref.ref(world)
         _built.clear()
     if (device_type, sizes) not in _built:
         shape = (sizes.replicate, sizes.shard, 1)
