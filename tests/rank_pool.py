@@ -66,10 +66,15 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a rank sends back: the pickled return value or a traceback, and whether its process group is still whole."""
+    """What a rank sends back: the pickled return value or a traceback, and whether its process group is still whole.
+
+    A rank leaves its group before it answers, so a peer that this frees may answer first: `failed_at`, in seconds of
+    the machine's monotonic clock, tells who failed first. A death counts as first.
+    """
 
     value: bytes | None = None
     error: str | None = None
+    failed_at: float = 0.0
     in_group: bool = True
     died: bool = False
 
@@ -174,7 +179,7 @@ class RankPool:
         return [pickle.loads(answers[rank].value or b"") for rank in range(self.num_ranks)]
 
     def _collect(self, timeout_s: float) -> dict[int, _Answer]:
-        """Answers by rank, in the order in which they came; a rank that hangs is missing."""
+        """Answers by rank; a rank that hangs is missing."""
         deadline = time.monotonic() + timeout_s
         waiting: dict[Any, int] = {rank.pipe: index for index, rank in enumerate(self._ranks)}
         answers: dict[int, _Answer] = {}
@@ -196,7 +201,8 @@ class RankPool:
             return _Answer(error=f"the process died with exit code {rank.process.exitcode}\n{output}", died=True)
 
     def _raise_failures(self, answers: dict[int, _Answer], name: str, timeout_s: float) -> None:
-        failures = {rank: answer.error for rank, answer in answers.items() if answer.error is not None}
+        in_time_order = sorted(answers.items(), key=lambda item: item[1].failed_at)
+        failures = {rank: answer.error for rank, answer in in_time_order if answer.error is not None}
         silent = [rank for rank in range(self.num_ranks) if rank not in answers]
         stacks = "".join(f"\nrank {rank} stands at:\n{self._stack(rank)}" for rank in silent)
         if not failures and not silent:
@@ -291,9 +297,9 @@ def _answer(call: _Call, membership: _Membership) -> _Answer:
             value = pickle.dumps(fn(*args, **kwargs))
         return _Answer(value=value, in_group=membership.intact)
     except BaseException:
-        error = traceback.format_exc()
+        error, failed_at = traceback.format_exc(), time.monotonic()
         membership.leave()
-        return _Answer(error=error, in_group=False)
+        return _Answer(error=error, failed_at=failed_at, in_group=False)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

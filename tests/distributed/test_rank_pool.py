@@ -95,13 +95,15 @@ def test_calls_do_not_see_each_other(pool2: RankPool) -> None:
 
 
 def test_failing_rank_is_named_and_frees_its_peer(pool2: RankPool) -> None:
-    """The first failure comes first, with its traceback, and the next call is served."""
+    """The first failure comes first, with its traceback, and the same processes serve the next call."""
     pool2.run(sum_of_ranks, 0)
+    process_ids = pool2.process_ids
     with pytest.raises(RankError, match=r"fail_on_rank_1_while_rank_0_waits: ranks \[1") as caught:
         pool2.run(fail_on_rank_1_while_rank_0_waits)
     assert next(iter(caught.value.failures)) == 1
     assert 'raise ValueError("no labels here")' in caught.value.failures[1]
     assert pool2.run(sum_of_ranks, 0) == [1.0, 1.0]
+    assert pool2.process_ids == process_ids
 
 
 def test_unpicklable_result_is_the_error_of_its_rank(pool2: RankPool) -> None:
