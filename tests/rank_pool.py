@@ -6,8 +6,9 @@ rank over a pipe and returns what each of them returned. The parent process is n
 What a caller may rely on:
 - every call starts with a working process group over loopback, all ranks in step, the environment that Lightning's
   `LightningEnvironment` reads (so a Trainer joins this group and launches nothing), and fresh seeds;
-- an exception on a rank becomes a `RankError` that carries the rank's traceback. The failing rank leaves the process
-  group, which frees peers that wait for it in a collective; the next call joins a new group in the same processes;
+- an exception on a rank becomes a `RankError` that carries the rank's traceback. The failing rank hangs up its gloo
+  connections and leaves the process group, which frees peers that wait for it in a collective; the next call joins a
+  new group in the same processes;
 - a rank that hangs becomes a `TimeoutError` that names it and shows where it stands, a rank that dies a `RankError`;
   both stop the whole pool, and the next call starts a new one.
 """
@@ -22,6 +23,7 @@ import pickle
 import random
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import threading
@@ -264,10 +266,11 @@ def _serve(rank: int, num_ranks: int, pipe: Connection, store_port: int, log: Pa
 class _Membership:
     """A rank's place in the pool's process group, renewed under a new store prefix for each group number."""
 
-    def __init__(self, rank: int, num_ranks: int, store: dist.Store) -> None:
+    def __init__(self, rank: int, num_ranks: int, store: dist.TCPStore) -> None:
         self._rank = rank
         self._num_ranks = num_ranks
         self._store = store
+        self._store_port = store.port
         self._number: int | None = None
         self._group: dist.ProcessGroup | None = None
 
@@ -288,6 +291,22 @@ class _Membership:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def hang_up(self) -> None:
+        """Leave the group after a failure, such that a peer in a collective notices.
+
+        Destroying a group closes nothing while something refers to it, and torch's own caches refer to every mesh
+        that `fully_shard` has seen. So the connections themselves are shut down: every TCP connection of this process
+        except those to the pool's store.
+        """
+        for descriptor in map(int, os.listdir("/dev/fd")):
+            with contextlib.suppress(OSError):
+                if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    continue
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    if connection.family == socket.AF_INET and connection.getpeername()[1] != self._store_port:
+                        connection.shutdown(socket.SHUT_RDWR)
+        self.leave()
+
 
 def _answer(call: _Call, membership: _Membership) -> _Answer:
     try:
@@ -298,7 +317,7 @@ def _answer(call: _Call, membership: _Membership) -> _Answer:
         return _Answer(value=value, in_group=membership.intact)
     except BaseException:
         error, failed_at = traceback.format_exc(), time.monotonic()
-        membership.leave()
+        membership.hang_up()
         return _Answer(error=error, failed_at=failed_at, in_group=False)
     finally:
         sys.stdout.flush()
