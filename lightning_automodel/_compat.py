@@ -7,27 +7,34 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_save as distributed_checkpoint_save
 from lightning.fabric.strategies.model_parallel import _load_checkpoint as load_checkpoint
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend_for_device,
 )
-from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
 from lightning.fabric.utilities.load import _METADATA_FILENAME as CHECKPOINT_METADATA_FILENAME
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward as prepare_ddp_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
+from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.utils import _sync_params_and_buffers as broadcast_tensors
 from torch.distributed.utils import _verify_param_shape_across_processes as verify_shapes_across_ranks
 from torch.nn.parallel import DistributedDataParallel
@@ -36,25 +43,31 @@ __all__ = [
     "CHECKPOINT_METADATA_FILENAME",
     "DDPForwardRedirection",
     "FSDPParamGroup",
+    "Launcher",
     "MockOptimizer",
+    "SIGTERMException",
     "SubprocessScriptLauncher",
+    "TunerExitException",
     "averaging_size",
     "broadcast_tensors",
     "check_ddp_backward_is_complete",
     "clear_accumulated_gradients",
     "default_backend_for_device",
+    "default_store",
     "discard_partial_reduction",
     "distributed_checkpoint_save",
+    "failing_hook",
     "finish_backward",
     "flatten_mesh",
     "flush_static_graph",
+    "forget_meshes",
     "free_parked",
     "fsdp_param_groups",
     "gathered_bytes",
     "gathered_storage_is_alive",
+    "give_back_sigterm",
     "has_deferred_gradients",
     "has_post_accumulate_hook",
-    "init_dist_connection",
     "initialise_fsdp_root",
     "is_fsdp_root",
     "is_replicated",
@@ -65,9 +78,13 @@ __all__ = [
     "own_shard_changed",
     "park_gathered",
     "prepare_ddp_for_backward",
+    "process_groups",
     "reset_seed",
+    "set_group_timeout",
     "sharded_versions",
     "take_over_forward_hooks",
+    "take_over_sigterm",
+    "tell_sigterm",
     "trainable_and_gathered",
     "unpark_gathered",
     "unsharded_gradient_bytes",
@@ -76,6 +93,26 @@ __all__ = [
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+# --- Process groups: torch neither lists them nor lets go of all of them when they are destroyed ---
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Every group that this process is in, in the order in which they were made: the default one first."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def forget_meshes() -> None:
+    """Empty this thread's caches of DTensor sharding decisions: they hold each mesh that was ever sharded over.
+
+    A mesh holds its groups, and a group that is held keeps its threads and connections, destroyed or not (torch 2.13).
+    """
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 # --- FSDP2: there are setters for communication flags but no getters, so restoring them needs the parameter groups ---
@@ -274,3 +311,41 @@ def flush_static_graph(ddp: DistributedDataParallel) -> None:
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Flatten ``mesh`` into one dimension called ``name``. A collective over the world where it makes a new group."""
     return mesh._flatten(name)
+
+
+def failing_hook(exception: BaseException) -> str | None:
+    """Name of the innermost Lightning hook that ``exception`` came through; None if it came through none.
+
+    Lightning knows the name only in local variables of the functions that call hooks.
+    """
+    name, traceback = None, exception.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if frame.f_globals.get("__name__") == "lightning.pytorch.trainer.call" and "hook_name" in frame.f_locals:
+            name = str(frame.f_locals["hook_name"])
+        traceback = traceback.tb_next
+    return name
+
+
+def take_over_sigterm(trainer: Trainer) -> None:
+    """Let ``trainer`` neither broadcast whether SIGTERM came, each micro-batch, nor communicate in a signal handler.
+
+    Lightning 2.6.6 has no setting for either. :func:`give_back_sigterm` undoes it.
+    """
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _do_nothing  # type: ignore[method-assign]
+    trainer._signal_connector._sigterm_notifier_fn = _do_nothing  # type: ignore[assignment,method-assign]
+
+
+def give_back_sigterm(trainer: Trainer) -> None:
+    """Undo :func:`take_over_sigterm`."""
+    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+    trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
+
+
+def tell_sigterm(trainer: Trainer) -> None:
+    """Let ``trainer`` leave its loop after the current batch with ``SIGTERMException``."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def _do_nothing(*_: Any) -> None:
+    pass

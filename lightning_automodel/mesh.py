@@ -1,13 +1,13 @@
 """Sizes and "auto" become a validated device mesh with named dimensions."""
 
-import weakref
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_automodel import _compat
+from lightning_automodel import _compat, connections, process_group
 
 REPLICATE = "data_parallel_replicate"
 SHARD = "data_parallel_shard"
@@ -101,26 +101,39 @@ class DataParallelMesh:
 
 
 _built: dict[tuple[str, MeshSizes], DataParallelMesh] = {}
-# Weak: a reference would keep the connections of a destroyed group open, and peers that wait in it blocked.
-_built_over: weakref.ref[dist.ProcessGroup] | None = None
+_built_over: dist.ProcessGroup | None = None
 
 
-def build_mesh(device_type: str, sizes: MeshSizes) -> DataParallelMesh:
+@process_group.at_leaving
+def _forget() -> None:
+    global _built_over
+    _built_over = None
+    _built.clear()
+
+
+def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> DataParallelMesh:
     """Lay the mesh over the default group, or take the equal one that was laid over it before.
 
     Every mesh has process groups of its own, with threads and connections that last as long as the default group: a
     process that fits often must not pile them up. A collective over the world: every rank must call it, with the same
     arguments and after the same calls before.
+
+    Args:
+        device_type: Type of the device that the mesh's groups communicate for.
+        sizes: Ranks along each dimension.
+        timeout: How long a collective on one of the mesh's groups may wait.
     """
     global _built_over
-    world = dist.group.WORLD
-    assert world is not None
-    if _built_over is None or _built_over() is not world:
-        _built_over = weakref.ref(world)
-        _built.clear()
+    if _built_over is not dist.group.WORLD:
+        _forget()
+        _built_over = dist.group.WORLD
     if (device_type, sizes) not in _built:
         shape = (sizes.replicate, sizes.shard, 1)
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
-        data_parallel = _compat.flatten_mesh(mesh[REPLICATE, SHARD], DATA)
+        with connections.recording():
+            mesh = init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+            data_parallel = _compat.flatten_mesh(mesh[REPLICATE, SHARD], DATA)
         _built[device_type, sizes] = DataParallelMesh(mesh=mesh, sizes=sizes, data_parallel=data_parallel)
-    return _built[device_type, sizes]
+    built = _built[device_type, sizes]
+    for group in {*built.mesh.get_all_groups(), built.group} - {_built_over}:
+        _compat.set_group_timeout(timeout, group)
+    return built

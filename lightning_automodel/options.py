@@ -53,7 +53,9 @@ class StrategyOptions:
     track_grad_norm: bool
     error_if_nonfinite: bool
     process_group_backend: str | None
+    init_method: str | None
     timeout: timedelta | float
+    first_rank_setup: bool
 
     def __post_init__(self) -> None:
         self._check_choice("data_parallel", "fsdp2", "ddp")
@@ -63,7 +65,7 @@ class StrategyOptions:
         for name in ("data_parallel_size", "data_parallel_replicate_size"):
             self._check_integer(name, smallest=1, alternative="auto")
         self._check_integer("label_shift", smallest=0)
-        for name in ("per_token_loss", "cpu_offload", "track_grad_norm", "error_if_nonfinite"):
+        for name in ("per_token_loss", "cpu_offload", "track_grad_norm", "error_if_nonfinite", "first_rank_setup"):
             self._check_choice(name, True, False)
         if not isinstance(self.reshard_after_forward, bool):
             self._check_integer("reshard_after_forward", smallest=2)

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
@@ -28,13 +28,17 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel import _compat, gradients, process_group, sharding
+from lightning_automodel import _compat, collectives, gradients, process_group, sharding
 from lightning_automodel import checkpoint as checkpoints
+from lightning_automodel.advice import Advice
 from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine
+from lightning_automodel.first_rank import FirstRankPerNode
+from lightning_automodel.guard import RunGuard
+from lightning_automodel.launchers import InPlaceLauncher, SubprocessLauncher
 from lightning_automodel.mesh import DataParallelMesh, build_mesh, resolve_sizes
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.precision import check_precision
-from lightning_automodel.token_loss import Count, StepReport, TokenWeighting, contains_hugging_face_causal_lm
+from lightning_automodel.token_loss import Count, StepReport, TokenWeighting
 from lightning_automodel.windows import GradientFinisher, OptimizerWindows, optimizer_parameters, unwrap
 
 
@@ -70,7 +74,9 @@ class AutomodelStrategy(ParallelStrategy):
         error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not finite.
             Reads one number on the host each step.
         process_group_backend: Backend of the default process group. None: gloo for CPU, nccl for CUDA.
-        timeout: How long a collective may wait: ``timedelta`` or minutes.
+        init_method: Where the ranks meet: ``"tcp://host:port"`` or ``"file:///path"``. None: as the environment says.
+        timeout: How long a collective may wait, and a rank give no sign of life: ``timedelta`` or minutes.
+        first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
 
     Raises:
         ValueError: If an option is out of range; the message gives the valid values.
@@ -101,7 +107,9 @@ class AutomodelStrategy(ParallelStrategy):
         track_grad_norm: bool = False,
         error_if_nonfinite: bool = False,
         process_group_backend: str | None = None,
+        init_method: str | None = None,
         timeout: timedelta | float = 30,
+        first_rank_setup: bool = False,
     ) -> None:
         super().__init__()
         options = StrategyOptions(
@@ -123,7 +131,9 @@ class AutomodelStrategy(ParallelStrategy):
             track_grad_norm=track_grad_norm,
             error_if_nonfinite=error_if_nonfinite,
             process_group_backend=process_group_backend,
+            init_method=init_method,
             timeout=timeout,
+            first_rank_setup=first_rank_setup,
         )
         self._options = options
         self.num_nodes = 1
@@ -135,6 +145,8 @@ class AutomodelStrategy(ParallelStrategy):
             label_shift=label_shift,
             count_label_tokens=count_label_tokens,
         )
+        self._guard = RunGuard()
+        self._setup_turn: FirstRankPerNode | None = None
         self._forward_redirection = _compat.DDPForwardRedirection()
         self._mesh: DataParallelMesh | None = None
         self._engine: Engine | None = None
@@ -142,8 +154,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._batch: Any = None
         self._count: Count | None = None
         self._finisher: GradientFinisher | None = None
-        self._said: set[str] = set()
-        self._shift_is_checked = False
+        self._advice = Advice()
 
     @classmethod
     @override
@@ -237,9 +248,11 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _compat.SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
+        if self.cluster_environment.creates_processes_externally:
+            self._launcher = InPlaceLauncher(self._guard)
+        else:
+            self._launcher = SubprocessLauncher(
+                self._guard, self.cluster_environment, self.num_processes, self.num_nodes
             )
 
     def set_world_ranks(self) -> None:
@@ -258,21 +271,55 @@ class AutomodelStrategy(ParallelStrategy):
         process_group.join_process_group(
             self.cluster_environment, self.process_group_backend, timeout, self.root_device
         )
-        if self._mesh is None:
-            sizes = resolve_sizes(
-                self._options.data_parallel,
-                self._options.data_parallel_size,
-                self._options.data_parallel_replicate_size,
-                self.world_size,
-                self.num_nodes,
-            )
-            self._mesh = build_mesh(self.root_device.type, sizes)
+        self._guard.watch(timeout, self._where)
+        collectives.host_group(timeout)
+        sizes = resolve_sizes(
+            self._options.data_parallel,
+            self._options.data_parallel_size,
+            self._options.data_parallel_replicate_size,
+            self.world_size,
+            self.num_nodes,
+        )
+        self._mesh = build_mesh(self.root_device.type, sizes, timeout)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.mesh
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        process_group.process_barrier(self.root_device)
+        """Wait for every rank, on the host; a collective. If ranks do not come, the error names them and the barrier.
+
+        The Trainer puts ``"pre_setup"`` and ``"post_setup"`` around the ``setup`` hooks; where ``first_rank_setup``
+        asks for it, the first rank of each node leaves the former alone at first, and the others when it comes to the
+        latter.
+        """
+        if name == "post_setup" and self._setup_turn is not None:
+            turn, self._setup_turn = self._setup_turn, None
+            turn.__exit__(None, None, None)
+        collectives.named_barrier(name or "unnamed", process_group.parse_timeout(self._options.timeout))
+        if name == "pre_setup" and self._options.first_rank_setup:
+            turn = self.first_rank_per_node()
+            turn.__enter__()
+            self._setup_turn = turn
+
+    def first_rank_per_node(
+        self, scope: Literal["node", "global"] = "node", timeout: timedelta | float | None = None
+    ) -> FirstRankPerNode:
+        """A block that the first rank of each node runs before the others; see :class:`FirstRankPerNode`.
+
+        Args:
+            scope: ``"node"`` where each node has a disk of its own, ``"global"`` for a shared file system.
+            timeout: How long a rank that works may give no sign of life. None: the strategy's.
+        """
+        return FirstRankPerNode(scope=scope, timeout=self._options.timeout if timeout is None else timeout)
+
+    def _where(self) -> str:
+        """The hook that this rank is in, or the stage between hooks."""
+        module = self.lightning_module
+        if module is None:
+            return "set-up"
+        state = module.trainer.state
+        stage = state.stage or state.fn
+        return module._current_fx_name or (stage.value if stage is not None else "set-up")
 
     # --- Setting up ---------------------------------------------------------------------------------------------------
 
@@ -282,11 +329,13 @@ class AutomodelStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if self.world_size > 1:
+            _compat.take_over_sigterm(trainer)
         self.accelerator.setup(trainer)
         check_precision(self.precision_plugin, self._options.data_parallel)
         sharding.check_initialised([*module.named_parameters(), *module.named_buffers()])
         for note in self._options.without_effect():
-            self._say_once(note)
+            self._advice.say_once(note)
         if fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
@@ -375,14 +424,20 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
+        self._begin_step()
         self._require_engine().start_forward()
         self._batch = args[0] if args else next(iter(kwargs.values()), None)
         output = super().training_step(*args, **kwargs)
         if self.lightning_module.automatic_optimization and output is not None:
             self._count = self._weighting.count(self._batch, output)
-            self._refuse_aux_loss(output)
-            self._warn_about_label_shift(output)
+            self._weighting.refuse_aux_loss(output)
+            self._advice.about_label_shift(self.lightning_module, self._weighting, self._batch, output)
         return output
+
+    def _begin_step(self) -> None:
+        if self._guard.begin_step():
+            assert self.lightning_module is not None
+            _compat.tell_sigterm(self.lightning_module.trainer)
 
     @contextmanager
     @override
@@ -418,7 +473,7 @@ class AutomodelStrategy(ParallelStrategy):
         window = self._windows.open(owner, module.automatic_optimization)
         engine.start_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self._warn_about_half_precision(closure_loss)
+        self._advice.about_half_precision(closure_loss)
         objective = self._weighting.objective(loss, count) * accumulate
         with engine.micro_batch(is_last=True):
             self.precision_plugin.backward(objective, module, optimizer, *args, **kwargs)
@@ -513,6 +568,21 @@ class AutomodelStrategy(ParallelStrategy):
         self._require_engine().release()
 
     @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._begin_step()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._begin_step()
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._begin_step()
+        return super().predict_step(*args, **kwargs)
+
+    @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
         """Reduce a value over the data-parallel ranks (or ``group``), leaving the input as it is.
 
@@ -521,11 +591,11 @@ class AutomodelStrategy(ParallelStrategy):
         """
         if not isinstance(tensor, Tensor) or self._mesh is None:
             return tensor
-        return process_group.reduce_tensor(tensor, group or self._mesh.group, reduce_op, self.root_device)
+        return collectives.reduce_tensor(tensor, group or self._mesh.group, reduce_op, self.root_device)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return process_group.broadcast_object(obj, src)
+        return collectives.broadcast_object(obj, src)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -579,6 +649,9 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if self._setup_turn is not None:
+            turn, self._setup_turn = self._setup_turn, None
+            turn.__exit__(type(exception), exception, exception.__traceback__)
         self._windows.reset()
         self._count = None
         if self._engine is not None:
@@ -586,6 +659,12 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        try:
+            self._teardown_training()
+        finally:
+            self._guard.close()
+
+    def _teardown_training(self) -> None:
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self._windows.close()
@@ -595,6 +674,8 @@ class AutomodelStrategy(ParallelStrategy):
             self._engine.close()
         self._batch = None
         self.model = self.lightning_module
+        if self.lightning_module is not None:
+            _compat.give_back_sigterm(self.lightning_module.trainer)
         if not self._shards_model and self._engine is not None:
             if self._layer_sync is not None and self.model is not None:
                 self._layer_sync.revert(self.model)
@@ -632,37 +713,7 @@ class AutomodelStrategy(ParallelStrategy):
     def _log_description(self) -> None:
         described = {name: value for name, value in self.describe().items() if name != "options"}
         lines = "\n".join(f"  {name}: {value}" for name, value in described.items())
-        self._say_once(f"{type(self).__name__}:\n{lines}", say=rank_zero_info)
-
-    def _say_once(self, message: str, say: Callable[[str], None] = rank_zero_warn) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            say(message)
-
-    def _warn_about_half_precision(self, loss: Tensor) -> None:
-        if loss.dtype in (torch.float16, torch.bfloat16):
-            self._say_once(
-                f"training_step returned a {loss.dtype} loss, which is rounded before it is weighed: compute the loss"
-                " in float32 (logits.float()) for exact gradients."
-            )
-
-    def _warn_about_label_shift(self, output: Any) -> None:
-        if not self._shift_is_checked and self._weighting.counts_unshifted_labels(self._batch, output):
-            self._shift_is_checked = True
-            assert self.lightning_module is not None
-            if contains_hugging_face_causal_lm(self.lightning_module):
-                rank_zero_warn(
-                    "Label tokens are counted with label_shift=0, but Hugging Face causal language models drop the"
-                    " first label of each row: pass label_shift=1 if training_step returns the model's own loss."
-                )
-
-    def _refuse_aux_loss(self, output: Any) -> None:
-        if self._options.per_token_loss and isinstance(output, Mapping) and "aux_loss" in output:
-            raise ValueError(
-                "training_step returned 'aux_loss', whose weight beside a token loss depends on the label tokens of the"
-                " whole window, which are not known at its first backward. Pass per_token_loss=False, or leave"
-                " 'aux_loss' out of the returned dict to have it weighed by label tokens like the rest of the loss."
-            )
+        self._advice.say_once(f"{type(self).__name__}:\n{lines}", say=rank_zero_info)
 
     def _require_engine(self) -> Engine:
         assert self._engine is not None

@@ -87,6 +87,15 @@ class TokenWeighting:
             " should weigh the same instead, pass per_token_loss=False."
         )
 
+    def refuse_aux_loss(self, output: Any) -> None:
+        """Raise ``ValueError`` if ``training_step`` returned a loss that cannot be weighed beside a token loss."""
+        if self.per_token_loss and isinstance(output, Mapping) and "aux_loss" in output:
+            raise ValueError(
+                "training_step returned 'aux_loss', whose weight beside a token loss depends on the label tokens of the"
+                " whole window, which are not known at its first backward. Pass per_token_loss=False, or leave"
+                " 'aux_loss' out of the returned dict to have it weighed by label tokens like the rest of the loss."
+            )
+
     def counts_unshifted_labels(self, batch: Any, output: Any = None) -> bool:
         """Whether :meth:`count` takes every label position of the batch, the first of each row included."""
         told = _is_told(output) or self.count_label_tokens is not None

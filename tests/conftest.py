@@ -15,6 +15,11 @@ import torch.distributed as dist
 from tests.rank_pool import RankPool
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the table of faults be written by the run that measures it."""
+    parser.addoption("--fault-table", metavar="PATH", help="write what each fault led to as a Markdown table")
+
+
 def pytest_configure() -> None:
     """One thread for the references: with more, waiting for each other costs far more than these tiny tensors do."""
     torch.set_num_threads(1)

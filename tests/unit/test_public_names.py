@@ -16,11 +16,18 @@ from lightning_automodel import AutomodelStrategy
 
 PUBLIC_NAMES = [
     "AutomodelStrategy",
+    "DistInfo",
+    "FirstRankPerNode",
     "StepReport",
     "barrier_and_log",
     "clip_gradients",
+    "destroy_global_state",
     "dp_eval_sample_shard",
+    "get_local_rank_preinit",
+    "get_rank_safe",
     "get_sync_ctx",
+    "get_world_size_safe",
+    "initialize_distributed",
     "reduce_loss",
     "rescale_gradients",
 ]
@@ -43,7 +50,9 @@ KEYWORDS: dict[str, Any] = {
     "track_grad_norm": False,
     "error_if_nonfinite": False,
     "process_group_backend": None,
+    "init_method": None,
     "timeout": 30,
+    "first_rank_setup": False,
 }
 REGISTERED: dict[str, dict[str, Any]] = {
     "automodel": {},

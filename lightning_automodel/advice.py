@@ -1,0 +1,43 @@
+"""What a user is told while training runs on, each thing once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_automodel.token_loss import TokenWeighting, contains_hugging_face_causal_lm
+
+
+class Advice:
+    """Says each thing once, on rank 0."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+        self._shift_is_checked = False
+
+    def say_once(self, message: str, say: Callable[[str], None] = rank_zero_warn) -> None:
+        """Say ``message`` unless that has been done."""
+        if message not in self._said:
+            self._said.add(message)
+            say(message)
+
+    def about_half_precision(self, loss: Tensor) -> None:
+        """Warn about a ``loss`` [] that is rounded before it is weighed."""
+        if loss.dtype in (torch.float16, torch.bfloat16):
+            self.say_once(
+                f"training_step returned a {loss.dtype} loss, which is rounded before it is weighed: compute the loss"
+                " in float32 (logits.float()) for exact gradients."
+            )
+
+    def about_label_shift(self, module: nn.Module, weighting: TokenWeighting, batch: Any, output: Any) -> None:
+        """Warn about a Hugging Face causal language model whose first labels are counted though its loss drops them."""
+        if self._shift_is_checked or not weighting.counts_unshifted_labels(batch, output):
+            return
+        self._shift_is_checked = True
+        if contains_hugging_face_causal_lm(module):
+            self.say_once(
+                "Label tokens are counted with label_shift=0, but Hugging Face causal language models drop the"
+                " first label of each row: pass label_shift=1 if training_step returns the model's own loss."
+            )

@@ -1,0 +1,84 @@
+"""A rank that fails tells the others: what a failure is, and how it travels through the store of the process group."""
+
+import json
+import socket
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+MAX_MESSAGE_CHARACTERS = 4000
+NO_SIGN_OF_LIFE = "no sign of life"
+COMMUNICATION = ("gloo", "NCCL", "monitoredBarrier")
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """What went wrong on one rank, as every other rank reports it.
+
+    Attributes:
+        rank: Rank in the default group.
+        host: Name of its machine.
+        where: The hook or block that it was in.
+        error: Type of the exception, or ``NO_SIGN_OF_LIFE``.
+        message: The exception's message, cut after some thousand characters.
+    """
+
+    rank: int
+    host: str
+    where: str
+    error: str
+    message: str
+
+    @classmethod
+    def from_exception(cls, exception: BaseException, rank: int, where: str) -> "RankFailure":
+        """Describe ``exception``, raised by this process, which is ``rank``, in ``where``."""
+        message = str(exception)[:MAX_MESSAGE_CHARACTERS]
+        if isinstance(exception, SystemExit):
+            message = f"exit status {exception.code}"
+        return cls(rank=rank, host=socket.gethostname(), where=where, error=type(exception).__name__, message=message)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "RankFailure":
+        """The inverse of :meth:`to_bytes`."""
+        return cls(**json.loads(data))
+
+    def to_bytes(self) -> bytes:
+        """As it is written to a store."""
+        return json.dumps(asdict(self)).encode()
+
+    def __str__(self) -> str:
+        ending = f": {self.message}" if self.message else ""
+        if self.error == NO_SIGN_OF_LIFE:
+            return f"rank {self.rank} on {self.host} gives no sign of life, last seen in {self.where}{ending}"
+        return f"rank {self.rank} on {self.host} failed in {self.where}: {self.error}{ending}"
+
+
+class RankFailedError(RuntimeError):
+    """Raised on every rank that has to leave because another one failed.
+
+    Attributes:
+        failure: What happened, and where.
+    """
+
+    def __init__(self, failure: RankFailure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+    def __reduce__(self) -> tuple[type["RankFailedError"], tuple[RankFailure]]:
+        return type(self), (self.failure,)
+
+
+def is_communication_error(exception: BaseException) -> bool:
+    """Whether ``exception``, or one that it came from, says that another rank did not answer."""
+    seen: set[int] = set()
+    current: BaseException | None = exception
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        if isinstance(current, dist.DistError):
+            return True
+        if isinstance(current, RuntimeError) and any(
+            name in str(current) for name in ("gloo", "NCCL", "monitoredBarrier")
+        ):
+            return True
+        current = current.__cause__ or current.__context__
+    return False

@@ -1,0 +1,92 @@
+"""All ranks stop after the same step when one of them was asked to, by SIGTERM."""
+
+import threading
+
+import torch.distributed as dist
+
+REQUEST, DECISION = "stop/request", "stop/step"
+NONE = b"-"
+
+
+class StopAgreement:
+    """Settles, through a store, after which step all ranks stop.
+
+    Nothing holds the ranks together inside of a window, so they hear of a request in different steps. Each promises
+    not to pass the step it is in, then waits at the next; the last to promise decides on one step after the farthest.
+    No rank can have passed that, and none communicates or waits before somebody has asked.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks, all of which take the same steps.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._lock = threading.Lock()
+        self._step = 0
+        self._is_asked_here = False
+        self._promise: int | None = None
+        self._last_step: int | None = None
+        self._is_decided = threading.Event()
+        self.asked_by: int | None = None
+
+    @property
+    def steps_have_begun(self) -> bool:
+        """Whether the ranks have begun to take steps together."""
+        return self._step > 0
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the last step is known."""
+        return self._last_step is not None
+
+    def ask(self) -> None:
+        """Ask all ranks to stop. Safe in a signal handler."""
+        self._is_asked_here = True
+
+    def begin_step(self, longest_wait_s: float) -> bool:
+        """Count a step; wait for the decision if this rank has promised to.
+
+        Every rank must call it at every step that all ranks take. Not a collective.
+
+        Args:
+            longest_wait_s: Seconds to wait at most, in case that another rank never promises.
+
+        Returns:
+            Whether this is the last step.
+        """
+        with self._lock:
+            self._step += 1
+            has_promised = self._promise is not None
+        if has_promised:
+            self._is_decided.wait(longest_wait_s)
+        return self._last_step is not None and self._step >= self._last_step
+
+    def release(self) -> None:
+        """Let a waiting step go on: there will be no decision."""
+        self._is_decided.set()
+
+    def exchange(self, store: dist.Store, request: bytes, decision: bytes) -> None:
+        """Take part in the agreement; called again and again by a thread of every rank.
+
+        Args:
+            store: Where the ranks agree; :data:`REQUEST` and :data:`DECISION` hold :data:`NONE` at first.
+            request: Newest value of :data:`REQUEST`.
+            decision: Newest value of :data:`DECISION`.
+        """
+        if decision != NONE:
+            self._last_step = int(decision)
+            self._is_decided.set()
+        elif request == NONE and self._is_asked_here:
+            store.compare_set(REQUEST, NONE.decode(), str(self._rank))
+        elif request != NONE and self._promise is None:
+            self.asked_by = int(request)
+            self._make_promise(store)
+
+    def _make_promise(self, store: dist.Store) -> None:
+        with self._lock:
+            self._promise = self._step
+        store.set(f"stop/promise/{self._rank}", str(self._promise))
+        if store.add("stop/promises", 1) == self._world_size:
+            promises = store.multi_get([f"stop/promise/{rank}" for rank in range(self._world_size)])
+            store.set(DECISION, str(max(map(int, promises)) + 1))

@@ -1,0 +1,280 @@
+"""Threads beside the training that tell when another rank failed, and make this one leave."""
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_automodel import _compat, connections
+from lightning_automodel.failures import NO_SIGN_OF_LIFE, RankFailedError, RankFailure, is_communication_error
+from lightning_automodel.stopping import DECISION, NONE, REQUEST, StopAgreement
+
+POLL_S = 0.25
+RANKS_PER_SECOND = 1000
+SEARCH_S = 3.0
+INTERRUPT_AFTER_S = 2.0
+KILL_AFTER_S = 4.0
+
+FAILURE = "failure"
+FINISHED = b"finished"
+
+_runs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A rank's newest sign of life.
+
+    Attributes:
+        value: As it stands in the store: a number that grows, host and hook; ``NONE`` before the first.
+        changed_at: When this process first saw it, in seconds of its monotonic clock.
+    """
+
+    value: bytes
+    changed_at: float
+
+    @property
+    def finished(self) -> bool:
+        """Whether the rank said that it is done."""
+        return self.value == FINISHED
+
+    @property
+    def host(self) -> str:
+        """The machine of the rank."""
+        return self._part(1) or "an unknown host"
+
+    @property
+    def where(self) -> str:
+        """The hook that the rank was in."""
+        return self._part(2) or "set-up"
+
+    def _part(self, index: int) -> str:
+        parts = self.value.decode().split("|", 2)
+        return parts[index] if len(parts) == 3 else ""
+
+
+class Watchdog:
+    """Posts this rank's failure for the others, and leaves with the cause when another rank fails.
+
+    While it runs, a thread exchanges a few bytes with the store of the default process group some times a second:
+    this rank's sign of life, the sign of the next rank, and whether anybody posted a failure. The training itself
+    neither communicates nor waits for any of it.
+
+    When another rank failed, or has given no sign of life for ``silence``, a second thread hangs up this rank's gloo
+    connections, so that a collective which waits raises; then it interrupts the main thread by SIGTERM, whose handler
+    raises :class:`RankFailedError`; and where both do not help, it prints the cause and where the main thread stands,
+    and ends the process with status 1.
+
+    Args:
+        silence: How long another rank may give no sign of life.
+        where: Tells the hook that this rank is in; called by a thread.
+
+    Attributes:
+        stop: Settles after which step all ranks stop.
+    """
+
+    def __init__(self, silence: timedelta, where: Callable[[], str]) -> None:
+        world = dist.group.WORLD
+        assert world is not None
+        self._host = socket.gethostname()
+        self._silence_s = silence.total_seconds()
+        self._where = where
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._interval_s = min(max(POLL_S, self._world_size / RANKS_PER_SECOND), self._silence_s / 4)
+        _runs[world] = _runs.get(world, 0) + 1
+        self._prefix = f"lightning_automodel/run/{_runs[world]}"
+        self._store = self._connect()
+        self._signs: dict[int, Sign] = {}
+        self._beats = 0
+        self._failure: RankFailure | None = None
+        self._noticed = threading.Event()
+        self._closed = threading.Event()
+        self.stop = StopAgreement(self._rank, self._world_size)
+        self._write_first_values()
+        self._last_answer = time.monotonic()
+        self._polling_ended = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=f"lightning_automodel {name}", daemon=True)
+            for name, target in (("poll", self._poll_until_closed), ("watchdog", self._watch))
+        ]
+
+    def start(self) -> None:
+        """Start the threads. Every rank of the default group must do so, equally often."""
+        self._last_answer = time.monotonic()
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Say that this rank is done, and end the threads. Not a collective; may be called twice."""
+        self._closed.set()
+        for thread in self._threads:
+            thread.join(timeout=2 * self._interval_s + 1)
+
+    @property
+    def failure(self) -> RankFailure | None:
+        """Another rank's failure, once this rank knows of it."""
+        return self._failure
+
+    # --- Leaving because of an exception ------------------------------------------------------------------------------
+
+    def explain(self, exception: BaseException, where: str) -> RankFailure | None:
+        """Find the other rank's failure that ``exception`` follows from, else post it as this rank's own.
+
+        Args:
+            exception: What the main thread is about to leave with.
+            where: The hook that raised it.
+
+        Returns:
+            The failure of another rank if it is the cause; None if the exception is this rank's own.
+        """
+        try:
+            return self._find_cause(exception, where)
+        finally:
+            self._noticed.set()
+
+    def _find_cause(self, exception: BaseException, where: str) -> RankFailure | None:
+        if isinstance(exception, RankFailedError):
+            return exception.failure
+        own = RankFailure.from_exception(exception, self._rank, where)
+        try:
+            if not is_communication_error(exception):
+                self._post(own)
+                return None
+            culprit = self._failure or self._post(self._search() or own)
+        except dist.DistError:
+            culprit = self._failure or self._lost_store()
+        if culprit == own:
+            exception.add_note(self._positions())
+        return None if culprit.rank == self._rank else culprit
+
+    def _search(self) -> RankFailure | None:
+        """Wait a moment for another rank's failure, or for a rank that gives no sign of life any more."""
+        end = time.monotonic() + SEARCH_S
+        keys = [f"sign/{rank}" for rank in range(self._world_size)]
+        while time.monotonic() < end:
+            posted, *signs = self._store.multi_get([FAILURE, *keys])
+            if posted != NONE:
+                return RankFailure.from_bytes(posted)
+            for rank, value in enumerate(signs):
+                self._see(rank, value)
+            time.sleep(self._interval_s / 2)
+        longest = SEARCH_S - 2 * self._interval_s
+        for rank, sign in self._signs.items():
+            if rank != self._rank and not sign.finished and time.monotonic() - sign.changed_at > longest:
+                return self._silent(rank, sign)
+        return None
+
+    def _positions(self) -> str:
+        others = (f"rank {rank} in {sign.where}" for rank, sign in sorted(self._signs.items()) if rank != self._rank)
+        return f"All ranks gave signs of life. When this was raised on rank {self._rank}: {', '.join(others)}."
+
+    # --- The threads --------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> dist.Store:
+        """A connection of one's own: a client of the store is blocked for all threads while one of them waits."""
+        store = _compat.default_store().clone()  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(seconds=self._silence_s))
+        return dist.PrefixStore(self._prefix, store)
+
+    def _write_first_values(self) -> None:
+        """Let every key exist that is read: to read a missing one is to wait for it."""
+        for key in (FAILURE, REQUEST, DECISION, *(f"sign/{rank}" for rank in range(self._world_size))):
+            self._store.compare_set(key, "", NONE.decode())
+
+    def _poll_until_closed(self) -> None:
+        """The first thread: exchange signs of life. It alone may block, as it does where the host of the store is stopped."""
+        try:
+            while (failure := self._poll()) is None and not self._closed.wait(self._interval_s):
+                self._last_answer = time.monotonic()
+            self._failure = failure
+            if failure is None:
+                self._store.set(f"sign/{self._rank}", FINISHED.decode())
+        except dist.DistError:
+            if not self._closed.is_set() and not self._host_finished():
+                self._failure = self._lost_store()
+        finally:
+            self._polling_ended.set()
+
+    def _watch(self) -> None:
+        """The second thread: make this rank leave once there is a failure, or no answer from the store."""
+        while not self._polling_ended.wait(self._interval_s) and not self._closed.is_set():
+            if time.monotonic() - self._last_answer > self._silence_s:
+                self._failure = self._lost_store()
+                break
+        if self._failure is not None and self._failure.rank != self._rank:
+            self._leave(self._failure)
+
+    def _poll(self) -> RankFailure | None:
+        self._beats += 1
+        self._store.set(f"sign/{self._rank}", f"{self._beats}|{self._host}|{self._where()}")
+        watched = sorted({0, self._next_rank()} - {self._rank})
+        keys = [FAILURE, REQUEST, DECISION, *(f"sign/{rank}" for rank in watched)]
+        posted, request, decision, *signs = self._store.multi_get(keys)
+        for rank, value in zip(watched, signs, strict=True):
+            self._see(rank, value)
+        if posted != NONE:
+            return RankFailure.from_bytes(posted)
+        self.stop.exchange(self._store, request, decision)
+        for rank in watched:
+            sign = self._signs[rank]
+            if not sign.finished and time.monotonic() - sign.changed_at > self._silence_s:
+                return self._post(self._silent(rank, sign))
+        return None
+
+    def _next_rank(self) -> int:
+        """The first rank after this one that is not known to be done."""
+        for offset in range(1, self._world_size):
+            rank = (self._rank + offset) % self._world_size
+            if not (rank in self._signs and self._signs[rank].finished):
+                return rank
+        return self._rank
+
+    def _see(self, rank: int, value: bytes) -> None:
+        known = self._signs.get(rank)
+        if known is None or known.value != value:
+            self._signs[rank] = Sign(value, time.monotonic())
+
+    def _post(self, failure: RankFailure) -> RankFailure:
+        posted = self._store.compare_set(FAILURE, NONE.decode(), failure.to_bytes().decode())
+        return RankFailure.from_bytes(posted)
+
+    def _silent(self, rank: int, sign: Sign) -> RankFailure:
+        seconds = time.monotonic() - sign.changed_at
+        message = f"rank {self._rank} has heard nothing of it for {seconds:.1f} s: stopped, killed or cut off"
+        return RankFailure(rank, sign.host, sign.where, NO_SIGN_OF_LIFE, message)
+
+    def _host_finished(self) -> bool:
+        return 0 in self._signs and self._signs[0].finished
+
+    def _lost_store(self) -> RankFailure:
+        sign = self._signs.get(0, Sign(NONE, 0.0))
+        message = "its process, which holds the store of the process group, ended or does not answer"
+        return RankFailure(0, sign.host, sign.where, NO_SIGN_OF_LIFE, message)
+
+    def _leave(self, failure: RankFailure) -> None:
+        """Make the main thread leave: gently, then by a signal, then by ending the process."""
+        self.stop.release()
+        if self._is_noticed_within(0):
+            return
+        connections.hang_up()
+        if self._is_noticed_within(INTERRUPT_AFTER_S):
+            return
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        if self._is_noticed_within(KILL_AFTER_S - INTERRUPT_AFTER_S):
+            return
+        print(f"rank {self._rank} on {self._host} leaves, since {failure}. It stood at:", file=sys.stderr)
+        faulthandler.dump_traceback(all_threads=True)
+        sys.stderr.flush()
+        os._exit(1)
+
+    def _is_noticed_within(self, seconds: float) -> bool:
+        return self._noticed.wait(seconds) or self._closed.is_set()

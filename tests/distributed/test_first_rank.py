@@ -1,0 +1,470 @@
+"""FirstRankPerNode on real ranks: who goes first, and that no failure is lost and nobody waits for ever.
+
+The pool's four ranks play two nodes by LOCAL_RANK; `test_two_nodes.py` has real ones. What needs ranks that make their
+own group runs `first_rank_script.py` in processes of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_automodel.failures import RankFailedError
+from lightning_automodel.first_rank import FirstRankPerNode
+from lightning_automodel.nodes import Scope
+from tests.distributed.interleavings import Plan, Record, contradictions, draw, expected, follow
+from tests.rank_pool import LOOPBACK, LOOPBACK_INTERFACE, RankPool
+
+SILENCE = timedelta(seconds=1)
+SCRIPT = Path(__file__).with_name("first_rank_script.py")
+
+
+def play_two_nodes() -> int:
+    """Let four ranks be two nodes of two; returns the rank."""
+    rank = dist.get_rank()
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    return rank
+
+
+def join_over_files(folder: str) -> None:
+    """Use a group whose store is a file: connecting to a TCPStore may wait seconds for a name server."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", world_size), rank=rank, world_size=world_size
+    )
+
+
+def describe(error: BaseException) -> tuple[str, str]:
+    return type(error).__name__, str(error)
+
+
+def outcome_of(*args: Any, fails: BaseException | None = None, **kwargs: Any) -> tuple[bool, tuple[str, str] | None]:
+    """Whether this rank ran a block, in which it raises `fails`, and with which error it left."""
+    ran = False
+    try:
+        with FirstRankPerNode(*args, **kwargs):
+            ran = True
+            if fails is not None:
+                raise fails
+    except BaseException as error:
+        return ran, describe(error)
+    return ran, None
+
+
+# --- Who goes first ---------------------------------------------------------------------------------------------------
+
+
+def fill_cache(folder: str, scope: Scope) -> tuple[bool, bool]:
+    """Whether this rank went first, and whether it did the work: it is done once for each cache that is seen."""
+    rank = play_two_nodes()
+    cache = Path(folder, "shared" if scope == "global" else f"node{rank // 2}")
+    with FirstRankPerNode(scope=scope) as is_first:
+        did_work = not cache.exists()
+        if did_work:
+            time.sleep(0.05)
+            cache.touch()
+    return is_first, did_work
+
+
+@pytest.mark.parametrize(("scope", "workers"), [("node", [0, 2]), ("global", [0])])
+def test_work_is_done_once_for_each_cache(pool4: RankPool, tmp_path: Path, scope: Scope, workers: list[int]) -> None:
+    """Twice on two nodes with their own disks, once on a shared file system; the second time by nobody."""
+    results = pool4.run(fill_cache, str(tmp_path), scope)
+    assert [rank for rank, (is_first, _) in enumerate(results) if is_first] == workers
+    assert [rank for rank, (_, did_work) in enumerate(results) if did_work] == workers
+    assert not any(did_work for _, did_work in pool4.run(fill_cache, str(tmp_path), scope))
+
+
+def nodes_by_two_environments() -> tuple[bool, bool]:
+    """Who is first on one node of four, then on two nodes of two, in one process group."""
+    with FirstRankPerNode() as on_one_node:
+        pass
+    play_two_nodes()
+    with FirstRankPerNode() as on_two_nodes:
+        pass
+    return on_one_node, on_two_nodes
+
+
+def test_environment_is_read_at_every_block(pool4: RankPool) -> None:
+    assert pool4.run(nodes_by_two_environments) == [(True, True), (False, False), (False, True), (False, False)]
+
+
+def decorated_and_nested() -> list[tuple[str, bool]]:
+    play_two_nodes()
+    seen: list[tuple[str, bool]] = []
+    first_rank = FirstRankPerNode(scope="global")
+
+    @FirstRankPerNode()
+    def prepare(name: str) -> str:
+        with first_rank as is_first, first_rank as still_first:
+            seen.append((name, is_first))
+            assert is_first == still_first
+        return name
+
+    assert [prepare("a"), prepare("b")] == ["a", "b"]
+    return seen
+
+
+def test_decorator_and_one_object_for_nested_blocks(pool4: RankPool) -> None:
+    for rank, seen in enumerate(pool4.run(decorated_and_nested)):
+        assert seen == [("a", rank == 0), ("b", rank == 0)]
+
+
+def firsts_in_subgroups() -> dict[str, Any]:
+    rank = play_two_nodes()
+    last_three, odd = dist.new_group([1, 2, 3]), dist.new_group([1, 3])
+    result: dict[str, Any] = {}
+    try:
+        with FirstRankPerNode(last_three) as first_on_node, FirstRankPerNode(last_three, scope="global") as first:
+            result["last three"] = first_on_node, first
+    except ValueError as error:
+        result["error"] = str(error)
+    with FirstRankPerNode():
+        if rank % 2 == 1:
+            with FirstRankPerNode(odd, scope="global") as first:
+                result["odd, inside"] = first
+    if rank != 0:
+        try:
+            with FirstRankPerNode(last_three), FirstRankPerNode():
+                pass
+        except (ValueError, RankFailedError) as error:
+            result["larger inside"] = str(error)
+        dist.destroy_process_group(last_three)
+        result["destroyed"] = outcome_of(last_three)
+    return result
+
+
+def test_subgroups(pool4: RankPool) -> None:
+    """The first rank of a node is the first of the group's ranks there; strangers are told that they are strangers."""
+    zero, *members = pool4.run(firsts_in_subgroups)
+    assert zero == {"error": "Rank 0 is not in the group that FirstRankPerNode was given; let only its members enter."}
+    assert [result["last three"] for result in members] == [(True, True), (True, False), (False, False)]
+    assert [result.get("odd, inside") for result in members] == [True, None, False]
+    for result in members:
+        assert "cannot wait for ranks [0]" in result["larger inside"]
+        assert "was destroyed" in result["destroyed"][1][1]
+
+
+# --- Failures ---------------------------------------------------------------------------------------------------------
+
+
+def fail_on(failing_rank: int, scope: Scope, error: BaseException) -> tuple[bool, tuple[str, str] | None]:
+    rank = play_two_nodes()
+    return outcome_of(scope=scope, fails=error if rank == failing_rank else None)
+
+
+@pytest.mark.parametrize(
+    ("failing_rank", "scope", "not_run"),
+    [(0, "node", [1]), (2, "node", [3]), (0, "global", [1, 2, 3]), (1, "node", []), (3, "global", [])],
+)
+def test_failure_reaches_every_rank(pool4: RankPool, failing_rank: int, scope: Scope, not_run: list[int]) -> None:
+    """With rank, host, type and message; who waits for the failing rank does not run the block."""
+    results = pool4.run(fail_on, failing_rank, scope, OSError("disk full"))
+    assert results.pop(failing_rank) == (True, ("OSError", "disk full"))
+    host = socket.gethostname()
+    message = f"rank {failing_rank} on {host} failed in FirstRankPerNode(scope={scope!r}): OSError: disk full"
+    assert [error for _, error in results] == [("RankFailedError", message)] * 3
+    others = [rank for rank in range(4) if rank != failing_rank]
+    assert not any(ran for rank, (ran, _) in zip(others, results, strict=True) if rank in not_run)
+    assert pool4.run(fail_on, -1, scope, OSError()) == [(True, None)] * 4
+
+
+@pytest.mark.parametrize(
+    ("error", "text"), [(KeyboardInterrupt(), "KeyboardInterrupt"), (SystemExit(3), "SystemExit: exit status 3")]
+)
+def test_leaving_the_program_is_a_failure(pool2: RankPool, error: BaseException, text: str) -> None:
+    own, (_, told) = pool2.run(fail_on, 0, "global", error)
+    assert own == (True, describe(error))
+    assert told is not None
+    assert told[1].endswith(f"FirstRankPerNode(scope='global'): {text}")
+
+
+def fail_everywhere_inside_and_catch() -> tuple[list[str], tuple[bool, tuple[str, str] | None]]:
+    """The inner block's failure is caught on every rank, so the outer one goes well; then all fail at once."""
+    rank = play_two_nodes()
+    errors = []
+    with FirstRankPerNode():
+        try:
+            with FirstRankPerNode(scope="global"):
+                raise ValueError(f"rank {rank}")
+        except (ValueError, RankFailedError) as error:
+            errors.append(str(error))
+    dist.barrier()
+    return errors, outcome_of(scope="node", fails=OSError(f"rank {rank}"))
+
+
+def test_caught_failures_stay_inside_and_everybody_keeps_its_own(pool4: RankPool) -> None:
+    results = pool4.run(fail_everywhere_inside_and_catch)
+    assert results[0] == (["rank 0"], (True, ("OSError", "rank 0")))
+    for errors, (ran, error) in results[1:]:
+        assert len(errors) == 1
+        assert errors[0].endswith("ValueError: rank 0")
+        assert error is not None
+        assert ran == (error[0] == "OSError")
+
+
+def skip_inner_block_on_first_rank() -> tuple[str, str] | None:
+    try:
+        with FirstRankPerNode(scope="global") as is_first:
+            if not is_first:
+                with FirstRankPerNode(scope="global"):
+                    pass
+    except Exception as error:
+        return describe(error)
+    return None
+
+
+def test_inner_block_that_the_first_rank_skipped(pool2: RankPool) -> None:
+    first, second = pool2.run(skip_inner_block_on_first_rank)
+    assert second is not None
+    assert first is not None
+    assert second[0] == "RuntimeError"
+    assert "Rank 0 has left a block around this FirstRankPerNode(scope='global') without entering it" in second[1]
+    assert first[0] == "RankFailedError"
+    assert second[1] in first[1]
+
+
+def enter_with_a_wrong_environment() -> tuple[bool, tuple[str, str] | None]:
+    if dist.get_rank() == 1:
+        os.environ["LOCAL_RANK"] = "first"
+    return outcome_of()
+
+
+def test_wrong_environment_of_one_rank_reaches_every_rank(pool4: RankPool) -> None:
+    results = pool4.run(enter_with_a_wrong_environment)
+    sentence = "The environment variable LOCAL_RANK must be an integer of at least 0, got 'first'; correct it."
+    assert results.pop(1) == (False, ("ValueError", sentence))
+    assert all(not ran and error[0] == "RankFailedError" and error[1].endswith(sentence) for ran, error in results)
+
+
+def follow_plans(seeds: range, folder: str) -> list[Record]:
+    join_over_files(folder)
+    rank = play_two_nodes()
+    return [follow(draw(seed), rank) for seed in seeds]
+
+
+@pytest.mark.parametrize("seeds", [range(100), range(100, 200)])
+def test_random_interleavings(pool4: RankPool, seeds: range, tmp_path: Path) -> None:
+    """200 plans of delays and exceptions around nested blocks: no deadlock, no lost error, no wrong order."""
+    by_rank = pool4.run(follow_plans, seeds, str(tmp_path), timeout_s=120)
+    plans = [draw(seed) for seed in seeds]
+    wrong = {}
+    for plan, *records in zip(plans, *by_rank, strict=True):
+        if found := contradictions(plan, records):
+            wrong[plan.name] = found
+    assert wrong == {}
+    assert 20 < sum(expected(plan)[1] for plan in plans) < 80
+    assert any(caught_something(plan) for plan in plans)
+
+
+def follow_into_a_block_without_first_rank() -> tuple[Plan, Record]:
+    """Rank 0 fails two blocks further out than the one where node 1 waits for it, and that is caught."""
+    delays_s = [0.0] * 4
+    innermost = Plan("t/g/p/b", "global", False, delays_s, set(), set(), [])
+    inner = Plan("t/g/p", "node", False, delays_s, set(), set(), [innermost])
+    failing = Plan("t/g", "node", True, delays_s, {0}, set(), [inner])
+    plan = Plan("t", "node", False, delays_s, set(), set(), [failing])
+    return plan, follow(plan, play_two_nodes())
+
+
+def test_first_rank_failed_further_out(pool4: RankPool) -> None:
+    """Who waits for it at an inner block raises its failure, instead of waiting for a rank that will not come."""
+    results = pool4.run(follow_into_a_block_without_first_rank, timeout_s=30)
+    records = [record for _, record in results]
+    assert contradictions(results[0][0], records) == []
+    assert [sorted(record.started_at)[-1] for record in records] == ["t/g", "t", "t/g/p", "t"]
+
+
+def caught_something(plan: Plan) -> bool:
+    """Whether somebody fails in a plan that succeeds."""
+    return not expected(plan)[1] and any(block.fails_early | block.fails_late for block in plan.blocks())
+
+
+def test_contradictions_are_found() -> None:
+    """The judge of the interleavings is no rubber stamp: lost and invented errors, wrong order, a block not run."""
+    good = Plan("p", "node", False, [0.0] * 4, set(), set(), [])
+    bad = Plan("p", "node", False, [0.0] * 4, set(), {0}, [])
+    firsts = [{"p"}, set(), {"p"}, set()]
+    ran = [Record({"p": rank % 2 * 2.0}, {"p": rank % 2 * 2.0 + 1.0}, first) for rank, first in enumerate(firsts)]
+    assert contradictions(good, ran) == []
+    assert len(contradictions(bad, ran)) == 4 + 1
+    ran[3].left_with = (0, "invented")
+    assert len(contradictions(good, ran)) == 2
+    ran[3] = Record({"p": 0.5}, {"p": 3.0})
+    assert contradictions(good, ran) == ["rank 3 ran p before rank 2 had ended it"]
+    ran[3] = Record()
+    assert contradictions(good, ran) == ["rank 3 ran [], and should ['p']"]
+
+
+# --- Silence ----------------------------------------------------------------------------------------------------------
+
+
+def work_longer_than_the_timeout(folder: str) -> tuple[bool, tuple[str, str] | None]:
+    """First the others wait for rank 0 at the entry, then rank 0 for rank 3 at the exit."""
+    join_over_files(folder)
+    try:
+        with FirstRankPerNode(scope="global", timeout=SILENCE):
+            if dist.get_rank() in (0, 3):
+                time.sleep(2 * SILENCE.total_seconds())
+    except RankFailedError as error:
+        return False, describe(error)
+    return True, None
+
+
+def test_timeout_does_not_bound_work(pool4: RankPool, tmp_path: Path) -> None:
+    assert pool4.run(work_longer_than_the_timeout, str(tmp_path)) == [(True, None)] * 4
+
+
+def stay_away_on_rank_2(folder: str) -> tuple[bool, tuple[str, str] | None] | None:
+    join_over_files(folder)
+    return None if dist.get_rank() == 2 else outcome_of(timeout=SILENCE)
+
+
+def test_rank_that_never_comes_is_named(pool4: RankPool, tmp_path: Path) -> None:
+    results = pool4.run(stay_away_on_rank_2, str(tmp_path))
+    assert results.pop(2) is None
+    for ran, error in results:
+        assert not ran
+        assert error is not None
+        assert error[0] == "RankFailedError"
+        assert "rank 2 on unknown host gives no sign of life, last seen in code before FirstRankPerNode" in error[1]
+        assert "(timeout 1 s) from ranks 2 (unknown host)" in error[1]
+    assert pool4.run(fail_on, -1, "node", OSError()) == [(True, None)] * 4
+
+
+def stop_rank_1_in_the_block(folder: str) -> tuple[tuple[str, str] | None, float]:
+    """Rank 1 stops itself; rank 0 lets it go on once it has left."""
+    join_over_files(folder)
+    rank = dist.get_rank()
+    process_ids: list[int] = [0, 0]
+    dist.all_gather_object(process_ids, os.getpid())
+    started_at = time.monotonic()
+    try:
+        with FirstRankPerNode(scope="global", timeout=SILENCE):
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+    except RankFailedError as error:
+        return describe(error), time.monotonic() - started_at
+    finally:
+        if rank == 0:
+            os.kill(process_ids[1], signal.SIGCONT)
+    return None, 0.0
+
+
+def test_stopped_rank_is_named_also_by_itself(pool2: RankPool, tmp_path: Path) -> None:
+    (error, waited_s), (own_error, _) = pool2.run(stop_rank_1_in_the_block, str(tmp_path))
+    assert error is not None
+    assert waited_s >= SILENCE.total_seconds()
+    assert error[1].startswith(f"rank 1 on {socket.gethostname()} gives no sign of life")
+    assert own_error == error
+
+
+# --- Nothing is left --------------------------------------------------------------------------------------------------
+
+
+def count_resources() -> tuple[int, int]:
+    return threading.active_count(), len(os.listdir("/dev/fd"))
+
+
+def resources_around_blocks() -> list[tuple[int, int]]:
+    rank = play_two_nodes()
+    outcome_of()
+    counts = [count_resources()]
+    with FirstRankPerNode(), FirstRankPerNode(scope="global"):
+        counts.append(count_resources())
+    counts.append(count_resources())
+    for failing_rank in range(4):
+        outcome_of(fails=OSError() if rank == failing_rank else None)
+    outcome_of(scope="node" if rank else "global", timeout=SILENCE)
+    counts.append(count_resources())
+    return counts
+
+
+def test_blocks_leave_no_thread_and_no_descriptor(pool4: RankPool) -> None:
+    """A block has one thread and one connection, however many blocks are inside it; both end with it."""
+    for before, inside, after_success, after_failures in pool4.run(resources_around_blocks):
+        assert inside == (before[0] + 1, before[1] + 1)
+        assert after_success == before
+        assert after_failures == before
+
+
+# --- A group for the block --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def ranks_without_a_group(*arguments: str, num_ranks: int = 2) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start the script on ranks that know of each other by the environment only."""
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+    environment = {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(num_ranks),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), *arguments],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_group_is_made_from_the_environment_and_destroyed() -> None:
+    """Three times in a row; rank 0, which hosts the store, leaves when the others have read the outcome."""
+    with ranks_without_a_group("repeat") as processes:
+        outputs = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    for rank, (output, _) in enumerate(outputs):
+        assert output.split() == [f"first={rank == 0}", "inside=True", "after=False"] * 3 + ["left_over=0"]
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_failure_reaches_the_others_before_the_store_is_gone(failing_rank: int) -> None:
+    """The failing rank ends at once after its block, and the group is destroyed on both."""
+    with ranks_without_a_group("fail", str(failing_rank)) as processes:
+        outputs = [process.communicate(timeout=60) for process in processes]
+    texts = [output.strip() for output, _ in outputs]
+    assert texts[failing_rank] == "OSError: disk full, initialised: False", outputs
+    host = socket.gethostname()
+    assert texts[1 - failing_rank] == (
+        f"RankFailedError: rank {failing_rank} on {host} failed in FirstRankPerNode(scope='node'): OSError: disk full, "
+        "initialised: False"
+    ), outputs
+
+
+@pytest.mark.parametrize(("fault", "text"), [("SIGSTOP", "has not answered for 6 s"), ("SIGKILL", "is lost (Dist")])
+def test_lost_store_is_an_error_that_says_so(fault: str, text: str) -> None:
+    """The host of the store stops or dies in its block."""
+    with ranks_without_a_group("lose", fault) as (host, other):
+        output, errors = other.communicate(timeout=60)
+        assert host.poll() in (None, -signal.SIGKILL)
+    message = f"rank 0 on {socket.gethostname()} gives no sign of life"
+    assert output.startswith(f"RankFailedError: {message}"), errors
+    assert f"the store of the default process group {text}" in output

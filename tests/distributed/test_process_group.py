@@ -1,0 +1,470 @@
+"""Joining and leaving in real processes: who comes, who does not, what everybody is told, and what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lightning_automodel.process_group import (
+    DistInfo,
+    destroy_global_state,
+    initialize_distributed,
+    join_process_group,
+)
+from tests.rank_pool import LOOPBACK, LOOPBACK_INTERFACE, _free_port
+
+TIMEOUT = timedelta(seconds=2)
+PATIENCE_S = 60.0
+
+
+# --- Processes, forked from a server that has imported all of this once -----------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a process did: its result or error text, and for how long."""
+
+    value: Any
+    error: str
+    seconds: float
+
+
+class Launched:
+    """A process that calls a function of this module with an environment of its own."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any, **environment: str) -> None:
+        self._pipe, theirs = _context().Pipe()
+        self.process = _context().Process(target=_child, args=(theirs, function, args, environment))
+        self.process.start()
+        theirs.close()
+
+    def outcome(self) -> Outcome:
+        """Wait for it to end."""
+        if not self._pipe.poll(PATIENCE_S):
+            self.process.kill()
+            return Outcome(None, "it hangs", PATIENCE_S)
+        outcome = self._pipe.recv()
+        self.process.join(PATIENCE_S)
+        assert self.process.exitcode == 0
+        return outcome
+
+
+def _context() -> Any:
+    import multiprocessing
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def _child(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str]) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        os.environ.pop(name, None)
+    os.environ.update(environment, GLOO_SOCKET_IFNAME=LOOPBACK_INTERFACE)
+    torch.set_num_threads(1)
+    started_at = time.monotonic()
+    try:
+        value, error = function(*args), ""
+    except Exception as exception:
+        value, error = None, str(exception) if type(exception) is RuntimeError else traceback.format_exc()
+    pipe.send(Outcome(value, error, time.monotonic() - started_at))
+
+
+@contextlib.contextmanager
+def _listener() -> Iterator[int]:
+    """A program that accepts connections and says nothing; its port."""
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def _host_store() -> dist.TCPStore:
+    """A store that lives in the pytest process, as the one of a launcher does."""
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=TIMEOUT
+    )
+
+
+def _place(port: int, rank: int, world_size: int) -> dict[str, str]:
+    return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world_size)}
+
+
+# --- What the processes do --------------------------------------------------------------------------------------------
+
+
+def _join_and_sum(delay_s: float = 0.0, backend: str = "gloo", **arguments: Any) -> tuple[DistInfo, float]:
+    """Join after a while, add up the ranks and leave."""
+    time.sleep(delay_s)
+    info = initialize_distributed(backend, TIMEOUT, **arguments)
+    total = torch.tensor(float(info.rank))
+    dist.all_reduce(total)
+    destroy_global_state()
+    assert not dist.is_initialized()
+    return info, total.item()
+
+
+def _join_by(arguments: dict[str, Any], delay_s: float = 0.0, backend: str = "gloo") -> tuple[DistInfo, float]:
+    return _join_and_sum(delay_s, backend, **arguments)
+
+
+def _join_by_store(port: int, rank: int, world_size: int) -> tuple[DistInfo, float]:
+    store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=TIMEOUT)
+    return _join_and_sum(store=store, rank=rank, world_size=world_size)
+
+
+def _join_as_lightning_does(rank: int, world_size: int) -> None:
+    environment = LightningEnvironment()
+    environment.set_global_rank(rank)
+    environment.set_world_size(world_size)
+    join_process_group(environment, "gloo", TIMEOUT, torch.device("cpu"))
+
+
+# --- Everybody comes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["environment", "tcp", "file", "store", "launcher"])
+def test_all_come(way: str, tmp_path: Path) -> None:
+    """By each way to meet, though one rank is late."""
+    store, port = _host_store(), _free_port()
+    ranks = []
+    for rank in range(3):
+        by_argument: dict[str, Any] = {"rank": rank, "world_size": 3}
+        delay_s = 0.5 * (rank == 1)
+        if way == "environment":
+            ranks.append(Launched(_join_by, {}, delay_s, **_place(port, rank, 3)))
+        elif way == "tcp":
+            ranks.append(Launched(_join_by, by_argument | {"init_method": f"tcp://{LOOPBACK}:{port}"}, delay_s))
+        elif way == "file":
+            ranks.append(Launched(_join_by, by_argument | {"init_method": f"file://{tmp_path}/meet"}, delay_s))
+        elif way == "store":
+            ranks.append(Launched(_join_by_store, store.port, rank, 3))
+        else:
+            agent = _place(store.port, rank, 3) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+            ranks.append(Launched(_join_by, {}, delay_s, **agent))
+    outcomes = [rank.outcome() for rank in ranks]
+    assert [outcome.error for outcome in outcomes] == ["", "", ""]
+    cpu = torch.device("cpu")
+    assert [o.value for o in outcomes] == [(DistInfo("gloo", rank, 3, cpu, rank == 0), 3.0) for rank in range(3)]
+
+
+# --- Somebody does not ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """Processes that fail to meet."""
+
+    launched: list[Launched]
+    parts: list[str]
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Outcome], list[str]]]:
+    """Outcomes by case, and what every message must say. All at the same time: these processes mostly wait."""
+    folder = tmp_path_factory.mktemp("meet")
+    host, agent = _host_store(), _host_store()
+    ports = {
+        name: _free_port() for name in ("env", "tcp", "host", "lightning", "twins", "sizes", "backends", "unknown")
+    }
+    tcp = f"tcp://{LOOPBACK}:{ports['tcp']}"
+    file = f"file://{folder}/file"
+    waited = "within 2 s"
+    with _listener() as busy:
+        cases = {
+            "environment": Case(
+                [Launched(_join_by, {}, **_place(ports["env"], rank, 4)) for rank in (0, 2)],
+                ["Ranks 1, 3 of 4 did not come to", f"{LOOPBACK}:{ports['env']} (env://)", "backend gloo", waited],
+            ),
+            "tcp": Case(
+                [Launched(_join_by, {"init_method": tcp, "rank": r, "world_size": 3}) for r in (0, 1)],
+                ["Rank 2 of 3 did not come to", tcp, "backend gloo", waited],
+            ),
+            "file": Case(
+                [Launched(_join_by, {"init_method": file, "rank": r, "world_size": 3}) for r in (1, 2)],
+                ["Rank 0 of 3 did not come to", file, waited],
+            ),
+            "store": Case(
+                [Launched(_join_by_store, host.port, 1, 3)],
+                ["Ranks 0, 2 of 3 did not come to the given TCPStore", f"on port {host.port}", waited],
+            ),
+            "launcher": Case(
+                [
+                    Launched(_join_by, {}, **_place(agent.port, rank, 3), TORCHELASTIC_USE_AGENT_STORE="True")
+                    for rank in (0, 2)
+                ],
+                ["Rank 1 of 3 did not come to", f"{LOOPBACK}:{agent.port} (env://)", waited],
+            ),
+            "no host": Case(
+                [Launched(_join_by, {}, **_place(ports["host"], 1, 2))],
+                ["Rank 0 of 2 did not come", "rank 1 could not use", f"{LOOPBACK}:{ports['host']}", waited],
+            ),
+            "lightning": Case(
+                [
+                    Launched(_join_as_lightning_does, 0, 2, MASTER_ADDR=LOOPBACK, MASTER_PORT=str(ports["lightning"])),
+                ],
+                ["Rank 1 of 2 did not come to", f"tcp://{LOOPBACK}:{ports['lightning']}", waited],
+            ),
+            "port in use": Case(
+                [Launched(_join_by, {}, **_place(busy, 0, 2))],
+                ["Rank 0 of 2 cannot host the store", f"port {busy} is in use", "MASTER_PORT"],
+            ),
+            "no store": Case(
+                [Launched(_join_by, {}, **_place(busy, 1, 2))],
+                ["Rank 0 of 2 did not come", f"{LOOPBACK}:{busy}", "does not answer as a store", waited],
+            ),
+            "twins": Case(
+                [Launched(_join_by, {}, **_place(ports["twins"], rank, 3)) for rank in (0, 1, 1)],
+                ["Two processes came to", "as rank 1 of 3", f"{socket.gethostname()} pid ", "RANK of its own"],
+            ),
+            "sizes": Case(
+                [Launched(_join_by, {}, **_place(ports["sizes"], rank, 3 + rank)) for rank in (0, 1)],
+                ["Rank ", "came with world size 3", "world size 4", "give every rank the same WORLD_SIZE"],
+            ),
+            "backends": Case(
+                [
+                    Launched(_join_by, {}, 0.0, name, **_place(ports["backends"], rank, 3))
+                    for rank, name in enumerate(["gloo", "cpu:gloo"])
+                ],
+                ["backend gloo", "backend cpu:gloo", "give every rank the same"],
+            ),
+        }
+        return {name: ([launched.outcome() for launched in case.launched], case.parts) for name, case in cases.items()}
+
+
+CASES = [
+    *("environment", "tcp", "file", "store", "launcher", "no host", "lightning"),
+    *("port in use", "no store", "twins", "sizes", "backends"),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_that_is_there_is_told_the_culprit(failures: dict[str, Any], case: str) -> None:
+    outcomes, parts = failures[case]
+    for outcome in outcomes:
+        assert [part for part in parts if part not in outcome.error] == [], outcome.error
+        assert "Traceback" not in outcome.error
+        assert outcome.error.count("\n") == 0
+    assert len({outcome.error for outcome in outcomes}) == 1
+
+
+def test_all_cases_run(failures: dict[str, Any]) -> None:
+    assert sorted(failures) == sorted(CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nobody_waits_much_longer_than_the_timeout(failures: dict[str, Any], case: str) -> None:
+    assert max(outcome.seconds for outcome in failures[case][0]) < 15.0
+
+
+# --- Again and again --------------------------------------------------------------------------------------------------
+
+
+def _fail_then_join() -> tuple[str, float]:
+    """Rank 0 comes alone first; then both come."""
+    error = ""
+    if os.environ["RANK"] == "0":
+        try:
+            initialize_distributed("gloo", timedelta(seconds=0.3))
+        except RuntimeError as exception:
+            error = str(exception)
+    return error, _join_and_sum(delay_s=0.8 * int(os.environ["RANK"]))[1]
+
+
+def test_a_store_serves_another_try_after_a_failed_one() -> None:
+    store = _host_store()
+    ranks = [
+        Launched(_fail_then_join, **_place(store.port, rank, 2), TORCHELASTIC_USE_AGENT_STORE="True") for rank in (0, 1)
+    ]
+    outcomes = [rank.outcome() for rank in ranks]
+    assert [outcome.error for outcome in outcomes] == ["", ""]
+    assert "Rank 1 of 2 did not come" in outcomes[0].value[0]
+    assert [outcome.value[1] for outcome in outcomes] == [1.0, 1.0]
+
+
+def _claim_and_die() -> None:
+    with contextlib.suppress(RuntimeError):
+        initialize_distributed("gloo", timedelta(seconds=PATIENCE_S))
+
+
+def test_a_restarted_rank_is_no_twin_of_its_dead_self() -> None:
+    """A launcher's store outlives a rank that was killed while it waited for the others."""
+    store = _host_store()
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    killed = Launched(_claim_and_die, **_place(store.port, 0, 2), **agent)
+    store.wait(["lightning_automodel/joining/0/terms"], timedelta(seconds=PATIENCE_S))
+    os.kill(killed.process.pid, signal.SIGKILL)
+    killed.process.join()
+    outcomes = [
+        launched.outcome()
+        for launched in [Launched(_join_by, {}, **_place(store.port, rank, 2), **agent) for rank in (0, 1)]
+    ]
+    assert [(outcome.error, outcome.value and outcome.value[1]) for outcome in outcomes] == [("", 1.0)] * 2
+
+
+def test_a_stopped_host_is_told_from_one_that_is_late() -> None:
+    """The system accepts connections in its place, and nobody answers on them."""
+    port = _free_port()
+    host = Launched(_claim_and_die, **_place(port, 0, 2))
+    _await_listener(port)
+    os.kill(host.process.pid, signal.SIGSTOP)
+    outcome = Launched(_join_by, {}, **_place(port, 1, 2)).outcome()
+    os.kill(host.process.pid, signal.SIGKILL)
+    host.process.join()
+    assert "Rank 0 of 2 did not come: rank 1 could not use the store" in outcome.error
+    assert "does not answer as a store" in outcome.error
+
+
+def _await_listener(port: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port)):
+            return
+        time.sleep(0.01)
+
+
+def _cycle(cycles: int) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+    """Threads and descriptors after each of many groups with subgroups and a sharded model, and while in one."""
+    counts = []
+    for _ in range(cycles):
+        initialize_distributed("gloo", TIMEOUT)
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "other"))
+        layer = torch.nn.Linear(4, 4)
+        fully_shard(layer, mesh=mesh["shard"])
+        layer(torch.ones(2, 4)).sum().backward()
+        within = _leftovers()
+        del mesh, layer
+        destroy_global_state()
+        counts.append(_leftovers())
+    return counts, within
+
+
+def _leftovers() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads and descriptors in /proc")
+@pytest.mark.parametrize(("host", "cycles"), [("rank 0", 20), ("launcher", 5)])
+def test_nothing_is_left_after_many_groups(host: str, cycles: int) -> None:
+    store = _host_store()
+    port = _free_port() if host == "rank 0" else store.port
+    agent = {} if host == "rank 0" else {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ranks = [Launched(_cycle, cycles, **_place(port, rank, 2), **agent) for rank in (0, 1)]
+    for outcome in [rank.outcome() for rank in ranks]:
+        assert outcome.error == ""
+        counts, within = outcome.value
+        assert set(counts[1:]) == {counts[0]}
+        assert counts[0][1] == 1
+        assert all(more > less for more, less in zip(within, counts[0], strict=True))
+
+
+# --- Leaving ----------------------------------------------------------------------------------------------------------
+
+
+def _read_late(linger_s: float) -> str:
+    """Rank 0 leaves at once, rank 1 reads from the store that lives in rank 0 a second later."""
+    info = initialize_distributed("gloo", TIMEOUT)
+    if info.is_main:
+        destroy_global_state(linger_s)
+        return ""
+    time.sleep(1.0)
+    store = dist.distributed_c10d._get_default_store()
+    store.set("last", "words")
+    value = store.get("last").decode()
+    destroy_global_state()
+    return value
+
+
+@pytest.mark.parametrize(("linger_s", "lives"), [(5.0, True), (0.0, False)])
+def test_the_store_stays_until_the_last_rank_has_left(linger_s: float, lives: bool) -> None:
+    port = _free_port()
+    outcomes = [
+        launched.outcome() for launched in [Launched(_read_late, linger_s, **_place(port, rank, 2)) for rank in (0, 1)]
+    ]
+    assert outcomes[0].error == ""
+    assert (outcomes[1].value == "words", outcomes[1].error == "") == (lives, lives)
+
+
+def _leave_alone() -> float:
+    info = initialize_distributed("gloo", TIMEOUT)
+    if not info.is_main:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started_at = time.monotonic()
+    destroy_global_state(linger_s=1.0)
+    return time.monotonic() - started_at
+
+
+def test_a_dead_rank_is_not_waited_for_beyond_the_bound() -> None:
+    port = _free_port()
+    launched = [Launched(_leave_alone, **_place(port, rank, 2)) for rank in (0, 1)]
+    outcome = launched[0].outcome()
+    launched[1].process.join()
+    assert outcome.error == ""
+    assert outcome.value < 10.0
+
+
+def _join_without_leaving(how: str) -> None:
+    store = dist.TCPStore(LOOPBACK, int(os.environ["STORE_PORT"]), is_master=False, timeout=TIMEOUT)
+    initialize_distributed("gloo", TIMEOUT, store=store)
+    if how == "raise":
+        raise KeyError(how)
+    if how == "exit":
+        sys.exit(3)
+
+
+@pytest.mark.parametrize(("how", "exit_code"), [("return", 0), ("raise", 1), ("exit", 3)])
+def test_a_multiprocessing_child_leaves_when_it_ends(how: str, exit_code: int) -> None:
+    """There, functions registered with atexit are not called."""
+    store = _host_store()
+    children = [
+        _context().Process(target=_bare_child, args=(how, {"STORE_PORT": str(store.port), **_place(0, rank, 2)}))
+        for rank in (0, 1)
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(PATIENCE_S)
+    assert [child.exitcode for child in children] == [exit_code, exit_code]
+    assert store.check([f"lightning_automodel/joining/0/left/{rank}" for rank in (0, 1)])
+
+
+def _bare_child(how: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment, GLOO_SOCKET_IFNAME=LOOPBACK_INTERFACE)
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    _join_without_leaving(how)
+
+
+SCRIPT = """
+import atexit
+atexit.register(lambda: print("in a group at exit:", dist.is_initialized()))
+import torch.distributed as dist
+from lightning_automodel.process_group import initialize_distributed
+initialize_distributed("gloo")
+print("in a group:", dist.is_initialized())
+raise KeyError("mine")
+"""
+
+
+def test_a_program_leaves_at_exit_also_after_an_exception() -> None:
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    assert ended.stdout.splitlines() == ["in a group: True", "in a group at exit: False"]
+    assert (ended.returncode, "KeyError: 'mine'" in ended.stderr) == (1, True)

@@ -1,0 +1,141 @@
+"""Two nodes on one machine: network namespaces that are joined by a pair of virtual Ethernet devices.
+
+Ranks on them talk over TCP between two addresses, as on two machines; they share the file system and the host name.
+`connect_two_nodes` makes them and always takes them down again. It needs Linux, `ip` of iproute2 and the permission to
+make namespaces, and skips the test where one is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+ADDRESSES = ("10.231.77.1", "10.231.77.2")  # in namespaces of their own, so they meet no other network
+
+
+@dataclass(frozen=True)
+class NodeResult:
+    """How a node's launcher ended.
+
+    Attributes:
+        status: Its exit status.
+        output: What it and its ranks printed on both streams.
+    """
+
+    status: int
+    output: str
+
+
+@dataclass(frozen=True)
+class TwoNodes:
+    """The two nodes; their first is the one that hosts the rendezvous.
+
+    Attributes:
+        namespaces: Name of each node's network namespace.
+        devices: Name of each node's network device.
+    """
+
+    namespaces: tuple[str, str]
+    devices: tuple[str, str]
+
+    def torchrun(
+        self, script: Path, *arguments: str, ranks_per_node: int = 2, timeout_s: float = 120.0
+    ) -> list[NodeResult]:
+        """Run `script` on both nodes by `torchrun --nnodes 2`; ranks 0, 1, ... are on the first node.
+
+        Args:
+            script: Python file that each rank runs, with the repository on its import path.
+            arguments: For the script.
+            ranks_per_node: Ranks on each node.
+            timeout_s: When to kill what still runs.
+
+        Raises:
+            TimeoutError: If a node has not ended by then; it carries what was printed.
+        """
+        port = self._free_port()
+        launchers = [
+            self._launch(node, port, ranks_per_node, [str(script), *arguments]) for node in range(len(self.namespaces))
+        ]
+        try:
+            outputs = [launcher.communicate(timeout=timeout_s)[0] for launcher in launchers]
+        except subprocess.TimeoutExpired:
+            _kill(launchers)
+            printed = "\n".join(launcher.communicate()[0] for launcher in launchers)
+            raise TimeoutError(f"{script.name} still runs after {timeout_s:g} s\n{printed}") from None
+        finally:
+            _kill(launchers)
+        return [NodeResult(launcher.returncode, output) for launcher, output in zip(launchers, outputs, strict=True)]
+
+    def _launch(self, node: int, port: int, ranks_per_node: int, command: Sequence[str]) -> subprocess.Popen[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)]
+        torchrun += ["--nproc-per-node", str(ranks_per_node), "--master-addr", ADDRESSES[0], "--master-port", str(port)]
+        environment = {
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": self.devices[node],
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(REPOSITORY),
+        }
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.namespaces[node], *torchrun, *command],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def _free_port(self) -> int:
+        program = f"import socket; print(socket.create_server(({ADDRESSES[0]!r}, 0)).getsockname()[1])"
+        return int(_ip("netns", "exec", self.namespaces[0], sys.executable, "-c", program))
+
+
+@contextlib.contextmanager
+def connect_two_nodes() -> Iterator[TwoNodes]:
+    """Make two nodes for a `with` block; skips the running test, with the reason, where that is impossible."""
+    if shutil.which("ip") is None:
+        pytest.skip("two nodes need `ip`: install iproute2")
+    token = uuid.uuid4().hex[:8]
+    nodes = TwoNodes((f"automodel-{token}-0", f"automodel-{token}-1"), (f"am{token}a", f"am{token}b"))
+    try:
+        try:
+            _set_up(nodes)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"two nodes need the permission to make network namespaces: {error.stderr.strip()}")
+        yield nodes
+    finally:
+        for namespace in nodes.namespaces:
+            # With a namespace goes its device, and with that the device at the other end.
+            subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
+
+
+def _set_up(nodes: TwoNodes) -> None:
+    for namespace in nodes.namespaces:
+        _ip("netns", "add", namespace)
+    first, second = zip(nodes.devices, nodes.namespaces, strict=True)
+    _ip("link", "add", first[0], "netns", first[1], "type", "veth", "peer", "name", second[0], "netns", second[1])
+    for device, namespace, address in zip(nodes.devices, nodes.namespaces, ADDRESSES, strict=True):
+        _ip("-netns", namespace, "address", "add", f"{address}/24", "dev", device)
+        _ip("-netns", namespace, "link", "set", device, "up")
+        _ip("-netns", namespace, "link", "set", "lo", "up")
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], capture_output=True, check=True, text=True).stdout
+
+
+def _kill(launchers: Sequence[subprocess.Popen[str]]) -> None:
+    """End the launchers and their ranks, which are in the launchers' sessions."""
+    for launcher in launchers:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
