@@ -57,7 +57,7 @@ class FlightRecorder(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         recorded = pickle.loads(_dump_fr_trace())
-        recorded["pg_config"] = self.groups  # gloo records its groups without names and ranks; `torchfrtrace` needs both
+        recorded["pg_config"] = self.groups  # gloo's are recorded without names and ranks: `torchfrtrace` needs both
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / f"rank_{trainer.global_rank}").write_bytes(pickle.dumps(recorded))
 

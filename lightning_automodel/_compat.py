@@ -13,6 +13,7 @@ from lightning.fabric.strategies.model_parallel import _load_checkpoint as load_
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend_for_device,
 )
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.fabric.utilities.load import _METADATA_FILENAME as CHECKPOINT_METADATA_FILENAME
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
@@ -81,6 +82,7 @@ __all__ = [
     "process_groups",
     "reset_seed",
     "set_group_timeout",
+    "set_num_threads_if_needed",
     "sharded_versions",
     "take_over_forward_hooks",
     "take_over_sigterm",

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 MAX_MESSAGE_CHARACTERS = 4000
+LAUNCHER = -1
 NO_SIGN_OF_LIFE = "no sign of life"
 COMMUNICATION = ("gloo", "NCCL", "monitoredBarrier")
 
@@ -16,7 +17,7 @@ class RankFailure:
     """What went wrong on one rank, as every other rank reports it.
 
     Attributes:
-        rank: Rank in the default group.
+        rank: Rank in the default group; ``LAUNCHER`` for what started the processes.
         host: Name of its machine.
         where: The hook or block that it was in.
         error: Type of the exception, or ``NO_SIGN_OF_LIFE``.
@@ -48,6 +49,8 @@ class RankFailure:
 
     def __str__(self) -> str:
         ending = f": {self.message}" if self.message else ""
+        if self.rank == LAUNCHER:
+            return f"the launcher, {self.message}"
         if self.error == NO_SIGN_OF_LIFE:
             return f"rank {self.rank} on {self.host} gives no sign of life, last seen in {self.where}{ending}"
         return f"rank {self.rank} on {self.host} failed in {self.where}: {self.error}{ending}"

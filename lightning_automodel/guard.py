@@ -65,6 +65,13 @@ class RunGuard:
         self._take_sigterm()
         self._watchdog.start()
 
+    def report_end(self, rank: int, how: str) -> bool:
+        """Post that the process of ``rank`` ended, unless it has posted why; False before the ranks have joined."""
+        if self._watchdog is None:
+            return False
+        self._watchdog.report_end(rank, how)
+        return True
+
     def begin_step(self) -> bool:
         """Count a step that every rank takes.
 

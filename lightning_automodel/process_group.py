@@ -238,16 +238,18 @@ def join_process_group(
     backend: str,
     timeout: timedelta,
     device: torch.device,
-    device_id: bool = True,
+    init_method: str | None = None,
 ) -> None:
     """Join the default process group, or use the one that exists. A collective over the whole world.
+
+    A device that is not the CPU is bound to the group eagerly.
 
     Args:
         cluster_environment: Tells rank, world size, address and port.
         backend: Backend or mixed backends, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
         timeout: How long a collective, and the joining itself, may wait.
         device: Device of this rank.
-        device_id: Whether to bind the group to ``device`` now, where that is not the CPU.
+        init_method: Where to meet, as for :func:`initialize_distributed`. None: where ``cluster_environment`` says.
 
     Raises:
         ValueError, RuntimeError: As :func:`initialize_distributed`.
@@ -260,7 +262,7 @@ def join_process_group(
     address, port = cluster_environment.main_address, cluster_environment.main_port
     url = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
     rank, world_size = cluster_environment.global_rank(), cluster_environment.world_size()
-    _join(rendezvous.locate(url, None, rank, world_size), backend, timeout, device if device_id else None)
+    _join(rendezvous.locate(init_method or url, None, rank, world_size), backend, timeout, device)
 
 
 def _use_existing(backend: str, device: torch.device) -> DistInfo:

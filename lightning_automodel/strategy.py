@@ -269,7 +269,7 @@ class AutomodelStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         timeout = process_group.parse_timeout(self._options.timeout)
         process_group.join_process_group(
-            self.cluster_environment, self.process_group_backend, timeout, self.root_device
+            self.cluster_environment, self.process_group_backend, timeout, self.root_device, self._options.init_method
         )
         self._guard.watch(timeout, self._where)
         collectives.host_group(timeout)

@@ -1,5 +1,6 @@
 """Threads beside the training that tell when another rank failed, and make this one leave."""
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -14,8 +15,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_automodel import _compat, connections
-from lightning_automodel.failures import NO_SIGN_OF_LIFE, RankFailedError, RankFailure, is_communication_error
+from lightning_automodel import _compat, connections, rendezvous
+from lightning_automodel.failures import LAUNCHER, NO_SIGN_OF_LIFE, RankFailedError, RankFailure, is_communication_error
 from lightning_automodel.stopping import DECISION, NONE, REQUEST, StopAgreement
 
 POLL_S = 0.25
@@ -124,6 +125,19 @@ class Watchdog:
         """Another rank's failure, once this rank knows of it."""
         return self._failure
 
+    def report_end(self, rank: int, how: str) -> None:
+        """Post that the process of ``rank`` ended badly, unless it has posted why or was done.
+
+        Args:
+            rank: A rank whose process this one can see.
+            how: What is known, such as ``"ended with exit status 3"``.
+        """
+        with contextlib.suppress(dist.DistError):
+            self._see(rank, self._store.get(f"sign/{rank}"))
+            if not self._signs[rank].finished:
+                sign = self._signs[rank]
+                self._post(RankFailure(rank, sign.host, sign.where, NO_SIGN_OF_LIFE, f"its process {how}"))
+
     # --- Leaving because of an exception ------------------------------------------------------------------------------
 
     def explain(self, exception: BaseException, where: str) -> RankFailure | None:
@@ -191,7 +205,7 @@ class Watchdog:
             self._store.compare_set(key, "", NONE.decode())
 
     def _poll_until_closed(self) -> None:
-        """The first thread: exchange signs of life. It alone may block, as it does where the host of the store is stopped."""
+        """The first thread: exchange signs of life. It blocks if the host of the store is stopped."""
         try:
             while (failure := self._poll()) is None and not self._closed.wait(self._interval_s):
                 self._last_answer = time.monotonic()
@@ -256,6 +270,9 @@ class Watchdog:
         return 0 in self._signs and self._signs[0].finished
 
     def _lost_store(self) -> RankFailure:
+        if rendezvous.launcher_hosts_store():
+            message = "which holds the store of the process group, ended or does not answer"
+            return RankFailure(LAUNCHER, self._host, "", NO_SIGN_OF_LIFE, message)
         sign = self._signs.get(0, Sign(NONE, 0.0))
         message = "its process, which holds the store of the process group, ended or does not answer"
         return RankFailure(0, sign.host, sign.where, NO_SIGN_OF_LIFE, message)

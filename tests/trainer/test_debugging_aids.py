@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.flight_recorder import fr_trace
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "hang.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "hang.py"
 MISTAKE = 1 + next(i for i, line in enumerate(SCRIPT.read_text().splitlines()) if "self.all_gather(" in line)
 WORLD_SIZE = 2
 PATIENCE_S = 60.0
@@ -153,3 +154,9 @@ def test_the_debug_server_shows_where_every_rank_stands(served: Path) -> None:
     assert f'hang.py", line {MISTAKE} in training_step' in stacks[1]
     assert "hang.py" in stacks[2]
     assert "in training_step" not in stacks[2]
+
+
+def test_the_document_names_the_line_of_the_mistake() -> None:
+    document = (ROOT / "docs" / "debugging.md").read_text()
+    assert set(re.findall(r'hang\.py(?:", line |:)(\d+)', document)) == {str(MISTAKE)}
+    assert f"Line {MISTAKE} stands below" in document

@@ -1,0 +1,97 @@
+"""`python script.py`: a rank that ends badly in a process of its own is named, and nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lightning_automodel.launchers import ended_with
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import os, signal, sys
+if sys.argv[1] == "import" and os.environ.get("LOCAL_RANK") == "1":
+    raise ImportError("no such module")
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+from lightning_automodel import AutomodelStrategy
+from tests.trainer.faults import Model, Ragged
+
+class Broken(Model):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3 and self.global_rank == 1 and sys.argv[1] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if batch_idx == 3 and self.global_rank == 1 and sys.argv[1] == "raise":
+            raise ValueError("no labels here")
+        return super().training_step(batch, batch_idx)
+
+options = {"init_method": sys.argv[2]} if len(sys.argv) > 2 else {}
+trainer = pl.Trainer(
+    accelerator="cpu", devices=2, strategy=AutomodelStrategy(timeout=1, **options), max_steps=20, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(Broken(), DataLoader(Ragged(lambda: None), 2))
+print("trained", trainer.global_step)
+"""
+CASES = {
+    "nothing": (0, "trained 20"),
+    "raise": (1, "failed in training_step: ValueError: no labels here"),
+    "kill": (1, "its process was ended by SIGKILL"),
+    "import": (-signal.SIGTERM, "rank 1 ended with exit status 1 before it had joined the others."),
+}
+
+
+def _run(folder: Path, what: str, *arguments: str) -> tuple[int, str]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT", "NODE_RANK"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, str(script), what, *arguments],
+        env=environment,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
+    """Every case, two at a time."""
+    with ThreadPoolExecutor(max_workers=2) as executor:
+        yield {what: executor.submit(_run, tmp_path_factory.mktemp("script"), what) for what in CASES}
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_script_with_two_ranks(runs: dict[str, Future], what: str) -> None:
+    """The launching rank leaves with the cause, also where the other never came."""
+    status, message = CASES[what]
+    found, output = runs[what].result()
+    assert found == status, output
+    assert message in output
+
+
+def test_ranks_meet_at_a_file(tmp_path: Path) -> None:
+    """`init_method` reaches the process group."""
+    status, output = _run(tmp_path, "nothing", f"file://{tmp_path / 'meeting'}")
+    assert status == 0, output
+    assert "trained 20" in output
+    assert (tmp_path / "meeting").exists()
+
+
+@pytest.mark.parametrize(("status", "text"), [(3, "ended with exit status 3"), (-9, "was ended by SIGKILL")])
+def test_exit_statuses(status: int, text: str) -> None:
+    """As a person would say them."""
+    assert ended_with(status) == text
