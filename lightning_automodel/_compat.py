@@ -3,6 +3,7 @@
 Written against torch 2.13 and Lightning 2.6.6. An upstream rename breaks this file and no other.
 """
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -339,7 +340,9 @@ def take_over_sigterm(trainer: Trainer) -> None:
 
 
 def give_back_sigterm(trainer: Trainer) -> None:
-    """Undo :func:`take_over_sigterm`."""
+    """Undo :func:`take_over_sigterm`; the handler that Lightning found is for its owner to give back."""
+    if "_sigterm_notifier_fn" in trainer._signal_connector.__dict__:
+        trainer._signal_connector._original_handlers.pop(signal.SIGTERM, None)
     trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
     trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
 

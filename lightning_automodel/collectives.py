@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_automodel import connections
+from lightning_automodel import connections, process_group
 from lightning_automodel.process_group import get_rank_safe, get_world_size_safe
 
 log = logging.getLogger(__name__)
 
 _host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+process_group.at_leaving(_host_groups.clear)
 
 
 def barrier_and_log(message: str) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 MAX_MESSAGE_CHARACTERS = 4000
 LAUNCHER = -1
 NO_SIGN_OF_LIFE = "no sign of life"
-COMMUNICATION = ("gloo", "NCCL", "monitoredBarrier")
+COMMUNICATION = ("gloo", "NCCL", "XCCL", "monitoredBarrier")
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,7 @@ def is_communication_error(exception: BaseException) -> bool:
         seen.add(id(current))
         if isinstance(current, dist.DistError):
             return True
-        if isinstance(current, RuntimeError) and any(
-            name in str(current) for name in ("gloo", "NCCL", "monitoredBarrier")
-        ):
+        if isinstance(current, RuntimeError) and any(name in str(current) for name in COMMUNICATION):
             return True
         current = current.__cause__ or current.__context__
     return False

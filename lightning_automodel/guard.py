@@ -1,11 +1,12 @@
 """The Trainer's function runs inside of this, so that all ranks leave together."""
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_automodel import _compat, process_group
 from lightning_automodel.failures import RankFailedError
@@ -24,12 +25,16 @@ class RunGuard:
     is raised in its place. SIGTERM on any rank ends the run of all ranks after the same step.
     """
 
+    _current: ClassVar[Watchdog | None] = None
+    _has_joined: ClassVar[bool] = False
+
     def __init__(self) -> None:
         self._watchdog: Watchdog | None = None
         self._where: Callable[[], str] = lambda: "set-up"
         self._silence_s = 0.0
         self._previous_handler: Any = None
-        self._handles_sigterm = False
+        self._handler_process: int | None = None
+        self._is_running = False
         self._has_failed = False
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -38,17 +43,22 @@ class RunGuard:
         Raises:
             RankFailedError: If another rank failed; from the exception that this led to here.
         """
-        self._has_failed = False
+        self._is_running, self._has_failed = True, False
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            self._raise_what_came_late()
         except _compat.TunerExitException:
+            self._end()
             raise
         except BaseException as exception:
             self._has_failed = True
             self._raise_cause(exception)
             raise
+        else:
+            self._end()
+            return result
         finally:
-            self._give_back_sigterm()
+            self._is_running = False
 
     def watch(self, silence: timedelta, where: Callable[[], str]) -> None:
         """Start to watch the other ranks; nothing in a world of one. Every rank must call it, after joining.
@@ -57,23 +67,20 @@ class RunGuard:
             silence: How long another rank may give no sign of life.
             where: Tells the hook that this rank is in; called by another thread.
         """
-        self.close()
+        self._end()
         if process_group.get_world_size_safe() == 1:
             return
         self._where, self._silence_s = where, silence.total_seconds()
-        self._watchdog = Watchdog(silence, where)
-        self._take_sigterm()
+        takes_sigterm = self._take_sigterm()
+        self._watchdog = Watchdog(silence, where, _interrupt_main_thread if takes_sigterm else None)
+        RunGuard._current, RunGuard._has_joined = self._watchdog, True
         self._watchdog.start()
 
-    def report_end(self, rank: int, how: str) -> bool:
-        """Post that the process of ``rank`` ended, unless it has posted why; False before the ranks have joined."""
-        if self._watchdog is None:
-            return False
-        self._watchdog.report_end(rank, how)
-        return True
+    def begin_step(self, step: int) -> bool:
+        """Begin a step that every rank takes.
 
-    def begin_step(self) -> bool:
-        """Count a step that every rank takes.
+        Args:
+            step: Its number, the same on all ranks, from 1.
 
         Returns:
             Whether all ranks stop after this step, since one of them received SIGTERM.
@@ -83,20 +90,48 @@ class RunGuard:
         """
         if self._watchdog is None:
             return False
-        is_last = self._watchdog.stop.begin_step(self._silence_s)
+        is_last = self._watchdog.stop.begin_step(step, self._silence_s)
         if self._watchdog.failure is not None:
             raise RankFailedError(self._watchdog.failure)
         if is_last:
             log.warning("Rank %s received SIGTERM: all ranks stop after this step.", self._watchdog.stop.asked_by)
         return is_last
 
+    @classmethod
+    def report_end(cls, rank: int, how: str) -> bool:
+        """Post that the process of ``rank`` ended, unless it has posted why; False before this process has joined."""
+        watchdog = cls._current
+        if watchdog is not None:
+            watchdog.report_end(rank, how)
+        return cls._has_joined
+
     def close(self) -> None:
-        """End the thread; after a failure, leave the process group as well if this package made it."""
+        """After a failure, end the watch and leave what this package made of process groups.
+
+        Where nothing failed, :meth:`run` ends the watch itself, after the last hook.
+        """
+        if self._is_running and not self._has_failed:
+            return
+        self._end()
+        if self._has_failed and process_group.get_world_size_safe() > 1:
+            process_group.call_leaving_hooks()
+            process_group.destroy_global_state(linger_s=LINGER_AFTER_FAILURE_S)
+
+    def _end(self) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
-            self._watchdog = None
-        if self._has_failed:
-            process_group.destroy_global_state(linger_s=LINGER_AFTER_FAILURE_S)
+            RunGuard._current = self._watchdog = None
+        self._give_back_sigterm()
+
+    def _raise_what_came_late(self) -> None:
+        """Wait for the other ranks: no step shows what happens to them, or to this one, in the last hooks."""
+        if self._watchdog is None:
+            return
+        self._watchdog.wait_for_all()
+        if self._watchdog.failure is not None:
+            raise RankFailedError(self._watchdog.failure)
+        if self._watchdog.stop.is_asked_here:
+            raise _compat.SIGTERMException(SIGTERM_STATUS)
 
     def _raise_cause(self, exception: BaseException) -> None:
         watchdog = self._watchdog
@@ -105,25 +140,36 @@ class RunGuard:
         if isinstance(exception, _compat.SIGTERMException):
             exception.code = exception.code or SIGTERM_STATUS
             if watchdog.stop.is_decided:
+                watchdog.acknowledge()
                 return
         failure = watchdog.explain(exception, _compat.failing_hook(exception) or self._where())
         if failure is not None:
+            log.error("This rank leaves, since %s.", failure)
             raise RankFailedError(failure) from exception
 
     # --- SIGTERM ------------------------------------------------------------------------------------------------------
 
-    def _take_sigterm(self) -> None:
-        if threading.current_thread() is threading.main_thread() and not self._handles_sigterm:
-            self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-            self._handles_sigterm = True
+    def _take_sigterm(self) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._handler_process = os.getpid()
+        return True
 
     def _give_back_sigterm(self) -> None:
-        if self._handles_sigterm:
+        if self._handler_process is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
-            self._handles_sigterm = False
+            self._handler_process = None
 
     def _on_sigterm(self, signum: int, frame: Any) -> None:
         """Leave at once before the first step, and with all ranks after the same step later on."""
+        if os.getpid() != self._handler_process:
+            # A child that was forked from this process has nothing to do with its run.
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+            return
+        if self._has_failed:
+            return
         watchdog = self._watchdog
         if watchdog is not None and watchdog.failure is not None:
             raise RankFailedError(watchdog.failure)
@@ -132,3 +178,9 @@ class RunGuard:
         if watchdog is None or not watchdog.stop.steps_have_begun:
             raise _compat.SIGTERMException(SIGTERM_STATUS)
         watchdog.stop.ask()
+
+
+def _interrupt_main_thread() -> None:
+    """Let the main thread run its handler of SIGTERM, also while it sleeps in a system call."""
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

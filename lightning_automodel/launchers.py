@@ -86,7 +86,8 @@ class InPlaceLauncher(_compat.Launcher):
 def ended_with(status: int) -> str:
     """What an exit status of a process says; negative is the number of a signal."""
     if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
+        known = -status in {*signal.Signals}
+        return f"was ended by {signal.Signals(-status).name if known else f'signal {-status}'}"
     return f"ended with exit status {status}"
 
 

@@ -334,6 +334,12 @@ def at_leaving(hook: Callable[[], None]) -> Callable[[], None]:
     return hook
 
 
+def call_leaving_hooks() -> None:
+    """Drop references to what was made upon the default group, as after a failure, when it is of no use any more."""
+    for hook in _leaving_hooks:
+        hook()
+
+
 def destroy_global_state(linger_s: float = roll_call.LINGER_S) -> None:
     """Destroy the process group that this package made, subgroups first; nothing if it made none.
 
@@ -359,8 +365,7 @@ def destroy_global_state(linger_s: float = roll_call.LINGER_S) -> None:
 def _destroy_groups(membership: _Membership) -> None:
     if membership.group() is None or dist.group.WORLD is not membership.group():
         return
-    for hook in _leaving_hooks:
-        hook()
+    call_leaving_hooks()
     # Models that the caller has dropped and meshes refer to each other in cycles, and fill the caches once more.
     gc.collect()
     _compat.forget_meshes()

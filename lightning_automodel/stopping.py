@@ -40,27 +40,38 @@ class StopAgreement:
         """Whether the last step is known."""
         return self._last_step is not None
 
+    @property
+    def is_asked_here(self) -> bool:
+        """Whether this rank asked to stop."""
+        return self._is_asked_here
+
     def ask(self) -> None:
         """Ask all ranks to stop. Safe in a signal handler."""
         self._is_asked_here = True
 
-    def begin_step(self, longest_wait_s: float) -> bool:
-        """Count a step; wait for the decision if this rank has promised to.
+    def begin_step(self, step: int, longest_wait_s: float) -> bool:
+        """Begin ``step``; wait for the decision if this rank has promised not to pass the one before.
 
         Every rank must call it at every step that all ranks take. Not a collective.
 
         Args:
+            step: Number of the step, the same on all ranks, from 1.
             longest_wait_s: Seconds to wait at most, in case that another rank never promises.
 
         Returns:
             Whether this is the last step.
         """
         with self._lock:
-            self._step += 1
+            self._step = step
             has_promised = self._promise is not None
         if has_promised:
             self._is_decided.wait(longest_wait_s)
         return self._last_step is not None and self._step >= self._last_step
+
+    def leave(self, store: dist.Store) -> None:
+        """Take no further step: whoever asks later need not wait for this rank."""
+        if self._promise is None:
+            self._make_promise(store, 0)
 
     def release(self) -> None:
         """Let a waiting step go on: there will be no decision."""
@@ -81,12 +92,13 @@ class StopAgreement:
             store.compare_set(REQUEST, NONE.decode(), str(self._rank))
         elif request != NONE and self._promise is None:
             self.asked_by = int(request)
-            self._make_promise(store)
+            with self._lock:
+                self._promise = self._step
+            self._make_promise(store, self._promise)
 
-    def _make_promise(self, store: dist.Store) -> None:
-        with self._lock:
-            self._promise = self._step
-        store.set(f"stop/promise/{self._rank}", str(self._promise))
+    def _make_promise(self, store: dist.Store, step: int) -> None:
+        self._promise = step
+        store.set(f"stop/promise/{self._rank}", str(step))
         if store.add("stop/promises", 1) == self._world_size:
             promises = store.multi_get([f"stop/promise/{rank}" for rank in range(self._world_size)])
             store.set(DECISION, str(max(map(int, promises)) + 1))

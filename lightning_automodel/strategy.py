@@ -147,6 +147,7 @@ class AutomodelStrategy(ParallelStrategy):
         )
         self._guard = RunGuard()
         self._setup_turn: FirstRankPerNode | None = None
+        self._evaluation_steps = 0
         self._forward_redirection = _compat.DDPForwardRedirection()
         self._mesh: DataParallelMesh | None = None
         self._engine: Engine | None = None
@@ -271,6 +272,7 @@ class AutomodelStrategy(ParallelStrategy):
         process_group.join_process_group(
             self.cluster_environment, self.process_group_backend, timeout, self.root_device, self._options.init_method
         )
+        self._evaluation_steps = 0
         self._guard.watch(timeout, self._where)
         collectives.host_group(timeout)
         sizes = resolve_sizes(
@@ -317,8 +319,8 @@ class AutomodelStrategy(ParallelStrategy):
         module = self.lightning_module
         if module is None:
             return "set-up"
-        state = module.trainer.state
-        stage = state.stage or state.fn
+        trainer = module._trainer
+        stage = None if trainer is None else trainer.state.stage or trainer.state.fn
         return module._current_fx_name or (stage.value if stage is not None else "set-up")
 
     # --- Setting up ---------------------------------------------------------------------------------------------------
@@ -424,7 +426,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
-        self._begin_step()
+        self._begin_step(self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.total.ready)
         self._require_engine().start_forward()
         self._batch = args[0] if args else next(iter(kwargs.values()), None)
         output = super().training_step(*args, **kwargs)
@@ -434,10 +436,17 @@ class AutomodelStrategy(ParallelStrategy):
             self._advice.about_label_shift(self.lightning_module, self._weighting, self._batch, output)
         return output
 
-    def _begin_step(self) -> None:
-        if self._guard.begin_step():
+    def _begin_step(self, step: int) -> None:
+        if self._guard.begin_step(step):
             assert self.lightning_module is not None
             _compat.tell_sigterm(self.lightning_module.trainer)
+
+    def _begin_evaluation_step(self) -> None:
+        """Ranks may evaluate unequal numbers of batches, so a fit stops in training steps alone."""
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            self._evaluation_steps += 1
+            self._begin_step(self._evaluation_steps)
 
     @contextmanager
     @override
@@ -569,17 +578,17 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._begin_step()
+        self._begin_evaluation_step()
         return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._begin_step()
+        self._begin_evaluation_step()
         return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._begin_step()
+        self._begin_evaluation_step()
         return super().predict_step(*args, **kwargs)
 
     @override

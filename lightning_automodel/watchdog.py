@@ -2,15 +2,15 @@
 
 import contextlib
 import faulthandler
+import logging
 import os
-import signal
 import socket
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from lightning_automodel import _compat, connections, rendezvous
 from lightning_automodel.failures import LAUNCHER, NO_SIGN_OF_LIFE, RankFailedError, RankFailure, is_communication_error
 from lightning_automodel.stopping import DECISION, NONE, REQUEST, StopAgreement
 
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.001
 POLL_S = 0.25
 RANKS_PER_SECOND = 1000
 SEARCH_S = 3.0
@@ -71,24 +74,26 @@ class Watchdog:
     neither communicates nor waits for any of it.
 
     When another rank failed, or has given no sign of life for ``silence``, a second thread hangs up this rank's gloo
-    connections, so that a collective which waits raises; then it interrupts the main thread by SIGTERM, whose handler
-    raises :class:`RankFailedError`; and where both do not help, it prints the cause and where the main thread stands,
-    and ends the process with status 1.
+    connections, so that a collective which waits raises; then it interrupts the main thread; and where both do not
+    help, it prints the cause and where the main thread stands, and ends the process with status 1.
 
     Args:
         silence: How long another rank may give no sign of life.
         where: Tells the hook that this rank is in; called by a thread.
+        interrupt: Makes the main thread raise; None where nothing can.
 
     Attributes:
         stop: Settles after which step all ranks stop.
     """
 
-    def __init__(self, silence: timedelta, where: Callable[[], str]) -> None:
+    def __init__(
+        self, silence: timedelta, where: Callable[[], str], interrupt: Callable[[], None] | None = None
+    ) -> None:
         world = dist.group.WORLD
         assert world is not None
         self._host = socket.gethostname()
         self._silence_s = silence.total_seconds()
-        self._where = where
+        self._where, self._interrupt = where, interrupt
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._interval_s = min(max(POLL_S, self._world_size / RANKS_PER_SECOND), self._silence_s / 4)
         _runs[world] = _runs.get(world, 0) + 1
@@ -97,6 +102,7 @@ class Watchdog:
         self._signs: dict[int, Sign] = {}
         self._beats = 0
         self._failure: RankFailure | None = None
+        self._has_posted_own = False
         self._noticed = threading.Event()
         self._closed = threading.Event()
         self.stop = StopAgreement(self._rank, self._world_size)
@@ -138,6 +144,20 @@ class Watchdog:
                 sign = self._signs[rank]
                 self._post(RankFailure(rank, sign.host, sign.where, NO_SIGN_OF_LIFE, f"its process {how}"))
 
+    def wait_for_all(self) -> None:
+        """Wait until every rank is through its last hook, or one has failed. A collective, through the store alone."""
+        pause_s = FIRST_PAUSE_S
+        with contextlib.suppress(dist.DistError):
+            if self._store.add("through", 1) == self._world_size:
+                self._store.set("all_through", "")
+            while self._failure is None and not self._store.check(["all_through"]):
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, self._interval_s)
+
+    def acknowledge(self) -> None:
+        """Say that the main thread leaves already, so that nothing need make it."""
+        self._noticed.set()
+
     # --- Leaving because of an exception ------------------------------------------------------------------------------
 
     def explain(self, exception: BaseException, where: str) -> RankFailure | None:
@@ -159,20 +179,24 @@ class Watchdog:
         if isinstance(exception, RankFailedError):
             return exception.failure
         own = RankFailure.from_exception(exception, self._rank, where)
+        self._has_posted_own = True
         try:
             if not is_communication_error(exception):
                 self._post(own)
                 return None
-            culprit = self._failure or self._post(self._search() or own)
+            culprit = self._failure or self._search()
+            if culprit is None:
+                exception.add_note(self._positions())
+                culprit = replace(own, message=f"{own.message}\n{self._positions()}")
+            culprit = self._post(culprit)
         except dist.DistError:
             culprit = self._failure or self._lost_store()
-        if culprit == own:
-            exception.add_note(self._positions())
         return None if culprit.rank == self._rank else culprit
 
     def _search(self) -> RankFailure | None:
         """Wait a moment for another rank's failure, or for a rank that gives no sign of life any more."""
-        end = time.monotonic() + SEARCH_S
+        search_s = max(SEARCH_S, 6 * self._interval_s)
+        end = time.monotonic() + search_s
         keys = [f"sign/{rank}" for rank in range(self._world_size)]
         while time.monotonic() < end:
             posted, *signs = self._store.multi_get([FAILURE, *keys])
@@ -181,11 +205,13 @@ class Watchdog:
             for rank, value in enumerate(signs):
                 self._see(rank, value)
             time.sleep(self._interval_s / 2)
-        longest = SEARCH_S - 2 * self._interval_s
-        for rank, sign in self._signs.items():
-            if rank != self._rank and not sign.finished and time.monotonic() - sign.changed_at > longest:
-                return self._silent(rank, sign)
-        return None
+        others = {rank: sign for rank, sign in self._signs.items() if rank != self._rank and not sign.finished}
+        longest_silent = min(others, key=lambda rank: others[rank].changed_at, default=self._rank)
+        if longest_silent == self._rank:
+            return None
+        sign = others[longest_silent]
+        is_silent = time.monotonic() - sign.changed_at > search_s - 2 * self._interval_s
+        return self._silent(longest_silent, sign) if is_silent else None
 
     def _positions(self) -> str:
         others = (f"rank {rank} in {sign.where}" for rank, sign in sorted(self._signs.items()) if rank != self._rank)
@@ -201,7 +227,8 @@ class Watchdog:
 
     def _write_first_values(self) -> None:
         """Let every key exist that is read: to read a missing one is to wait for it."""
-        for key in (FAILURE, REQUEST, DECISION, *(f"sign/{rank}" for rank in range(self._world_size))):
+        signs = range(self._world_size) if self._rank == 0 else {0, self._rank, self._next_rank()}
+        for key in (FAILURE, REQUEST, DECISION, *(f"sign/{rank}" for rank in signs)):
             self._store.compare_set(key, "", NONE.decode())
 
     def _poll_until_closed(self) -> None:
@@ -211,11 +238,15 @@ class Watchdog:
                 self._last_answer = time.monotonic()
             self._failure = failure
             if failure is None:
+                self.stop.leave(self._store)
                 self._store.set(f"sign/{self._rank}", FINISHED.decode())
-        except dist.DistError:
+        except Exception as error:
             if not self._closed.is_set() and not self._host_finished():
+                if not isinstance(error, dist.DistError):
+                    log.exception("The watchdog cannot go on.")
                 self._failure = self._lost_store()
         finally:
+            self.stop.release()
             self._polling_ended.set()
 
     def _watch(self) -> None:
@@ -224,12 +255,17 @@ class Watchdog:
             if time.monotonic() - self._last_answer > self._silence_s:
                 self._failure = self._lost_store()
                 break
-        if self._failure is not None and self._failure.rank != self._rank:
-            self._leave(self._failure)
+        failure = self._failure
+        if failure is not None and not (failure.rank == self._rank and self._has_posted_own):
+            self._leave(failure)
 
     def _poll(self) -> RankFailure | None:
         self._beats += 1
-        self._store.set(f"sign/{self._rank}", f"{self._beats}|{self._host}|{self._where()}")
+        try:
+            where = self._where()
+        except Exception:
+            where = "an unknown hook"
+        self._store.set(f"sign/{self._rank}", f"{self._beats}|{self._host}|{where}")
         watched = sorted({0, self._next_rank()} - {self._rank})
         keys = [FAILURE, REQUEST, DECISION, *(f"sign/{rank}" for rank in watched)]
         posted, request, decision, *signs = self._store.multi_get(keys)
@@ -285,13 +321,15 @@ class Watchdog:
         connections.hang_up()
         if self._is_noticed_within(INTERRUPT_AFTER_S):
             return
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        if self._interrupt is not None:
+            self._interrupt()
         if self._is_noticed_within(KILL_AFTER_S - INTERRUPT_AFTER_S):
             return
-        print(f"rank {self._rank} on {self._host} leaves, since {failure}. It stood at:", file=sys.stderr)
-        faulthandler.dump_traceback(all_threads=True)
-        sys.stderr.flush()
-        os._exit(1)
+        try:
+            print(f"rank {self._rank} on {self._host} leaves, since {failure}. It stood at:", file=sys.stderr)
+            faulthandler.dump_traceback(all_threads=True)
+        finally:
+            os._exit(1)
 
     def _is_noticed_within(self, seconds: float) -> bool:
         return self._noticed.wait(seconds) or self._closed.is_set()

@@ -41,6 +41,9 @@ CALLED_ONCE = (
 )
 
 
+CALLED_LAST = ("on_train_end", "on_fit_end", "teardown")
+
+
 @dataclass(frozen=True)
 class Cell:
     """One fault.
@@ -132,7 +135,7 @@ def happen(fault: str, folder: Path) -> None:
 
 def fail_in(hook: str, fault: str, folder: Path, rank: int) -> tuple[type[Model], Callable[[], None]]:
     """A model class that meets the fault in ``hook``, and what the data set calls for each row."""
-    calls = {"left": 1 if hook in CALLED_ONCE else 3}
+    calls = {"left": 1 if hook in (*CALLED_ONCE, *CALLED_LAST) else 3}
 
     def count_down(*_: Any, **__: Any) -> None:
         calls["left"] -= 1
@@ -179,7 +182,7 @@ def train(cell: Cell, rank: int, port: int, folder: Path) -> None:
         devices=WORLD_SIZE,
         strategy=AutomodelStrategy(data_parallel=cell.data_parallel, timeout=timedelta(seconds=TIMEOUT_S)),
         accumulate_grad_batches=2,
-        max_steps=200,
+        max_steps=3 if cell.hook in CALLED_LAST else 200,
         val_check_interval=4,
         limit_val_batches=4,
         num_sanity_val_steps=0,

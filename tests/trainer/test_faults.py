@@ -13,7 +13,7 @@ import lightning
 import pytest
 import torch
 
-from tests.trainer.faults import MESSAGE, TIMEOUT_S, WORLD_SIZE, Cell, Outcome, run
+from tests.trainer.faults import CALLED_LAST, MESSAGE, TIMEOUT_S, WORLD_SIZE, Cell, Outcome, run
 
 STEP_HOOKS = (
     "on_train_epoch_start",
@@ -31,6 +31,7 @@ SET_UP_HOOKS = ("setup", "configure_model", "configure_optimizers", "on_fit_star
 CELLS = [
     Cell("prepare_data", "exception", rank=0),
     *(Cell(hook, "exception") for hook in (*SET_UP_HOOKS, *STEP_HOOKS)),
+    *(Cell(hook, "exception") for hook in CALLED_LAST),
     *(Cell(hook, "exception", rank=0) for hook in ("setup", "training_step", "validation_step")),
     *(Cell(hook, "exception", data_parallel="ddp") for hook in ("training_step", "on_before_optimizer_step")),
     *(Cell(hook, "sys.exit") for hook in ("setup", "training_step", "on_validation_start")),
@@ -42,6 +43,7 @@ CELLS = [
     Cell("prepare_data", "SIGKILL", rank=0),
     *(Cell(hook, "SIGKILL") for hook in ("setup", "configure_model", "on_train_start", "__getitem__")),
     *(Cell(hook, "SIGKILL") for hook in ("training_step", "on_before_optimizer_step", "validation_step")),
+    Cell("on_fit_end", "SIGKILL"),
     Cell("training_step", "SIGKILL", rank=0),
     Cell("training_step", "SIGKILL", data_parallel="ddp"),
     *(Cell(hook, "SIGSTOP") for hook in ("setup", "training_step", "on_before_optimizer_step", "validation_step")),

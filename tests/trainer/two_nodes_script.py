@@ -1,0 +1,69 @@
+"""What each rank of two real nodes runs: a short training, which fails on rank 3 where it is told to."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_automodel import AutomodelStrategy
+from tests.trainer.faults import Model, Ragged
+
+FAILING_RANK = 3
+
+
+class Counting(Model):
+    """Prepares and sets up where a user would, and notes on which ranks that was."""
+
+    def __init__(self, folder: Path, fails: bool) -> None:
+        super().__init__()
+        self._folder, self._fails = folder, fails
+
+    def prepare_data(self) -> None:
+        (self._folder / f"prepared_by_{self.global_rank}").touch()
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        if self._fails and batch_idx == 3 and self.global_rank == FAILING_RANK:
+            raise ValueError("no labels here")
+
+
+def main() -> None:
+    """Trains; rank 0 writes the mesh and the loss, every rank what it left with."""
+    what, folder = sys.argv[1], Path(sys.argv[2])
+    torch.manual_seed(0)
+    strategy = AutomodelStrategy(data_parallel_replicate_size="auto", timeout=1)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        num_nodes=2,
+        strategy=strategy,
+        accumulate_grad_batches=2,
+        max_steps=4,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = Ragged(lambda: None)
+    sampler = DistributedSampler(data, num_replicas=4, rank=trainer.global_rank, shuffle=False)
+    try:
+        trainer.fit(Counting(folder, what == "fail"), DataLoader(data, 2, sampler=sampler))
+    except Exception as error:
+        (folder / f"error_of_{trainer.global_rank}").write_text(f"{type(error).__name__}: {error}")
+        raise
+    if trainer.is_global_zero:
+        assert strategy.last_step is not None
+        report = strategy.last_step
+        sizes = strategy.describe()["mesh"]
+        (folder / "result").write_text(
+            f"{sizes['data_parallel_replicate']} {sizes['data_parallel_shard']} {report.num_label_tokens.item():g}"
+            f" {report.num_micro_batches.item():g} {report.loss.item()}"
+        )
+
+
+if __name__ == "__main__":
+    main()
