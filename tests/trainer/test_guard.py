@@ -1,0 +1,94 @@
+"""What the guard around a run leaves behind: the handler of SIGTERM, threads, children, the next run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.runs import LabelledModule, loader, make_trainer
+
+
+class FailsOnce(LabelledModule):
+    """Raises in its first training step, on every rank alike."""
+
+    fails = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.fails:
+            self.fails = False
+            raise ValueError("bad batch")
+        return super().training_step(batch, batch_idx)
+
+
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_automodel")]
+
+
+def _fit_after_a_failure() -> tuple[bool, bool, list[str], int]:
+    before = signal.getsignal(signal.SIGTERM)
+    module, trainer = FailsOnce(), make_trainer(AutomodelStrategy(), max_steps=2)
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer.fit(module, loader())
+    dist.barrier()
+    is_restored = signal.getsignal(signal.SIGTERM) is before
+    trainer = make_trainer(AutomodelStrategy(), max_steps=2)
+    trainer.fit(LabelledModule(), loader())
+    return is_restored, signal.getsignal(signal.SIGTERM) is before, _threads(), trainer.global_step
+
+
+def test_nothing_is_left_after_a_failure_that_was_caught(pool2: RankPool) -> None:
+    """Neither handler nor thread; and the next fit trains."""
+    assert pool2.run(_fit_after_a_failure) == [(True, True, [], 2)] * 2
+
+
+class Forks(LabelledModule):
+    """Starts a process in a hook and ends it by SIGTERM."""
+
+    exit_code: int | None = None
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+            child.start()
+            child.terminate()
+            child.join(20)
+            self.exit_code = child.exitcode
+            child.kill()
+
+
+def _fork() -> tuple[int | None, int]:
+    module, trainer = Forks(), make_trainer(AutomodelStrategy(), max_steps=4)
+    trainer.fit(module, loader())
+    return module.exit_code, trainer.global_step
+
+
+def test_forked_child_ends_by_sigterm(pool2: RankPool) -> None:
+    """It inherits the handler but not the run."""
+    assert pool2.run(_fork) == [(-signal.SIGTERM, 4)] * 2
+
+
+class Slow(LabelledModule):
+    """One rank takes its time after the last step, longer than the others may be silent."""
+
+    def on_fit_end(self) -> None:
+        if dist.get_rank() == 0:
+            time.sleep(1.5)
+
+
+def _slow_end() -> float:
+    begun = time.monotonic()
+    make_trainer(AutomodelStrategy(timeout=1 / 60), max_steps=1).fit(Slow(), loader())
+    return time.monotonic() - begun
+
+
+def test_silence_is_not_work(pool2: RankPool) -> None:
+    """A rank that works longer than `timeout` gives signs of life meanwhile, and the other waits for it."""
+    assert all(seconds > 1.5 for seconds in pool2.run(_slow_end))
