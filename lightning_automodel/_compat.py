@@ -71,6 +71,7 @@ __all__ = [
     "has_deferred_gradients",
     "has_post_accumulate_hook",
     "initialise_fsdp_root",
+    "is_file_store",
     "is_fsdp_root",
     "is_replicated",
     "load_checkpoint",
@@ -314,6 +315,13 @@ def flush_static_graph(ddp: DistributedDataParallel) -> None:
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Flatten ``mesh`` into one dimension called ``name``. A collective over the world where it makes a new group."""
     return mesh._flatten(name)
+
+
+def is_file_store(store: dist.Store) -> bool:
+    """Whether a file is at the bottom of ``store``."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.FileStore)
 
 
 def failing_hook(exception: BaseException) -> str | None:

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 SIGTERM_STATUS = 128 + signal.SIGTERM
 LINGER_AFTER_FAILURE_S = 2.0
+LONGEST_LEAVING_S = 30.0
 
 
 class RunGuard:
@@ -106,7 +107,7 @@ class RunGuard:
         return cls._has_joined
 
     def close(self) -> None:
-        """After a failure, end the watch and leave what this package made of process groups.
+        """After a failure, end the watch and leave what this package made of process groups, in half a minute at most.
 
         Where nothing failed, :meth:`run` ends the watch itself, after the last hook.
         """
@@ -115,7 +116,11 @@ class RunGuard:
         self._end()
         if self._has_failed and process_group.get_world_size_safe() > 1:
             process_group.call_leaving_hooks()
+            last_resort = threading.Timer(LONGEST_LEAVING_S, os._exit, (1,))
+            last_resort.daemon = True
+            last_resort.start()
             process_group.destroy_global_state(linger_s=LINGER_AFTER_FAILURE_S)
+            last_resort.cancel()
 
     def _end(self) -> None:
         if self._watchdog is not None:

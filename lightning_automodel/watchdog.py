@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.001
 POLL_S = 0.25
 RANKS_PER_SECOND = 1000
+POLLS_OF_A_FILE = 40
 SEARCH_S = 3.0
 INTERRUPT_AFTER_S = 2.0
 KILL_AFTER_S = 4.0
@@ -95,7 +96,7 @@ class Watchdog:
         self._silence_s = silence.total_seconds()
         self._where, self._interrupt = where, interrupt
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._interval_s = min(max(POLL_S, self._world_size / RANKS_PER_SECOND), self._silence_s / 4)
+        self._interval_s = min(self._choose_interval(), self._silence_s / 4)
         _runs[world] = _runs.get(world, 0) + 1
         self._prefix = f"lightning_automodel/run/{_runs[world]}"
         self._store = self._connect()
@@ -218,6 +219,11 @@ class Watchdog:
         return f"All ranks gave signs of life. When this was raised on rank {self._rank}: {', '.join(others)}."
 
     # --- The threads --------------------------------------------------------------------------------------------------
+
+    def _choose_interval(self) -> float:
+        """Seconds between two polls; longer for a file, which keeps all that was ever written to it."""
+        in_a_file = _compat.is_file_store(_compat.default_store())
+        return max(POLL_S, self._world_size / RANKS_PER_SECOND, self._silence_s / POLLS_OF_A_FILE if in_a_file else 0)
 
     def _connect(self) -> dist.Store:
         """A connection of one's own: a client of the store is blocked for all threads while one of them waits."""

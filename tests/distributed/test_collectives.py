@@ -1,0 +1,64 @@
+"""Barriers that say what they are for and who is missing, and timeouts that reach every group."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_automodel.collectives import named_barrier
+from lightning_automodel.mesh import MeshSizes, build_mesh
+from tests.rank_pool import RankError, RankPool
+
+SHORT = timedelta(seconds=1)
+
+
+def _rank_1_comes_too_late() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(3)
+        return
+    named_barrier("pre_setup", SHORT)
+
+
+def test_barrier_names_the_hook_and_who_is_missing(pool2: RankPool) -> None:
+    """With how long was waited."""
+    with pytest.raises(RankError) as caught:
+        pool2.run(_rank_1_comes_too_late)
+    message = caught.value.failures[0].splitlines()[-1]
+    assert "Rank 0 of 2 waited in barrier 'pre_setup', at most 1 s: " in message
+    assert "Ranks 1 failed to pass" in message
+
+
+def _barrier() -> bool:
+    named_barrier("pre_setup", SHORT)
+    return True
+
+
+def test_barrier_that_all_reach(pool2: RankPool) -> None:
+    """The negative."""
+    assert pool2.run(_barrier) == [True, True]
+
+
+def test_barrier_without_a_group() -> None:
+    """There is nobody to wait for."""
+    named_barrier("pre_setup", SHORT)
+
+
+def _shard_group_waits(seconds: float) -> float:
+    mesh = build_mesh("cpu", MeshSizes(replicate=2, shard=2), timedelta(seconds=seconds))
+    begun = time.monotonic()
+    if dist.get_rank() % 2 == 1:
+        time.sleep(3)
+        return 0.0
+    with pytest.raises(RuntimeError, match="Timed out waiting 1000ms"):
+        dist.all_reduce(torch.ones(1), group=mesh.mesh["data_parallel_shard"].get_group())
+    return time.monotonic() - begun
+
+
+def test_timeout_reaches_the_groups_of_the_mesh(pool4: RankPool) -> None:
+    """Not only the default group, which has the timeout of whoever made it."""
+    waited = pool4.run(_shard_group_waits, 1.0)
+    assert all(waited[rank] < 3 for rank in (0, 2))
