@@ -15,7 +15,7 @@ from lightning_automodel.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 SIGTERM_STATUS = 128 + signal.SIGTERM
-LINGER_AFTER_FAILURE_S = 2.0
+LINGER_AFTER_FAILURE_S = 1.0
 LONGEST_LEAVING_S = 30.0
 
 
@@ -32,7 +32,7 @@ class RunGuard:
     def __init__(self) -> None:
         self._watchdog: Watchdog | None = None
         self._where: Callable[[], str] = lambda: "set-up"
-        self._silence_s = 0.0
+        self._timeout_s = 0.0
         self._previous_handler: Any = None
         self._handler_process: int | None = None
         self._is_running = False
@@ -61,19 +61,19 @@ class RunGuard:
         finally:
             self._is_running = False
 
-    def watch(self, silence: timedelta, where: Callable[[], str]) -> None:
+    def watch(self, timeout: timedelta, where: Callable[[], str]) -> None:
         """Start to watch the other ranks; nothing in a world of one. Every rank must call it, after joining.
 
         Args:
-            silence: How long another rank may give no sign of life.
+            timeout: Within which this rank leaves when another gives no sign of life any more.
             where: Tells the hook that this rank is in; called by another thread.
         """
         self._end()
         if process_group.get_world_size_safe() == 1:
             return
-        self._where, self._silence_s = where, silence.total_seconds()
+        self._where, self._timeout_s = where, timeout.total_seconds()
         takes_sigterm = self._take_sigterm()
-        self._watchdog = Watchdog(silence, where, _interrupt_main_thread if takes_sigterm else None)
+        self._watchdog = Watchdog(timeout, where, _interrupt_main_thread if takes_sigterm else None)
         RunGuard._current, RunGuard._has_joined = self._watchdog, True
         self._watchdog.start()
 
@@ -91,7 +91,7 @@ class RunGuard:
         """
         if self._watchdog is None:
             return False
-        is_last = self._watchdog.stop.begin_step(step, self._silence_s)
+        is_last = self._watchdog.stop.begin_step(step, self._timeout_s)
         if self._watchdog.failure is not None:
             raise RankFailedError(self._watchdog.failure)
         if is_last:

@@ -25,6 +25,7 @@ FIRST_PAUSE_S = 0.001
 POLL_S = 0.25
 RANKS_PER_SECOND = 1000
 POLLS_OF_A_FILE = 40
+TIME_TO_LEAVE_S = 5.0
 SEARCH_S = 3.0
 INTERRUPT_AFTER_S = 2.0
 KILL_AFTER_S = 4.0
@@ -74,12 +75,13 @@ class Watchdog:
     this rank's sign of life, the sign of the next rank, and whether anybody posted a failure. The training itself
     neither communicates nor waits for any of it.
 
-    When another rank failed, or has given no sign of life for ``silence``, a second thread hangs up this rank's gloo
+    When another rank failed, or has given no sign of life for too long, a second thread hangs up this rank's gloo
     connections, so that a collective which waits raises; then it interrupts the main thread; and where both do not
     help, it prints the cause and where the main thread stands, and ends the process with status 1.
 
     Args:
-        silence: How long another rank may give no sign of life.
+        timeout: Within which this rank leaves when another gives no sign of life any more: it may be silent for some
+            seconds less, at least for half of it.
         where: Tells the hook that this rank is in; called by a thread.
         interrupt: Makes the main thread raise; None where nothing can.
 
@@ -88,12 +90,13 @@ class Watchdog:
     """
 
     def __init__(
-        self, silence: timedelta, where: Callable[[], str], interrupt: Callable[[], None] | None = None
+        self, timeout: timedelta, where: Callable[[], str], interrupt: Callable[[], None] | None = None
     ) -> None:
         world = dist.group.WORLD
         assert world is not None
         self._host = socket.gethostname()
-        self._silence_s = silence.total_seconds()
+        timeout_s = timeout.total_seconds()
+        self._silence_s = max(timeout_s / 2, timeout_s - TIME_TO_LEAVE_S)
         self._where, self._interrupt = where, interrupt
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._interval_s = min(self._choose_interval(), self._silence_s / 4)
@@ -185,11 +188,7 @@ class Watchdog:
             if not is_communication_error(exception):
                 self._post(own)
                 return None
-            culprit = self._failure or self._search()
-            if culprit is None:
-                exception.add_note(self._positions())
-                culprit = replace(own, message=f"{own.message}\n{self._positions()}")
-            culprit = self._post(culprit)
+            culprit = self._failure or self._post(self._search() or self._with_positions(own, exception))
         except dist.DistError:
             culprit = self._failure or self._lost_store()
         return None if culprit.rank == self._rank else culprit
@@ -214,9 +213,12 @@ class Watchdog:
         is_silent = time.monotonic() - sign.changed_at > search_s - 2 * self._interval_s
         return self._silent(longest_silent, sign) if is_silent else None
 
-    def _positions(self) -> str:
+    def _with_positions(self, own: RankFailure, exception: BaseException) -> RankFailure:
+        """Add to both where the other ranks are, for all of them are alive and yet one waited in vain."""
         others = (f"rank {rank} in {sign.where}" for rank, sign in sorted(self._signs.items()) if rank != self._rank)
-        return f"All ranks gave signs of life. When this was raised on rank {self._rank}: {', '.join(others)}."
+        note = f"All ranks gave signs of life. When this was raised on rank {self._rank}: {', '.join(others)}."
+        exception.add_note(note)
+        return replace(own, message=f"{own.message}\n{note}")
 
     # --- The threads --------------------------------------------------------------------------------------------------
 

@@ -80,15 +80,15 @@ class Slow(LabelledModule):
 
     def on_fit_end(self) -> None:
         if dist.get_rank() == 0:
-            time.sleep(1.5)
+            time.sleep(5)
 
 
 def _slow_end() -> float:
     begun = time.monotonic()
-    make_trainer(AutomodelStrategy(timeout=1 / 60), max_steps=1).fit(Slow(), loader())
+    make_trainer(AutomodelStrategy(timeout=4 / 60), max_steps=1).fit(Slow(), loader())
     return time.monotonic() - begun
 
 
 def test_silence_is_not_work(pool2: RankPool) -> None:
     """A rank that works longer than `timeout` gives signs of life meanwhile, and the other waits for it."""
-    assert all(seconds > 1.5 for seconds in pool2.run(_slow_end))
+    assert all(seconds > 5 for seconds in pool2.run(_slow_end))
