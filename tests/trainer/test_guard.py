@@ -49,6 +49,11 @@ def test_nothing_is_left_after_a_failure_that_was_caught(pool2: RankPool) -> Non
     assert pool2.run(_fit_after_a_failure) == [(True, True, [], 2)] * 2
 
 
+def _say_ready_and_sleep(pipe: Any) -> None:
+    pipe.send(None)
+    time.sleep(60)
+
+
 class Forks(LabelledModule):
     """Starts a process in a hook and ends it by SIGTERM."""
 
@@ -56,8 +61,12 @@ class Forks(LabelledModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
-            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+            context = multiprocessing.get_context("fork")
+            ours, theirs = context.Pipe()
+            child = context.Process(target=_say_ready_and_sleep, args=(theirs,))
             child.start()
+            # CPython drops a signal that reaches a child before it has finished forking.
+            assert ours.poll(20)
             child.terminate()
             child.join(20)
             self.exit_code = child.exitcode
