@@ -92,13 +92,12 @@ class StopAgreement:
             store.compare_set(REQUEST, NONE.decode(), str(self._rank))
         elif request != NONE and self._promise is None:
             self.asked_by = int(request)
-            with self._lock:
-                self._promise = self._step
-            self._make_promise(store, self._promise)
+            self._make_promise(store)
 
-    def _make_promise(self, store: dist.Store, step: int) -> None:
-        self._promise = step
-        store.set(f"stop/promise/{self._rank}", str(step))
+    def _make_promise(self, store: dist.Store, step: int | None = None) -> None:
+        with self._lock:
+            self._promise = self._step if step is None else step
+        store.set(f"stop/promise/{self._rank}", str(self._promise))
         if store.add("stop/promises", 1) == self._world_size:
             promises = store.multi_get([f"stop/promise/{rank}" for rank in range(self._world_size)])
             store.set(DECISION, str(max(map(int, promises)) + 1))

@@ -294,14 +294,18 @@ class AutomodelStrategy(ParallelStrategy):
         asks for it, the first rank of each node leaves the former alone at first, and the others when it comes to the
         latter.
         """
-        if name == "post_setup" and self._setup_turn is not None:
-            turn, self._setup_turn = self._setup_turn, None
-            turn.__exit__(None, None, None)
+        if name == "post_setup":
+            self._end_setup_turn()
         collectives.named_barrier(name or "unnamed", process_group.parse_timeout(self._options.timeout))
         if name == "pre_setup" and self._options.first_rank_setup:
             turn = self.first_rank_per_node()
             turn.__enter__()
             self._setup_turn = turn
+
+    def _end_setup_turn(self, exception: BaseException | None = None) -> None:
+        turn, self._setup_turn = self._setup_turn, None
+        if turn is not None:
+            turn.__exit__(type(exception) if exception is not None else None, exception, None)
 
     def first_rank_per_node(
         self, scope: Literal["node", "global"] = "node", timeout: timedelta | float | None = None
@@ -658,9 +662,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._setup_turn is not None:
-            turn, self._setup_turn = self._setup_turn, None
-            turn.__exit__(type(exception), exception, exception.__traceback__)
+        self._end_setup_turn(exception)
         self._windows.reset()
         self._count = None
         if self._engine is not None:

@@ -120,7 +120,6 @@ class Watchdog:
 
     def start(self) -> None:
         """Start the threads. Every rank of the default group must do so, equally often."""
-        self._last_answer = time.monotonic()
         for thread in self._threads:
             thread.start()
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_automodel import AutomodelStrategy
+from tests.trainer.runs import SILENT
 
 WORLD_SIZE = 3
 TIMEOUT_S = 6.0
@@ -186,10 +187,7 @@ def train(cell: Cell, rank: int, port: int, folder: Path) -> None:
         val_check_interval=4,
         limit_val_batches=4,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **SILENT,
     )
     trainer.fit(model_class(), DataLoader(Ragged(on_get), 2), DataLoader(Ragged(lambda: None), 2))
 

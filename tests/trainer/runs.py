@@ -18,6 +18,12 @@ from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Batch, TinyDecoder,
 TOLERANCE = 1e-12
 CASE = Case(seed=20, telling="labels", num_batches=8, gap="micro_batches")
 
+SILENT: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "kept": {"reshard_during_accumulation": False},
     "resharded": {"reshard_during_accumulation": True},
@@ -60,10 +66,7 @@ def make_trainer(strategy: Any, **kwargs: Any) -> Trainer:
             "devices": dist.get_world_size(),
             "plugins": [LightningEnvironment()],
             "max_epochs": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
+            **SILENT,
             "use_distributed_sampler": False,
             "num_sanity_val_steps": 0,
             **kwargs,

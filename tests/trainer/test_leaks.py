@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lightning_automodel import AutomodelStrategy, destroy_global_state
 from tests.trainer.faults import become_rank
+from tests.trainer.runs import SILENT
 
 ROUNDS = 20
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -45,10 +46,7 @@ def _train_again_and_again(rank: int, port: int, folder: Path, queue: Any) -> No
             gradient_clip_val=1.0,
             max_steps=1,
             limit_val_batches=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **SILENT,
         )
         trainer.fit(DocstringWriter(), DocstringData(cache_dir=str(folder)))
 

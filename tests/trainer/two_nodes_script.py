@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_automodel import AutomodelStrategy
 from tests.trainer.faults import Model, Ragged
+from tests.trainer.runs import SILENT
 
 FAILING_RANK = 3
 
@@ -43,10 +44,7 @@ def main() -> None:
         accumulate_grad_batches=2,
         max_steps=4,
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **SILENT,
     )
     data = Ragged(lambda: None)
     sampler = DistributedSampler(data, num_replicas=4, rank=trainer.global_rank, shuffle=False)
