@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_automodel import _compat, gradients, memory, sharding
+from lightning_automodel import _compat, gradients, memory, sharding, tensor_parallel
 from lightning_automodel.grad_sync import Deferral, FSDPGradSync
-from lightning_automodel.mesh import DataParallelMesh
+from lightning_automodel.mesh import RunMesh
 from lightning_automodel.options import StrategyOptions
 
 
@@ -28,7 +28,7 @@ class Engine(ABC):
         device: This rank's device.
     """
 
-    def __init__(self, mesh: DataParallelMesh, device: torch.device) -> None:
+    def __init__(self, mesh: RunMesh, device: torch.device) -> None:
         self.mesh = mesh
         self.device = device
 
@@ -87,9 +87,7 @@ class FSDP2Engine(Engine):
         local_ranks: Ranks on this node, which share its memory.
     """
 
-    def __init__(
-        self, mesh: DataParallelMesh, device: torch.device, options: StrategyOptions, local_ranks: int
-    ) -> None:
+    def __init__(self, mesh: RunMesh, device: torch.device, options: StrategyOptions, local_ranks: int) -> None:
         super().__init__(mesh, device)
         self._options = options
         self._local_ranks = local_ranks
@@ -98,8 +96,10 @@ class FSDP2Engine(Engine):
     @override
     def setup(self, module: pl.LightningModule, fitting: bool) -> nn.Module:
         self._report = {"units": "sharded before this set-up (by configure_model or an earlier run); left as they were"}
-        sharding.broadcast_states(module, self.mesh.group)
-        if not sharding.is_sharded(module):
+        if not sharding.has_fsdp_units(module):
+            tensor_parallel.apply_own_plans(module, self.mesh)
+        sharding.broadcast_states(module, self.mesh)
+        if not sharding.has_fsdp_units(module):
             plan = sharding.plan_sharding(module, self._options.auto_wrap_policy, module.automatic_optimization)
             self._report = _describe_plan(module, plan)
             sharding.apply_fsdp2(
@@ -202,7 +202,7 @@ class DDPEngine(Engine):
         options: What the user chose.
     """
 
-    def __init__(self, mesh: DataParallelMesh, device: torch.device, options: StrategyOptions) -> None:
+    def __init__(self, mesh: RunMesh, device: torch.device, options: StrategyOptions) -> None:
         super().__init__(mesh, device)
         self._ddp_kwargs = options.ddp_kwargs or {}
         self._ddp: DistributedDataParallel | None = None
@@ -217,7 +217,7 @@ class DDPEngine(Engine):
                 " replicate: pass data_parallel='fsdp2', or a module that was not sharded before."
             )
         if not fitting:
-            sharding.broadcast_states(module, self.mesh.group)
+            sharding.broadcast_states(module, self.mesh)
             return module
         self._reduced = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
         self._ddp = sharding.apply_ddp(module, self.device, self.mesh.group, self._ddp_kwargs)

@@ -113,15 +113,15 @@ def check_clip_value(value: float) -> None:
         raise ValueError(f"The value to clip gradients to must be a positive number, got {value!r}.")
 
 
-def check_finite(norm: Tensor, group: dist.ProcessGroup | None = None) -> None:
+def check_finite(norm: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> None:
     """Raise RuntimeError unless the gradient norm [] is finite. Reads it on the host.
 
     Args:
         norm: The norm that this rank has measured.
-        group: Ranks of which each has measured for itself, and which are to raise together: then a collective, one
-            all-reduce of one number. None where they have measured together.
+        groups: Ranks of which each has measured for itself, and which are to raise together: then a collective, one
+            all-reduce of one number for each. None where they have measured together.
     """
-    if group is not None:
+    for group in groups:
         norm = norm.clone()
         dist.all_reduce(norm, group=group)
     if not torch.isfinite(norm):
@@ -148,11 +148,10 @@ def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
     device = _reduction_device(parameters)
     squares = {ranks: _sum_of_squares(tensors, device, foreach) for ranks, tensors in grads.items()}
     for ranks, group in groups.items():
-        summed_here = [key for key in squares if ranks in key or not key]
-        # What every rank holds alike is averaged on the way, so that a rank where it is not alike is seen by all.
-        stacked = torch.stack([squares[key] if key else squares[key] / group.size() for key in summed_here])
+        # What the ranks of a group hold alike is averaged on the way, so that one where it is not alike is seen by all.
+        stacked = torch.stack([part if ranks in key else part / group.size() for key, part in squares.items()])
         dist.all_reduce(stacked, group=group)
-        squares.update(zip(summed_here, stacked.unbind(), strict=True))
+        squares = dict(zip(squares, stacked.unbind(), strict=True))
     norm = torch.stack([*squares.values(), torch.zeros((), dtype=_wide_dtype(device), device=device)]).sum().sqrt()
     is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
     return norm.to(torch.float64 if is_double else torch.float32)

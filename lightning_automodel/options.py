@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, Literal
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 
 from lightning_automodel.grad_sync import Deferral, check_deferral
@@ -17,6 +18,11 @@ _FSDP2_ONLY: dict[str, Any] = {
     "auto_wrap_policy": None,
     "reshard_after_forward": True,
     "cpu_offload": False,
+}
+_SIZES: dict[str, Any] = {
+    "data_parallel_size": "auto",
+    "data_parallel_replicate_size": 1,
+    "tensor_parallel_size": 1,
 }
 _COUNTING_ONLY: dict[str, Any] = {
     "label_key": "labels",
@@ -38,6 +44,8 @@ class StrategyOptions:
     data_parallel: Literal["fsdp2", "ddp"]
     data_parallel_size: int | Literal["auto"]
     data_parallel_replicate_size: int | Literal["auto"]
+    tensor_parallel_size: int
+    device_mesh: DeviceMesh | None
     ddp_kwargs: dict[str, Any] | None
     per_token_loss: bool
     loss_reduction: Literal["mean", "sum"]
@@ -64,6 +72,9 @@ class StrategyOptions:
         check_deferral(self.defer_fsdp_grad_sync)
         for name in ("data_parallel_size", "data_parallel_replicate_size"):
             self._check_integer(name, smallest=1, alternative="auto")
+        self._check_integer("tensor_parallel_size", smallest=1)
+        if not isinstance(self.device_mesh, DeviceMesh | None):
+            raise TypeError(f"device_mesh must be a DeviceMesh (init_device_mesh makes one), got {self.device_mesh!r}.")
         self._check_integer("label_shift", smallest=0)
         for name in ("per_token_loss", "cpu_offload", "track_grad_norm", "error_if_nonfinite", "first_rank_setup"):
             self._check_choice(name, True, False)
@@ -98,6 +109,10 @@ class StrategyOptions:
                 f"auto_wrap_policy must be a set of nn.Module classes or a function of a module, got {policy!r}."
             )
 
+    def told_sizes(self) -> dict[str, Any]:
+        """Sizes of the mesh that are not left at their defaults, by keyword."""
+        return {name: getattr(self, name) for name in self._changed(_SIZES)}
+
     def without_effect(self) -> list[str]:
         """One sentence for each choice that the other choices leave without effect."""
         notes = []
@@ -105,7 +120,11 @@ class StrategyOptions:
             notes += [f"{name} has no effect with data_parallel='ddp'." for name in self._changed(_FSDP2_ONLY)]
         elif self.ddp_kwargs:
             notes.append("ddp_kwargs has no effect with data_parallel='fsdp2'.")
-        elif self.defer_fsdp_grad_sync == "all_reduce" and self.data_parallel_replicate_size == 1:
+        elif (
+            self.defer_fsdp_grad_sync == "all_reduce"
+            and self.data_parallel_replicate_size == 1
+            and self.device_mesh is None
+        ):
             notes.append(
                 "defer_fsdp_grad_sync='all_reduce' reduces after every micro-batch, as False does, without replicas"
                 " (data_parallel_replicate_size=1)."

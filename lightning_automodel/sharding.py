@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from lightning_automodel import _compat
+from lightning_automodel.mesh import RunMesh
 
 WrapPolicy = set[type[nn.Module]] | Callable[[nn.Module], bool] | None
 
@@ -45,9 +46,12 @@ class ShardingPlan:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether anything at or below ``model`` is an FSDP2 module or holds a DTensor parameter."""
-    return any(isinstance(m, FSDPModule) for m in model.modules()) or any(
-        isinstance(p, DTensor) for p in model.parameters()
-    )
+    return has_fsdp_units(model) or any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def has_fsdp_units(model: nn.Module) -> bool:
+    """Whether anything at or below ``model`` is an FSDP2 module."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> ShardingPlan:
@@ -293,29 +297,30 @@ def apply_ddp(
     return DistributedDataParallel(model, device_ids=device_ids, process_group=group, **ddp_kwargs)
 
 
-def broadcast_states(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make copies equal: every rank gets the first rank's plain parameters and buffers, every replica its shards.
+def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:
+    """Make copies equal: every rank gets rank 0's plain parameters and buffers, every replica its shards.
 
-    A collective over ``group`` and, for what is sharded already, over the groups of its replicas. If shapes of plain
-    tensors differ between ranks, every rank raises.
+    A collective over the world and, for what is sharded already, over the groups of its replicas: the axes of its mesh
+    along which it is replicated, and all data-parallel ranks where only tensor parallelism has sharded it. If shapes of
+    plain tensors differ between ranks, every rank raises.
     """
-    copies: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
-    groups = {tuple(dist.get_process_group_ranks(group)): group}
-    everybody = next(iter(groups))
+    world = dist.group.WORLD
+    assert world is not None
+    copies: dict[dist.ProcessGroup, list[Tensor]] = defaultdict(list)
     for tensor in (*model.parameters(), *model.buffers()):
         if not isinstance(tensor, DTensor):
-            copies[everybody].append(tensor.detach())
+            copies[world].append(tensor.detach())
             continue
+        local = _compat.local_tensor(tensor).detach()
         for axis, placement in enumerate(tensor.placements):
             if placement.is_replicate():
-                replicas = tensor.device_mesh.get_group(axis)
-                ranks = tuple(dist.get_process_group_ranks(replicas))
-                groups.setdefault(ranks, replicas)
-                copies[ranks].append(_compat.local_tensor(tensor).detach())
-    if copies[everybody]:
-        _compat.verify_shapes_across_ranks(group, copies[everybody])
-    for ranks, tensors in copies.items():
-        _broadcast(tensors, groups[ranks])
+                copies[tensor.device_mesh.get_group(axis)].append(local)
+        if tensor.device_mesh == mesh.tensor_parallel:
+            copies[mesh.group].append(local)
+    if copies[world]:
+        _compat.verify_shapes_across_ranks(world, copies[world])
+    for group, tensors in copies.items():
+        _broadcast(tensors, group)
 
 
 def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:

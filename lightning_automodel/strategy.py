@@ -31,11 +31,12 @@ from typing_extensions import override
 from lightning_automodel import _compat, collectives, gradients, process_group, sharding
 from lightning_automodel import checkpoint as checkpoints
 from lightning_automodel.advice import Advice
+from lightning_automodel.caller_mesh import adopt_mesh
 from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine
 from lightning_automodel.first_rank import FirstRankPerNode
 from lightning_automodel.guard import RunGuard
 from lightning_automodel.launchers import InPlaceLauncher, SubprocessLauncher
-from lightning_automodel.mesh import DataParallelMesh, build_mesh, resolve_sizes
+from lightning_automodel.mesh import RunMesh, build_mesh, resolve_sizes
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.precision import check_precision
 from lightning_automodel.token_loss import Count, StepReport, TokenWeighting
@@ -54,6 +55,10 @@ class AutomodelStrategy(ParallelStrategy):
         data_parallel_size: Ranks that hold different data, replicas included. ``"auto"``: the world size.
         data_parallel_replicate_size: More than 1 is HSDP: that many replicas, each sharded over the ranks of one.
             ``"auto"``: the number of nodes.
+        tensor_parallel_size: Ranks that compute each micro-batch together, by the plan that ``configure_model`` applies
+            over ``self.device_mesh["tensor_parallel"]``, or by a Hugging Face model's own ``tp_plan``.
+        device_mesh: A mesh over all ranks that the caller built; the sizes are read from it. What its dimensions may be
+            called: :func:`~lightning_automodel.caller_mesh.adopt_mesh`.
         ddp_kwargs: For ``DistributedDataParallel`` (``find_unused_parameters``, ``bucket_cap_mb``, ...).
         per_token_loss: False weighs every micro-batch the same, so that no count is needed.
         loss_reduction: Whether ``training_step`` returns the mean over its label tokens, or their sum.
@@ -92,6 +97,8 @@ class AutomodelStrategy(ParallelStrategy):
         data_parallel: Literal["fsdp2", "ddp"] = "fsdp2",
         data_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_replicate_size: int | Literal["auto"] = 1,
+        tensor_parallel_size: int = 1,
+        device_mesh: DeviceMesh | None = None,
         ddp_kwargs: dict[str, Any] | None = None,
         per_token_loss: bool = True,
         loss_reduction: Literal["mean", "sum"] = "mean",
@@ -116,6 +123,8 @@ class AutomodelStrategy(ParallelStrategy):
             data_parallel=data_parallel,
             data_parallel_size=data_parallel_size,
             data_parallel_replicate_size=data_parallel_replicate_size,
+            tensor_parallel_size=tensor_parallel_size,
+            device_mesh=device_mesh,
             ddp_kwargs=ddp_kwargs,
             per_token_loss=per_token_loss,
             loss_reduction=loss_reduction,
@@ -149,7 +158,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._setup_turn: FirstRankPerNode | None = None
         self._evaluation_steps = 0
         self._forward_redirection = _compat.DDPForwardRedirection()
-        self._mesh: DataParallelMesh | None = None
+        self._mesh: RunMesh | None = None
         self._engine: Engine | None = None
         self._windows = OptimizerWindows(self._on_zero_grad, self._is_misplaced_zero_grad)
         self._batch: Any = None
@@ -236,7 +245,7 @@ class AutomodelStrategy(ParallelStrategy):
     def _shards_model(self) -> bool:
         return self._options.data_parallel == "fsdp2"
 
-    def _joined_mesh(self) -> DataParallelMesh:
+    def _joined_mesh(self) -> RunMesh:
         if self._mesh is None:
             raise RuntimeError(
                 f"{type(self).__name__}.device_mesh exists once the processes have joined: use it from"
@@ -275,16 +284,23 @@ class AutomodelStrategy(ParallelStrategy):
         self._evaluation_steps = 0
         self._guard.watch(timeout, self._where)
         collectives.host_group(timeout)
+        self._mesh = self._make_mesh(timeout)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._mesh.mesh
+
+    def _make_mesh(self, timeout: timedelta) -> RunMesh:
+        options, device_type = self._options, self.root_device.type
+        if options.device_mesh is not None:
+            return adopt_mesh(options.device_mesh, device_type, options.data_parallel, options.told_sizes())
         sizes = resolve_sizes(
-            self._options.data_parallel,
-            self._options.data_parallel_size,
-            self._options.data_parallel_replicate_size,
+            options.data_parallel,
+            options.data_parallel_size,
+            options.data_parallel_replicate_size,
+            options.tensor_parallel_size,
             self.world_size,
             self.num_nodes,
         )
-        self._mesh = build_mesh(self.root_device.type, sizes, timeout)
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._mesh.mesh
+        return build_mesh(device_type, sizes, timeout)
 
     @override
     def barrier(self, name: str | None = None) -> None:

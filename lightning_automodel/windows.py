@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_automodel import gradients
-from lightning_automodel.mesh import DataParallelMesh
+from lightning_automodel.mesh import RunMesh
 from lightning_automodel.token_loss import LossWindow, StepReport, TokenWeighting
 
 OneOptimizer = Optimizer | LightningOptimizer
@@ -184,7 +184,7 @@ class GradientFinisher:
         self,
         windows: OptimizerWindows,
         weighting: TokenWeighting,
-        mesh: DataParallelMesh,
+        mesh: RunMesh,
         device: torch.device,
         complete: Callable[[list[nn.Parameter]], None],
         track_norm: bool,
@@ -245,8 +245,9 @@ class GradientFinisher:
         parameters = self.finish(optimizer)
         norm = gradients.total_norm(parameters)
         if self._error_if_nonfinite:
-            measured_together = self._mesh.sizes.replicate == 1 and gradients.any_sharded(parameters)
-            gradients.check_finite(norm, None if measured_together else self._mesh.group)
+            only_shards = self._mesh.sizes.replicate == self._mesh.sizes.tensor == 1
+            measured_together = only_shards and gradients.any_sharded(parameters)
+            gradients.check_finite(norm, () if measured_together else self._mesh.groups)
         window = self._windows[optimizer]
         if not window.is_measured:
             window.is_measured = True
