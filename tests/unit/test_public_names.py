@@ -35,6 +35,8 @@ KEYWORDS: dict[str, Any] = {
     "data_parallel": "fsdp2",
     "data_parallel_size": "auto",
     "data_parallel_replicate_size": 1,
+    "tensor_parallel_size": 1,
+    "device_mesh": None,
     "ddp_kwargs": None,
     "per_token_loss": True,
     "loss_reduction": "mean",
