@@ -48,8 +48,8 @@ class Engine(ABC):
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Context for the forward and backward of one micro-batch; ``is_last``: the optimizer steps after it."""
 
-    def start_forward(self) -> None:
-        """Called before each training step."""
+    def start_forward(self, batch: Any) -> None:
+        """Called before each training step, with its batch."""
 
     def start_backward(self, loss: Tensor) -> None:
         """Called before each backward."""
@@ -92,6 +92,7 @@ class FSDP2Engine(Engine):
         self._options = options
         self._local_ranks = local_ranks
         self._report: dict[str, Any] = {}
+        self._is_first_batch = True
 
     @override
     def setup(self, module: pl.LightningModule, fitting: bool) -> nn.Module:
@@ -111,6 +112,7 @@ class FSDP2Engine(Engine):
         sharding.initialise_fsdp2(module, self.mesh.sizes.data_parallel)
         self._sync = FSDPGradSync(module, self._defer(), self._keep_gathered(module))
         self._sync.discard()
+        tensor_parallel.share_random_state(self.mesh, self.device)
         return module
 
     def _defer(self) -> Deferral:
@@ -150,7 +152,10 @@ class FSDP2Engine(Engine):
         return self._sync.micro_batch(is_last)
 
     @override
-    def start_forward(self) -> None:
+    def start_forward(self, batch: Any) -> None:
+        if self._is_first_batch:
+            self._is_first_batch = False
+            tensor_parallel.check_same_batch(batch, self.mesh, self.device)
         self._sync.resume()
 
     @override

@@ -447,8 +447,8 @@ class AutomodelStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
         self._begin_step(self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.total.ready)
-        self._require_engine().start_forward()
         self._batch = args[0] if args else next(iter(kwargs.values()), None)
+        self._require_engine().start_forward(self._batch)
         output = super().training_step(*args, **kwargs)
         if self.lightning_module.automatic_optimization and output is not None:
             self._count = self._weighting.count(self._batch, output)

@@ -1,10 +1,13 @@
-"""Models that several ranks compute together: a Hugging Face model's own plan, carried out by torch."""
+"""Ranks that compute one micro-batch together: Hugging Face models' own plans, and what the ranks must have alike."""
 
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
@@ -14,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils import _pytree as pytree
 
 from lightning_automodel.mesh import TENSOR, RunMesh
 
@@ -53,8 +57,8 @@ def apply_own_plans(module: nn.Module, mesh: RunMesh) -> None:
     planned = list(_outermost_with_plan(module))
     if not planned:
         raise ValueError(
-            f"tensor_parallel_size={mesh.sizes.tensor}, but no parameter of {type(module).__name__} is distributed for it,"
-            " and it holds no Hugging Face model with a tp_plan: call parallelize_module(..., self.device_mesh["
+            f"tensor_parallel_size={mesh.sizes.tensor}, but no parameter of {type(module).__name__} is distributed for"
+            " it, and it holds no Hugging Face model with a tp_plan: call parallelize_module(..., self.device_mesh["
             f"{TENSOR!r}], plan) in configure_model, or leave tensor_parallel_size at 1."
         )
     for model in planned:
@@ -125,3 +129,44 @@ def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
 
 def _layout(parameter: nn.Parameter) -> tuple[object, ...]:
     return parameter.placements if isinstance(parameter, DTensor) else ()
+
+
+def share_random_state(mesh: RunMesh, device: torch.device) -> None:
+    """Give tensor-parallel peers one stream of random numbers, so that they drop out the same activations.
+
+    A collective over the tensor-parallel group: its first rank's state is everybody's.
+    """
+    if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
+        return
+    modules: list[Any] = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device.type)]
+    for module in modules:
+        state = module.get_rng_state().to(device)
+        dist.broadcast(state, group=mesh.tensor_parallel.get_group(), group_src=0)
+        module.set_rng_state(state.cpu())
+
+
+def check_same_batch(batch: Any, mesh: RunMesh, device: torch.device) -> None:
+    """Refuse tensor-parallel peers with unequal batches: they would compute a mixture of both, and not know it.
+
+    A collective over the tensor-parallel group: two all-reduces of one number. Reads all tensors on the host.
+
+    Raises:
+        ValueError: On every rank of the group.
+    """
+    if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
+        return
+    checksum = 0
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            data = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            checksum = zlib.crc32(data.tobytes(), zlib.crc32(str(tuple(leaf.shape)).encode(), checksum))
+    group = mesh.tensor_parallel.get_group()
+    smallest, largest = (torch.tensor(checksum, device=device) for _ in range(2))
+    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    if smallest != largest:
+        raise ValueError(
+            f"The tensor-parallel ranks {dist.get_process_group_ranks(group)} were given different first batches, but"
+            " compute each one together: give them the same data in the same order (a sampler by"
+            " trainer.strategy.distributed_sampler_kwargs; random augmentation seeded alike)."
+        )

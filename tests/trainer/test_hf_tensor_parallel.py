@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -69,7 +67,7 @@ def fit(kind: str, size: int = TENSOR) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def error_of_fit(kind: str, size: int) -> str:
-    with pytest.raises(ValueError, match="tp_plan|num_key_value_heads") as raised:
+    with pytest.raises(ValueError, match=r"tp_plan|num_key_value_heads") as raised:
         fit(kind, size)
     return str(raised.value)
 

@@ -161,3 +161,69 @@ def test_a_model_that_takes_no_part(pool4: RankPool) -> None:
 def test_ddp_refuses(pool2: RankPool) -> None:
     for message in pool2.run(start_of_fit_error, TensorParallelModule, {"data_parallel": "ddp"}):
         assert "does not go with data_parallel='ddp'" in message
+
+
+class Dropping(nn.Module):
+    """A decoder that drops out half of its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = decoder()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return nn.functional.dropout(self.decoder(input_ids), 0.5)
+
+
+class DroppingModule(ModelModule):
+    def configure_model(self) -> None:
+        parallelize_module(self.model.decoder, self.device_mesh["tensor_parallel"], PLAN)
+
+
+class Remembers(torch.utils.data.Dataset):
+    """Unlabelled but for the sampler that Lightning gives it."""
+
+    def __init__(self) -> None:
+        self.drawn: list[int] = []
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.drawn.append(index)
+        return {"input_ids": torch.tensor([index, 1]), "labels": torch.tensor([1, 2])}
+
+
+def fit_with_dropout_and_own_seeds() -> tuple[dict[str, Tensor], list[int]]:
+    """Ranks that were seeded differently, on data that Lightning shares out."""
+    torch.manual_seed(dist.get_rank())
+    module = DroppingModule(Dropping())
+    strategy = AutomodelStrategy(tensor_parallel_size=TENSOR)
+    trainer = make_trainer(strategy, accumulate_grad_batches=2, use_distributed_sampler=True)
+    data = Remembers()
+    trainer.fit(module, DataLoader(data, batch_size=1))
+    local = {name: p.full_tensor().detach().clone() for name, p in module.named_parameters() if "norm" in name}
+    return local, data.drawn
+
+
+def test_peers_see_the_same_data_and_random_numbers(pool4: RankPool) -> None:
+    """What peers hold alike stays alike to the last bit, though nobody averages it; data ranks see different data."""
+    outcomes = pool4.run(fit_with_dropout_and_own_seeds)
+    for first, second in ((0, 1), (2, 3)):
+        (weights, drawn), (others_weights, others_drawn) = outcomes[first], outcomes[second]
+        assert drawn == others_drawn
+        assert all(torch.equal(weight, others_weights[name]) for name, weight in weights.items())
+    assert sorted(outcomes[0][1] + outcomes[2][1]) == list(range(8))
+
+
+def fit_on_unequal_batches() -> str:
+    module = TensorParallelModule(decoder())
+    trainer = make_trainer(AutomodelStrategy(tensor_parallel_size=TENSOR))
+    case = replace(CASE, num_ranks=4)
+    with pytest.raises(ValueError, match="different first batches") as raised:
+        trainer.fit(module, DataLoader(micro_batches(case)[dist.get_rank()], batch_size=None))
+    return str(raised.value)
+
+
+def test_peers_with_unequal_batches_are_refused(pool2: RankPool) -> None:
+    for message in pool2.run(fit_on_unequal_batches):
+        assert message.startswith("The tensor-parallel ranks [0, 1] were given different first batches")
