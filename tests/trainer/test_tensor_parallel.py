@@ -163,20 +163,11 @@ def test_ddp_refuses(pool2: RankPool) -> None:
         assert "does not go with data_parallel='ddp'" in message
 
 
-class Dropping(nn.Module):
-    """A decoder that drops out half of its logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decoder = decoder()
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return nn.functional.dropout(self.decoder(input_ids), 0.5)
-
-
-class DroppingModule(ModelModule):
-    def configure_model(self) -> None:
-        parallelize_module(self.model.decoder, self.device_mesh["tensor_parallel"], PLAN)
+def dropping_decoder() -> nn.Module:
+    """A decoder that drops out half of what comes from its first block, which peers hold alike."""
+    model = decoder()
+    model.blocks.insert(1, nn.Dropout(0.5))
+    return model
 
 
 class Remembers(torch.utils.data.Dataset):
@@ -196,7 +187,7 @@ class Remembers(torch.utils.data.Dataset):
 def fit_with_dropout_and_own_seeds() -> tuple[dict[str, Tensor], list[int]]:
     """Ranks that were seeded differently, on data that Lightning shares out."""
     torch.manual_seed(dist.get_rank())
-    module = DroppingModule(Dropping())
+    module = TensorParallelModule(dropping_decoder())
     strategy = AutomodelStrategy(tensor_parallel_size=TENSOR)
     trainer = make_trainer(strategy, accumulate_grad_batches=2, use_distributed_sampler=True)
     data = Remembers()
