@@ -13,11 +13,10 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import full_weights, micro_batches
+from tests.trainer.exactness import PLAN, full_weights, micro_batches
 from tests.trainer.plain import ModelModule, plain_weights
 from tests.trainer.runs import TOLERANCE, make_trainer
 from tests.trainer.test_layouts import ACCUMULATE, CASE2, CASE4, decoder, deviation
-from tests.trainer.test_tensor_parallel import PLAN
 
 
 class OwnNames(ModelModule):

@@ -13,14 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
-from tests.trainer.exactness import Outcome, TinyDecoder, full_weights, micro_batches, weight_error
+from tests.trainer.exactness import PLAN, Outcome, TinyDecoder, full_weights, micro_batches, weight_error
 from tests.trainer.plain import ModelModule, differ_by_rank, plain_weights
 from tests.trainer.runs import TOLERANCE, make_trainer
 
@@ -30,11 +29,6 @@ CLIP = 0.05
 WRONG = 1e-6
 CASE = Case(seed=31, telling="labels", num_batches=5, num_ranks=2, gap="micro_batches")
 
-PLAN = {
-    "embedding": RowwiseParallel(input_layouts=Replicate()),
-    "blocks.*.linear": ColwiseParallel(output_layouts=Replicate()),
-    "head": ColwiseParallel(output_layouts=Replicate()),
-}
 MODES: dict[str, dict[str, Any]] = {
     "kept": {"reshard_during_accumulation": False},
     "resharded": {"reshard_during_accumulation": True},
