@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_automodel import AutomodelStrategy, grad_sync
+from lightning_automodel import AutomodelStrategy, _compat, grad_sync
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import Batch, Outcome, TinyDecoder, full_weights, relative_error, weight_error
 from tests.trainer.precisions import (
@@ -107,6 +107,27 @@ def test_hsdp(pool4: RankPool, defer: Any) -> None:
     own = loop("bf16-mixed", "fsdp2", case=FOUR_RANKS)
     for weights, _, _ in pool4.run(fit, "bf16-mixed", options, WideLossModule, decoder, FOUR_RANKS):
         assert weight_error(Outcome(weights, None), own) <= tolerances("bf16-mixed")[0]
+
+
+def _unreduced(precision: str) -> set[tuple[torch.dtype | None, bool]]:
+    """Dtype of the gradients that wait in mid-window, and whether any is left in the dtype of the computation."""
+    module, seen = WideLossModule(decoder()), set()
+
+    def look(batch: Batch, batch_idx: int) -> None:
+        if batch_idx % ACCUMULATE == 1:
+            params = [param for group in _compat.fsdp_param_groups(module) for param in group.fsdp_params]
+            seen.update((p.unsharded_accumulated_grad.dtype, p._unsharded_param.grad is None) for p in params)
+
+    module.on_train_batch_start = look
+    settings = {"accumulate_grad_batches": ACCUMULATE, **precision_options(precision)}
+    make_trainer(AutomodelStrategy(), **settings).fit(module, loader())
+    return seen
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed", "16-true"])
+def test_gradients_wait_in_float32(pool2: RankPool, precision: str) -> None:
+    """Also where parameters are half: what several micro-batches add up to is rounded once, after the reduction."""
+    assert pool2.run(_unreduced, precision) == [{(torch.float32, True)}] * 2
 
 
 class Probe(WideLossModule):
