@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,6 +202,29 @@ def _norms(parameters: list[nn.Parameter]) -> list[float]:
     """Of all but the head's weight and bias, which come last, and of those."""
     halves = (parameters[:-2], parameters[-2:])
     return [float(torch.cat([p.grad.flatten() for p in half]).norm()) for half in halves]
+
+
+def _resume(options: dict[str, Any], folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+    """Train for two epochs of three steps at once, and for one and then another from its checkpoint."""
+    path, outcomes, scales = f"{folder}/one.ckpt", [], []
+    for max_epochs, resumes in ((2, False), (1, False), (2, True)):
+        module = WideLossModule(decoder())
+        settings = {"accumulate_grad_batches": ACCUMULATE, **precision_options("16-mixed", growth_interval=2)}
+        trainer = make_trainer(AutomodelStrategy(**options), **{**settings, "max_epochs": max_epochs})
+        trainer.fit(module, loader(), ckpt_path=path if resumes else None)
+        outcomes.append(full_weights(module))
+        scales.append(trainer.precision_plugin.scaler.get_scale())
+        if max_epochs == 1:
+            trainer.save_checkpoint(path)
+    return outcomes[0], outcomes[2], scales
+
+
+@pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
+def test_the_scale_is_in_checkpoints(pool2: RankPool, options: dict[str, Any], tmp_path: Path) -> None:
+    """What a run has learned about its scale is not lost."""
+    for at_once, resumed, scales in pool2.run(_resume, options, str(tmp_path)):
+        assert scales == [INIT_SCALE * 8, INIT_SCALE * 2, INIT_SCALE * 8]
+        assert weight_error(Outcome(resumed, None), Outcome(at_once, None)) <= SAME
 
 
 class ManyTokens(WideLossModule):

@@ -109,6 +109,13 @@ def test_hsdp(pool4: RankPool, defer: Any) -> None:
         assert weight_error(Outcome(weights, None), own) <= tolerances("bf16-mixed")[0]
 
 
+@pytest.mark.parametrize("policy", [{TinyDecoder}, {nn.Linear, nn.LayerNorm}])
+def test_any_units(pool2: RankPool, policy: set[type[nn.Module]]) -> None:
+    """A unit right below the LightningModule answers in float32 too, and small ones pass on what they get."""
+    for weights, _, _ in pool2.run(fit, "bf16-mixed", {"auto_wrap_policy": policy}):
+        assert weight_error(Outcome(weights, None), loop("bf16-mixed", "fsdp2")) <= tolerances("bf16-mixed")[0]
+
+
 def _unreduced(precision: str) -> set[tuple[torch.dtype | None, bool]]:
     """Dtype of the gradients that wait in mid-window, and whether any is left in the dtype of the computation."""
     module, seen = WideLossModule(decoder()), set()
