@@ -4,17 +4,18 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_automodel import _compat, gradients, memory, sharding, tensor_parallel
+from lightning_automodel import _compat, gradients, memory, precision, sharding, tensor_parallel
 from lightning_automodel.grad_sync import Deferral, FSDPGradSync
 from lightning_automodel.mesh import RunMesh
 from lightning_automodel.options import StrategyOptions
@@ -34,7 +35,7 @@ class Engine(ABC):
 
     @abstractmethod
     def setup(self, module: pl.LightningModule, fitting: bool) -> nn.Module:
-        """Distribute ``module``, already on the device. A collective over the world.
+        """Distribute ``module``, converted and on the device. A collective over the world.
 
         Args:
             module: The user's LightningModule.
@@ -85,11 +86,20 @@ class FSDP2Engine(Engine):
         device: This rank's device.
         options: What the user chose.
         local_ranks: Ranks on this node, which share its memory.
+        policy: What units compute and reduce in.
     """
 
-    def __init__(self, mesh: RunMesh, device: torch.device, options: StrategyOptions, local_ranks: int) -> None:
+    def __init__(
+        self,
+        mesh: RunMesh,
+        device: torch.device,
+        options: StrategyOptions,
+        local_ranks: int,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
         super().__init__(mesh, device)
         self._options = options
+        self._policy = policy
         self._local_ranks = local_ranks
         self._report: dict[str, Any] = {}
         self._is_first_batch = True
@@ -102,9 +112,15 @@ class FSDP2Engine(Engine):
         sharding.broadcast_states(module, self.mesh)
         if not sharding.has_fsdp_units(module):
             plan = sharding.plan_sharding(module, self._options.auto_wrap_policy, module.automatic_optimization)
+            plan = replace(plan, replicated=plan.replicated | precision.kept_wide(module, self._policy))
             self._report = _describe_plan(module, plan)
             sharding.apply_fsdp2(
-                module, plan, self.mesh.fsdp, self._options.reshard_after_forward, self._options.cpu_offload
+                module,
+                plan,
+                self.mesh.fsdp,
+                self._options.reshard_after_forward,
+                self._options.cpu_offload,
+                self._policy,
             )
         self._report["averaged_by_the_strategy"] = [
             name for name, parameter in module.named_parameters() if sharding.is_plain_and_trainable(parameter)

@@ -6,9 +6,11 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Module
 
 from lightning_automodel.grad_sync import Deferral, check_deferral
+from lightning_automodel.precision import check_policy
 from lightning_automodel.process_group import parse_timeout
 
 _FSDP2_ONLY: dict[str, Any] = {
@@ -17,6 +19,7 @@ _FSDP2_ONLY: dict[str, Any] = {
     "reshard_during_accumulation": "auto",
     "auto_wrap_policy": None,
     "reshard_after_forward": True,
+    "mp_policy": None,
     "cpu_offload": False,
 }
 _SIZES: dict[str, Any] = {
@@ -57,6 +60,7 @@ class StrategyOptions:
     reshard_during_accumulation: bool | Literal["auto"]
     auto_wrap_policy: set[type[Module]] | Callable | None
     reshard_after_forward: bool | int
+    mp_policy: MixedPrecisionPolicy | None
     cpu_offload: bool
     track_grad_norm: bool
     error_if_nonfinite: bool
@@ -83,6 +87,7 @@ class StrategyOptions:
         if self.count_label_tokens is not None and not callable(self.count_label_tokens):
             raise TypeError(f"count_label_tokens must be a function of the batch, got {self.count_label_tokens!r}.")
         self._check_policy()
+        check_policy(self.mp_policy)
         parse_timeout(self.timeout)
 
     def _check_choice(self, name: str, *valid: Any) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
@@ -22,6 +23,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_automodel import _compat
 from lightning_automodel.mesh import RunMesh
+from lightning_automodel.precision import cast_around, step_policy, unit_policy
 
 WrapPolicy = set[type[nn.Module]] | Callable[[nn.Module], bool] | None
 
@@ -167,6 +169,7 @@ def apply_fsdp2(
     mesh: DeviceMesh,
     reshard_after_forward: bool | int,
     cpu_offload: bool,
+    mp_policy: MixedPrecisionPolicy,
 ) -> None:
     """Shard ``model`` in place by the plan.
 
@@ -178,6 +181,8 @@ def apply_fsdp2(
         mesh: 1-D to shard over, or 2-D (replicate, shard).
         reshard_after_forward: For the units, as ``fully_shard`` has it. Roots keep their parameters through a step.
         cpu_offload: Keep shards, gradients and optimizer state in host memory.
+        mp_policy: What units compute and reduce in. Where a root's forward is a Lightning step, inputs and outputs are
+            cast around the modules that it calls.
     """
     offload: OffloadPolicy = OffloadPolicy()
     if cpu_offload:
@@ -189,13 +194,17 @@ def apply_fsdp2(
         "ignored_params": {by_name[name] for name in plan.replicated},
     }
     for unit in plan.units:
-        fully_shard(unit, reshard_after_forward=reshard_after_forward, **kwargs)
+        fully_shard(unit, reshard_after_forward=reshard_after_forward, mp_policy=unit_policy(mp_policy), **kwargs)
     for root in plan.roots:
         # A root's parameters are needed again at once in backward; with roots below the model there is no such
         # moment, and parameters that stay gathered would miss the next optimizer step.
-        fully_shard(root, reshard_after_forward=root is not model, **kwargs)
-        if root is model:
-            _run_steps_as_forward(root)
+        if root is not model:
+            fully_shard(root, reshard_after_forward=True, mp_policy=mp_policy, **kwargs)
+            continue
+        fully_shard(root, reshard_after_forward=False, mp_policy=step_policy(mp_policy), **kwargs)
+        _run_steps_as_forward(root)
+        for child in _distinct(_callable_children(model)):
+            cast_around(child, mp_policy)
 
 
 class _RootForward:

@@ -24,11 +24,12 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel import _compat, collectives, gradients, process_group, sharding
+from lightning_automodel import _compat, collectives, gradients, precision, process_group, sharding
 from lightning_automodel import checkpoint as checkpoints
 from lightning_automodel.advice import Advice
 from lightning_automodel.caller_mesh import adopt_mesh
@@ -38,7 +39,7 @@ from lightning_automodel.guard import RunGuard
 from lightning_automodel.launchers import InPlaceLauncher, SubprocessLauncher
 from lightning_automodel.mesh import RunMesh, build_mesh, resolve_sizes
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.precision import check_precision
+from lightning_automodel.scaling import LossScaling, RangeScale
 from lightning_automodel.token_loss import Count, StepReport, TokenWeighting
 from lightning_automodel.windows import GradientFinisher, OptimizerWindows, optimizer_parameters, unwrap
 
@@ -74,6 +75,8 @@ class AutomodelStrategy(ParallelStrategy):
             outermost repeated blocks.
         reshard_after_forward: Whether FSDP units free their parameters between forward and backward (or the size of
             the group to reshard to), where parameters are not kept for the window.
+        mp_policy: What FSDP2 units compute and reduce in, in place of what ``Trainer(precision=...)`` says;
+            ``output_dtype`` is that of what the LightningModule's own code gets back from its modules.
         cpu_offload: Keep shards and optimizer state in host memory.
         track_grad_norm: Compute ``last_step.grad_norm`` also where nothing else needs it.
         error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not finite.
@@ -110,6 +113,7 @@ class AutomodelStrategy(ParallelStrategy):
         reshard_during_accumulation: bool | Literal["auto"] = "auto",
         auto_wrap_policy: set[type[Module]] | Callable | None = None,
         reshard_after_forward: bool | int = True,
+        mp_policy: MixedPrecisionPolicy | None = None,
         cpu_offload: bool = False,
         track_grad_norm: bool = False,
         error_if_nonfinite: bool = False,
@@ -136,6 +140,7 @@ class AutomodelStrategy(ParallelStrategy):
             reshard_during_accumulation=reshard_during_accumulation,
             auto_wrap_policy=auto_wrap_policy,
             reshard_after_forward=reshard_after_forward,
+            mp_policy=mp_policy,
             cpu_offload=cpu_offload,
             track_grad_norm=track_grad_norm,
             error_if_nonfinite=error_if_nonfinite,
@@ -163,6 +168,8 @@ class AutomodelStrategy(ParallelStrategy):
         self._windows = OptimizerWindows(self._on_zero_grad, self._is_misplaced_zero_grad)
         self._batch: Any = None
         self._count: Count | None = None
+        self._policy: MixedPrecisionPolicy | None = None
+        self._scaling: LossScaling | None = None
         self._finisher: GradientFinisher | None = None
         self._advice = Advice()
 
@@ -354,7 +361,7 @@ class AutomodelStrategy(ParallelStrategy):
         if self.world_size > 1:
             _compat.take_over_sigterm(trainer)
         self.accelerator.setup(trainer)
-        check_precision(self.precision_plugin, self._options.data_parallel)
+        precision.check_precision(self.precision_plugin, self._options.data_parallel)
         sharding.check_initialised([*module.named_parameters(), *module.named_buffers()])
         for note in self._options.without_effect():
             self._advice.say_once(note)
@@ -363,10 +370,11 @@ class AutomodelStrategy(ParallelStrategy):
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         sharding.check_hooks(module)
-        engine = self._make_engine()
+        engine = self._make_engine(module)
         self.model = engine.setup(module, fitting)
         self._engine = engine
-        self._finisher = self._make_finisher(engine)
+        self._scaling = self._make_scaling(module)
+        self._finisher = self._make_finisher(engine, self._scaling)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -375,21 +383,39 @@ class AutomodelStrategy(ParallelStrategy):
             _compat.optimizers_to_device(self.optimizers, self.root_device)
         self._log_description()
 
-    def _make_engine(self) -> Engine:
+    def _make_engine(self, module: "pl.LightningModule") -> Engine:
+        self._advice.about_master_weights(str(self.precision_plugin.precision), module)
         if not self._shards_model:
             return DDPEngine(self._joined_mesh(), self.root_device, self._options)
-        return FSDP2Engine(self._joined_mesh(), self.root_device, self._options, self.num_processes)
+        policy = precision.resolve_policy(self.precision_plugin, self._options.mp_policy, module.parameters())
+        is_made_elsewhere = sharding.is_sharded(module) and not precision.is_applied(policy, module)
+        if is_made_elsewhere and self._options.mp_policy is not None:
+            self._advice.say_once("mp_policy has no effect on a model that was sharded before, with another policy.")
+        self._policy = None if is_made_elsewhere else policy
+        return FSDP2Engine(self._joined_mesh(), self.root_device, self._options, self.num_processes, policy)
 
-    def _make_finisher(self, engine: Engine) -> GradientFinisher:
-        has_scaler = getattr(self.precision_plugin, "scaler", None) is not None
+    def _make_scaling(self, module: "pl.LightningModule") -> LossScaling:
+        plugin = self.precision_plugin
+        scaler = getattr(plugin, "scaler", None)
+        is_half = precision.computes_in_float16(plugin, module)
+        return LossScaling(
+            scaler=scaler if scaler is not None and scaler.is_enabled() else None,
+            range_scale=RangeScale(is_half, self._options.per_token_loss, self.root_device),
+            window_of=self._windows.__getitem__,
+            device=self.root_device,
+            is_sharded=self._shards_model,
+        )
+
+    def _make_finisher(self, engine: Engine, scaling: LossScaling) -> GradientFinisher:
         return GradientFinisher(
             windows=self._windows,
             weighting=self._weighting,
+            scaling=scaling,
             mesh=self._joined_mesh(),
             device=self.root_device,
             complete=engine.complete_gradients,
             track_norm=self._options.track_grad_norm,
-            error_if_nonfinite=self._options.error_if_nonfinite and not has_scaler,
+            error_if_nonfinite=self._options.error_if_nonfinite and scaling.scaler is None,
         )
 
     @override
@@ -423,9 +449,10 @@ class AutomodelStrategy(ParallelStrategy):
     def _adapt_precision_plugin(self) -> None:
         """Let all ways of clipping rescale first and know sharded gradients; measure norms after hooks and clipping."""
         plugin, finisher = self.precision_plugin, self._require_finisher()
-        if getattr(plugin, "scaler", None) is None:
-            # Lightning 2.6.6 refuses to clip for fused optimizers under autocast, where only a scaler would mind.
-            plugin.clip_gradients = partial(Precision.clip_gradients, plugin)  # type: ignore[method-assign]
+        assert self.lightning_module is not None
+        precision.leave_casting_to_units(plugin, self.lightning_module)
+        # Lightning 2.6.6 refuses to clip for fused optimizers, which unscale for themselves; here that is done before.
+        plugin.clip_gradients = partial(Precision.clip_gradients, plugin)  # type: ignore[method-assign]
         plugin.clip_grad_by_norm = finisher.clip_norm  # type: ignore[assignment,method-assign]
         plugin.clip_grad_by_value = finisher.clip_value  # type: ignore[method-assign]
         after_closure = plugin._after_closure
@@ -490,8 +517,9 @@ class AutomodelStrategy(ParallelStrategy):
         Returns:
             [] the detached loss, as it came.
         """
-        module, engine = self.lightning_module, self._require_engine()
+        module, engine, scaling = self.lightning_module, self._require_engine(), self._scaling
         assert module is not None
+        assert scaling is not None
         if module.automatic_optimization:
             owner, count, accumulate = optimizer, self._count, module.trainer.accumulate_grad_batches
             self._count = None
@@ -503,12 +531,15 @@ class AutomodelStrategy(ParallelStrategy):
         engine.start_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         self._advice.about_half_precision(closure_loss)
-        objective = self._weighting.objective(loss, count) * accumulate
+        self._advice.about_rounded_count(count)
+        told = objective = self._weighting.objective(closure_loss, count) * accumulate
+        if scaling.scaler is None and loss is not closure_loss:
+            objective = self._weighting.objective(loss, count) * accumulate
         with engine.micro_batch(is_last=True):
+            objective = scaling.apply(objective, window)
             self.precision_plugin.backward(objective, module, optimizer, *args, **kwargs)
             engine.end_backward()
-        unscaled = objective if loss is closure_loss else self._weighting.objective(closure_loss, count) * accumulate
-        window.add(unscaled, count)
+        window.add(told, count)
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def _manual_count(self, kwargs: dict[str, Any]) -> Count:
@@ -695,8 +726,16 @@ class AutomodelStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self._windows.close()
-        for method in ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value", "_after_closure"):
+        for method in (
+            "clip_gradients",
+            "clip_grad_by_norm",
+            "clip_grad_by_value",
+            "_after_closure",
+            "forward_context",
+        ):
             self.precision_plugin.__dict__.pop(method, None)
+        if self._scaling is not None:
+            self._scaling.close()
         if self._engine is not None:
             self._engine.close()
         self._batch = None
@@ -725,15 +764,14 @@ class AutomodelStrategy(ParallelStrategy):
         if self._mesh is None or self._engine is None:
             return {"options": options}
         module = self.lightning_module
-        parameters = [] if module is None else list(module.parameters())
+        dtypes = {} if module is None else precision.describe_dtypes(self.precision_plugin, module, self._policy)
         return {
             "options": options,
             "data_parallel": self._options.data_parallel,
             "mesh": self._mesh.sizes_by_name(),
             "gradient_divisor": self._mesh.sizes.data_parallel,
             "gradient_denominator": "label tokens" if self._options.per_token_loss else "micro-batches",
-            "precision": self.precision_plugin.precision,
-            "parameter_dtypes": sorted({str(parameter.dtype) for parameter in parameters}),
+            "precision": dtypes,
             **self._engine.describe(),
         }
 

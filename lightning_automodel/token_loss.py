@@ -194,6 +194,9 @@ class LossWindow:
         self.num_micro_batches = 0
         self.is_rescaled = False
         self.is_measured = False
+        self.range_scale: Tensor | None = None
+        self.loss_scale: Tensor | None = None
+        self.found_inf: dict[torch.device, Tensor] | None = None
 
     def add(self, objective: Tensor, count: Count) -> None:
         """Take in one backward.

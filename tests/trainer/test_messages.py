@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
@@ -110,10 +108,6 @@ def _error(
     """Kind and text of what a fit raises."""
     module = make_module(decoder())
     module.count = count
-    if trainer_options.get("precision") == "plugin":
-        scaler = torch.amp.GradScaler("cpu")
-        plugins = [LightningEnvironment(), MixedPrecision("16-mixed", "cpu", scaler=scaler)]
-        trainer_options = {"plugins": plugins}
     try:
         make_trainer(AutomodelStrategy(**options), **trainer_options).fit(module, loader())
     except (ValueError, TypeError, RuntimeError) as error:
@@ -131,14 +125,6 @@ def _error(
             "ValueError",
             ["returned 'aux_loss'", "not known at its first backward", "Pass per_token_loss=False, or leave"],
             id="aux_loss",
-        ),
-        pytest.param(
-            ModelModule,
-            {},
-            {"precision": "plugin"},
-            "ValueError",
-            ["precision='16-mixed' uses a gradient scaler", "32-true, 64-true, bf16-mixed", "data_parallel='ddp'"],
-            id="scaler",
         ),
         pytest.param(
             OnMeta,

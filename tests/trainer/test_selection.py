@@ -105,6 +105,7 @@ EVERY_OPTION = """
       reshard_during_accumulation: auto
       auto_wrap_policy: null
       reshard_after_forward: true
+      mp_policy: {cast_forward_inputs: false}
       cpu_offload: false
       track_grad_norm: true
       error_if_nonfinite: true

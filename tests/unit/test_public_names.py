@@ -48,6 +48,7 @@ KEYWORDS: dict[str, Any] = {
     "reshard_during_accumulation": "auto",
     "auto_wrap_policy": None,
     "reshard_after_forward": True,
+    "mp_policy": None,
     "cpu_offload": False,
     "track_grad_norm": False,
     "error_if_nonfinite": False,
