@@ -73,6 +73,14 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
     return ShardingPlan(roots=roots, units=units, replicated=_find_replicated(model, roots))
 
 
+def units_of(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> list[nn.Module]:
+    """FSDP2 modules below the roots of a model that is sharded; for any other, the units that it would get."""
+    if not is_sharded(model):
+        return plan_sharding(model, policy, root_is_model).units
+    roots = {id(root) for root in fsdp_roots(model)}
+    return [module for module in model.modules() if isinstance(module, FSDPModule) and id(module) not in roots]
+
+
 def _find_units(module: nn.Module, policy: WrapPolicy) -> Iterator[nn.Module]:
     """Yield the outermost units at or below ``module`` in registration order."""
     if policy is not None:
@@ -95,6 +103,19 @@ def _outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> Itera
         return
     for child in module.children():
         yield from _outermost(child, matches)
+
+
+def outermost_instances(model: nn.Module, classes: Iterable[type[nn.Module]]) -> list[nn.Module]:
+    """Outermost modules below ``model`` of these classes that have a forward, with parameters or not, each once."""
+    wanted, found = tuple(classes), []
+    to_visit = list(model.children())[::-1]
+    while to_visit:
+        module = to_visit.pop()
+        if isinstance(module, wanted) and type(module).forward is not nn.Module.forward:
+            found.append(module)
+        else:
+            to_visit.extend(list(module.children())[::-1])
+    return _distinct(found)
 
 
 def _as_predicate(policy: set[type[nn.Module]] | Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:

@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from lightning_automodel import _compat, collectives, gradients, process_group, sharding
 from lightning_automodel import checkpoint as checkpoints
+from lightning_automodel.activations import RecomputedBlocks
 from lightning_automodel.advice import Advice
 from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine
 from lightning_automodel.first_rank import FirstRankPerNode
@@ -70,6 +71,9 @@ class AutomodelStrategy(ParallelStrategy):
         reshard_after_forward: Whether FSDP units free their parameters between forward and backward (or the size of
             the group to reshard to), where parameters are not kept for the window.
         cpu_offload: Keep shards and optimizer state in host memory.
+        activation_checkpointing: Compute activations again in the backward instead of keeping them. True: those of
+            each FSDP unit (``auto_wrap_policy``), of the same modules under DDP. A set: those of the outermost
+            instances of these classes.
         track_grad_norm: Compute ``last_step.grad_norm`` also where nothing else needs it.
         error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not finite.
             Reads one number on the host each step.
@@ -104,6 +108,7 @@ class AutomodelStrategy(ParallelStrategy):
         auto_wrap_policy: set[type[Module]] | Callable | None = None,
         reshard_after_forward: bool | int = True,
         cpu_offload: bool = False,
+        activation_checkpointing: bool | set[type[Module]] = False,
         track_grad_norm: bool = False,
         error_if_nonfinite: bool = False,
         process_group_backend: str | None = None,
@@ -128,6 +133,7 @@ class AutomodelStrategy(ParallelStrategy):
             auto_wrap_policy=auto_wrap_policy,
             reshard_after_forward=reshard_after_forward,
             cpu_offload=cpu_offload,
+            activation_checkpointing=activation_checkpointing,
             track_grad_norm=track_grad_norm,
             error_if_nonfinite=error_if_nonfinite,
             process_group_backend=process_group_backend,
@@ -151,6 +157,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._forward_redirection = _compat.DDPForwardRedirection()
         self._mesh: DataParallelMesh | None = None
         self._engine: Engine | None = None
+        self._recomputed: RecomputedBlocks | None = None
         self._windows = OptimizerWindows(self._on_zero_grad, self._is_misplaced_zero_grad)
         self._batch: Any = None
         self._count: Count | None = None
@@ -347,6 +354,13 @@ class AutomodelStrategy(ParallelStrategy):
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         sharding.check_hooks(module)
+        if fitting:
+            self._recomputed = RecomputedBlocks(
+                module,
+                self._options.activation_checkpointing,
+                self._options.auto_wrap_policy,
+                module.automatic_optimization,
+            )
         engine = self._make_engine()
         self.model = engine.setup(module, fitting)
         self._engine = engine
@@ -683,6 +697,8 @@ class AutomodelStrategy(ParallelStrategy):
             self.precision_plugin.__dict__.pop(method, None)
         if self._engine is not None:
             self._engine.close()
+        if self._recomputed is not None:
+            self._recomputed.undo()
         self._batch = None
         self.model = self.lightning_module
         if self.lightning_module is not None:
@@ -717,6 +733,7 @@ class AutomodelStrategy(ParallelStrategy):
             "gradient_divisor": self._mesh.sizes.data_parallel,
             "gradient_denominator": "label tokens" if self._options.per_token_loss else "micro-batches",
             "precision": self.precision_plugin.precision,
+            "activation_checkpointing": [] if self._recomputed is None else self._recomputed.names,
             "parameter_dtypes": sorted({str(parameter.dtype) for parameter in parameters}),
             **self._engine.describe(),
         }

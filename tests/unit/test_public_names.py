@@ -47,6 +47,7 @@ KEYWORDS: dict[str, Any] = {
     "auto_wrap_policy": None,
     "reshard_after_forward": True,
     "cpu_offload": False,
+    "activation_checkpointing": False,
     "track_grad_norm": False,
     "error_if_nonfinite": False,
     "process_group_backend": None,
