@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -33,12 +33,13 @@ class Engine(ABC):
         self.device = device
 
     @abstractmethod
-    def setup(self, module: pl.LightningModule, fitting: bool) -> nn.Module:
+    def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
         """Distribute ``module``, already on the device. A collective over the world.
 
         Args:
             module: The user's LightningModule.
             fitting: Whether gradients will be needed.
+            give_values: Gives values to what has none yet; to be called once, with shards where there are to be some.
 
         Returns:
             What the steps are to be called on.
@@ -96,7 +97,7 @@ class FSDP2Engine(Engine):
         self._report: dict[str, Any] = {}
 
     @override
-    def setup(self, module: pl.LightningModule, fitting: bool) -> nn.Module:
+    def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
         self._report = {"units": "sharded before this set-up (by configure_model or an earlier run); left as they were"}
         sharding.broadcast_states(module, self.mesh.group)
         if not sharding.is_sharded(module):
@@ -105,6 +106,7 @@ class FSDP2Engine(Engine):
             sharding.apply_fsdp2(
                 module, plan, self.mesh.fsdp, self._options.reshard_after_forward, self._options.cpu_offload
             )
+        give_values()
         self._report["averaged_by_the_strategy"] = [
             name for name, parameter in module.named_parameters() if sharding.is_plain_and_trainable(parameter)
         ]
@@ -210,12 +212,13 @@ class DDPEngine(Engine):
         self._reduced: set[int] = set()
 
     @override
-    def setup(self, module: pl.LightningModule, fitting: bool) -> nn.Module:
+    def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
         if sharding.is_sharded(module):
             raise ValueError(
                 f"{sharding.class_name(module)} is already sharded by FSDP2, which data_parallel='ddp' cannot"
                 " replicate: pass data_parallel='fsdp2', or a module that was not sharded before."
             )
+        give_values()
         if not fitting:
             sharding.broadcast_states(module, self.mesh.group)
             return module

@@ -318,12 +318,14 @@ def broadcast_states(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Make copies equal: every rank gets the first rank's plain parameters and buffers, every replica its shards.
 
     A collective over ``group`` and, for what is sharded already, over the groups of its replicas. If shapes of plain
-    tensors differ between ranks, every rank raises.
+    tensors differ between ranks, every rank raises. What has no values (meta device) is left alone.
     """
     copies: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
     groups = {tuple(dist.get_process_group_ranks(group)): group}
     everybody = next(iter(groups))
     for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "meta":
+            continue
         if not isinstance(tensor, DTensor):
             copies[everybody].append(tensor.detach())
             continue
@@ -349,17 +351,6 @@ def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
             by_device[tensor.device].append(tensor)
     for same_device in by_device.values():
         _compat.broadcast_tensors(group, same_device, _BROADCAST_BUCKET_BYTES, 0)
-
-
-def check_initialised(parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError where parameters or buffers are on the meta device, naming them."""
-    meta = [name for name, tensor in parameters if tensor.is_meta]
-    if meta:
-        shown = ", ".join(meta[:5]) + (f" and {len(meta) - 5} more" if len(meta) > 5 else "")
-        raise ValueError(
-            f"{len(meta)} parameters or buffers have no values yet (meta device): {shown}."
-            " Give them values in configure_model, or create the model on a real device."
-        )
 
 
 def class_name(module: nn.Module) -> str:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel import _compat, collectives, gradients, process_group, sharding
+from lightning_automodel import _compat, collectives, gradients, materialize, process_group, sharding
 from lightning_automodel import checkpoint as checkpoints
 from lightning_automodel.activations import RecomputedBlocks
 from lightning_automodel.advice import Advice
@@ -158,6 +158,8 @@ class AutomodelStrategy(ParallelStrategy):
         self._mesh: DataParallelMesh | None = None
         self._engine: Engine | None = None
         self._recomputed: RecomputedBlocks | None = None
+        self._created_as: dict[str, torch.dtype] = {}
+        self._untouched: list[str] = []
         self._windows = OptimizerWindows(self._on_zero_grad, self._is_misplaced_zero_grad)
         self._batch: Any = None
         self._count: Count | None = None
@@ -229,10 +231,26 @@ class AutomodelStrategy(ParallelStrategy):
         mesh = self._joined_mesh().data_parallel
         return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
 
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Where ``configure_model`` and ``trainer.init_module()`` create tensors: on the device of this rank.
+
+        Args:
+            empty_init: True creates them without values (meta device): set-up shards them first and then gives each
+                rank the values of its shards alone, by the initialisers of the modules or from a checkpoint.
+        """
+        with super().tensor_init_context(empty_init=False), torch.device("meta") if empty_init else nullcontext():
+            yield
+
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return self._shards_model
+        """Also for a replicated model that has no values yet (meta device): they would replace the loaded ones."""
+        module = self.lightning_module
+        return (
+            self._shards_model or bool(self._created_as) or (module is not None and bool(materialize.waiting(module)))
+        )
 
     @property
     @override
@@ -299,7 +317,7 @@ class AutomodelStrategy(ParallelStrategy):
 
         The Trainer puts ``"pre_setup"`` and ``"post_setup"`` around the ``setup`` hooks; where ``first_rank_setup``
         asks for it, the first rank of each node leaves the former alone at first, and the others when it comes to the
-        latter.
+        latter. After ``"run-stage"``, which follows the loading of checkpoints, every parameter must have values.
         """
         if name == "post_setup":
             self._end_setup_turn()
@@ -308,6 +326,10 @@ class AutomodelStrategy(ParallelStrategy):
             turn = self.first_rank_per_node()
             turn.__enter__()
             self._setup_turn = turn
+        if name == "run-stage" and self._untouched:
+            assert self.lightning_module is not None
+            untouched, self._untouched = self._untouched, []
+            materialize.check_filled(self.lightning_module, untouched, self.root_device)
 
     def _end_setup_turn(self, exception: BaseException | None = None) -> None:
         turn, self._setup_turn = self._setup_turn, None
@@ -346,7 +368,7 @@ class AutomodelStrategy(ParallelStrategy):
             _compat.take_over_sigterm(trainer)
         self.accelerator.setup(trainer)
         check_precision(self.precision_plugin, self._options.data_parallel)
-        sharding.check_initialised([*module.named_parameters(), *module.named_buffers()])
+        self._created_as, self._untouched = materialize.waiting(module), []
         for note in self._options.without_effect():
             self._advice.say_once(note)
         if fitting and self._layer_sync is not None:
@@ -362,7 +384,7 @@ class AutomodelStrategy(ParallelStrategy):
                 module.automatic_optimization,
             )
         engine = self._make_engine()
-        self.model = engine.setup(module, fitting)
+        self.model = engine.setup(module, fitting, self._give_values)
         self._engine = engine
         self._finisher = self._make_finisher(engine)
         if fitting:
@@ -372,6 +394,16 @@ class AutomodelStrategy(ParallelStrategy):
         if fitting:
             _compat.optimizers_to_device(self.optimizers, self.root_device)
         self._log_description()
+
+    def _give_values(self) -> None:
+        """Initialise what was created on the meta device, now that it is sharded or is going to be copied."""
+        module = self.lightning_module
+        assert module is not None
+        if not self._created_as:
+            return
+        offloads = self._shards_model and self._options.cpu_offload
+        self._untouched = materialize.materialize(module, self._created_as, self.root_device, offloads)
+        self.model_to_device()
 
     def _make_engine(self) -> Engine:
         if not self._shards_model:
@@ -393,6 +425,9 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
+        if materialize.waiting(self.lightning_module):
+            _compat.move_what_has_values(self.lightning_module, self.root_device)
+            return
         if self._options.cpu_offload and sharding.is_sharded(self.lightning_module):
             return
         self.lightning_module.to(self.root_device)

@@ -51,12 +51,6 @@ class Returns(ModelModule):
         return {"loss": self(batch), "num_label_tokens": self.count}
 
 
-class OnMeta(ModelModule):
-    def configure_model(self) -> None:
-        with torch.device("meta"):
-            self.model.head = nn.Linear(7, 11)
-
-
 class ShardsItself(ModelModule):
     def configure_model(self) -> None:
         fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
@@ -140,15 +134,6 @@ def _error(
             ["precision='16-mixed' uses a gradient scaler", "32-true, 64-true, bf16-mixed", "data_parallel='ddp'"],
             id="scaler",
         ),
-        pytest.param(
-            OnMeta,
-            {},
-            {},
-            "ValueError",
-            ["2 parameters or buffers have no values yet (meta device): model.head.weight, model.head.bias."],
-            id="meta-fsdp2",
-        ),
-        pytest.param(OnMeta, DDP, {}, "ValueError", ["model.head.weight", "in configure_model"], id="meta-ddp"),
         pytest.param(
             ShardsItself,
             DDP,
