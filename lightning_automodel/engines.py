@@ -101,6 +101,7 @@ class FSDP2Engine(Engine):
         self._report = {"units": "sharded before this set-up (by configure_model or an earlier run); left as they were"}
         sharding.broadcast_states(module, self.mesh.group)
         if not sharding.is_sharded(module):
+            self._check_reshard_after_forward()
             plan = sharding.plan_sharding(module, self._options.auto_wrap_policy, module.automatic_optimization)
             self._report = _describe_plan(module, plan)
             sharding.apply_fsdp2(
@@ -114,6 +115,17 @@ class FSDP2Engine(Engine):
         self._sync = FSDPGradSync(module, self._defer(), self._keep_gathered(module))
         self._sync.discard()
         return module
+
+    def _check_reshard_after_forward(self) -> None:
+        """Raise ValueError unless the size to reshard to divides the number of ranks that a unit is sharded over."""
+        size, shards = self._options.reshard_after_forward, self.mesh.sizes.shard
+        if isinstance(size, bool) or shards % size == 0:
+            return
+        valid = ["True", "False", *(str(n) for n in range(2, shards + 1) if shards % n == 0)]
+        raise ValueError(
+            f"reshard_after_forward={size} does not divide the {shards} ranks that a unit is sharded over; valid are"
+            f" {', '.join(valid)}."
+        )
 
     def _defer(self) -> Deferral:
         """Without peers nothing is communicated, and unreduced gradients would only be out of sight."""
@@ -129,6 +141,8 @@ class FSDP2Engine(Engine):
             keep, reason = not option, f"reshard_during_accumulation={option}"
         else:
             keep, reason = self._fits_everywhere(need.total)
+        if keep or "roots" in self._report:
+            self._report["reshard_after_forward"] = False if keep else self._options.reshard_after_forward
         self._report["reshard_during_accumulation"] = not keep
         self._report["reshard_during_accumulation_reason"] = reason
         self._report["estimated_extra_bytes"] = asdict(need)
