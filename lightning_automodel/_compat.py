@@ -31,6 +31,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
@@ -49,6 +50,7 @@ __all__ = [
     "FSDPParamGroup",
     "Launcher",
     "MockOptimizer",
+    "OptimizedModule",
     "SIGTERMException",
     "SubprocessScriptLauncher",
     "TunerExitException",

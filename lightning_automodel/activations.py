@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_automodel.sharding import WrapPolicy, class_name, outermost_instances, units_of
+from lightning_automodel.sharding import WrapPolicy, class_name, outermost_instances, uncompiled, units_of
 
 ActivationCheckpointing = bool | set[type[nn.Module]]
 
@@ -66,7 +66,8 @@ class RecomputedBlocks:
         names = {id(module): name for name, module in model.named_modules()}
         self.names = [f"{names[id(block)]} ({class_name(block)})" for block in blocks]
         for block, name in zip(blocks, self.names, strict=True):
-            self._undo.append(_switch_on(block, name) if _has_switch(block) else _wrap(block))
+            layer = uncompiled(block)
+            self._undo.append(_switch_on(layer, name) if _has_switch(layer) else _wrap(block))
 
     def undo(self) -> None:
         """Let every module compute as before."""

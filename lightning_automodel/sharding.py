@@ -87,7 +87,7 @@ def _find_units(module: nn.Module, policy: WrapPolicy) -> Iterator[nn.Module]:
         yield from _outermost(module, _as_predicate(policy))
         return
     names = getattr(module, "_no_split_modules", None) or ()
-    if named := list(_outermost(module, lambda candidate: type(candidate).__name__ in names)):
+    if named := list(_outermost(module, lambda candidate: class_name(candidate) in names)):
         yield from named
         return
     for child in module.children():
@@ -111,7 +111,7 @@ def outermost_instances(model: nn.Module, classes: Iterable[type[nn.Module]]) ->
     to_visit = list(model.children())[::-1]
     while to_visit:
         module = to_visit.pop()
-        if isinstance(module, wanted) and type(module).forward is not nn.Module.forward:
+        if isinstance(uncompiled(module), wanted) and _has_forward(module):
             found.append(module)
         else:
             to_visit.extend(list(module.children())[::-1])
@@ -121,13 +121,17 @@ def outermost_instances(model: nn.Module, classes: Iterable[type[nn.Module]]) ->
 def _as_predicate(policy: set[type[nn.Module]] | Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
     if isinstance(policy, (set, frozenset)):
         classes = tuple(policy)
-        return lambda module: isinstance(module, classes)
-    return policy
+        return lambda module: isinstance(uncompiled(module), classes)
+    return lambda module: policy(uncompiled(module))
 
 
 def _can_be_unit(module: nn.Module) -> bool:
     """FSDP2 needs a module with parameters and a forward of its own."""
-    return type(module).forward is not nn.Module.forward and any(True for _ in module.parameters())
+    return _has_forward(module) and any(True for _ in module.parameters())
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(uncompiled(module)).forward is not nn.Module.forward
 
 
 def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
@@ -353,8 +357,14 @@ def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
         _compat.broadcast_tensors(group, same_device, _BROADCAST_BUCKET_BYTES, 0)
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile(module)`` has wrapped, else the module."""
+    return module._orig_mod if isinstance(module, _compat.OptimizedModule) else module
+
+
 def class_name(module: nn.Module) -> str:
-    """Name of the user's class: FSDP2 puts a class of its own in front."""
+    """Name of the user's class: FSDP2 puts a class of its own in front, ``torch.compile`` one around."""
+    module = uncompiled(module)
     name = type(module).__name__
     return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
 
