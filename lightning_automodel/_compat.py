@@ -19,6 +19,8 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.fabric.utilities.load import _METADATA_FILENAME as CHECKPOINT_METADATA_FILENAME
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
+from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
@@ -31,6 +33,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store as default_store
@@ -54,6 +57,7 @@ __all__ = [
     "FSDPParamGroup",
     "Launcher",
     "MockOptimizer",
+    "OptimizedModule",
     "SIGTERMException",
     "SubprocessScriptLauncher",
     "TunerExitException",
@@ -62,6 +66,7 @@ __all__ = [
     "cast_floating",
     "check_ddp_backward_is_complete",
     "clear_accumulated_gradients",
+    "collect_rng_states",
     "current_scale",
     "default_backend_for_device",
     "default_store",
@@ -87,6 +92,7 @@ __all__ = [
     "lacks_accumulator",
     "load_checkpoint",
     "local_tensor",
+    "move_what_has_values",
     "name_of",
     "optimizers_to_device",
     "own_shard_changed",
@@ -99,6 +105,7 @@ __all__ = [
     "restore_unscaled",
     "set_group_timeout",
     "set_num_threads_if_needed",
+    "set_rng_states",
     "sharded_versions",
     "take_over_forward_hooks",
     "take_over_sigterm",
@@ -289,6 +296,11 @@ def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, else the tensor. ``to_local`` would make a view that autograd follows."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def move_what_has_values(module: nn.Module, device: torch.device) -> None:
+    """Move parameters and buffers to ``device``; ``Module.to`` raises where some are on the meta device."""
+    module._apply(lambda tensor: tensor if tensor.device.type == "meta" else tensor.to(device))
 
 
 # --- FSDP2: "parking" keeps gathered parameters in memory while the module shows its sharded ones -------------------

@@ -57,11 +57,13 @@ def load_into(
 
     A collective over the default group; ``path`` must be the same on every rank.
 
-    An optimizer that had not stepped when it was saved has no state to load; it starts as it is.
+    An optimizer that had not stepped when it was saved has no state to load; it starts as it is. Gradients are dropped:
+    where an earlier fit has left some, torch (2.13) would skip the state of the optimizers without a word.
 
     Returns:
         What is left of the checkpoint: loops, callbacks, schedulers.
     """
+    model.zero_grad()
     targets: dict[str, Any] = {"state_dict": model}
     saved = FileSystemReader(path).read_metadata().state_dict_metadata if path.is_dir() else None
     for index, optimizer in enumerate(optimizers):

@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
@@ -34,12 +34,13 @@ class Engine(ABC):
         self.device = device
 
     @abstractmethod
-    def setup(self, module: pl.LightningModule, fitting: bool) -> nn.Module:
+    def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
         """Distribute ``module``, converted and on the device. A collective over the world.
 
         Args:
             module: The user's LightningModule.
             fitting: Whether gradients will be needed.
+            give_values: Gives values to what has none yet; to be called once, with shards where there are to be some.
 
         Returns:
             What the steps are to be called on.
@@ -105,9 +106,10 @@ class FSDP2Engine(Engine):
         self._is_first_batch = True
 
     @override
-    def setup(self, module: pl.LightningModule, fitting: bool) -> nn.Module:
+    def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
         self._report = {"units": "sharded before this set-up (by configure_model or an earlier run); left as they were"}
         if not sharding.has_fsdp_units(module):
+            self._check_reshard_after_forward()
             tensor_parallel.apply_own_plans(module, self.mesh)
         sharding.broadcast_states(module, self.mesh)
         if not sharding.has_fsdp_units(module):
@@ -122,6 +124,7 @@ class FSDP2Engine(Engine):
                 self._options.cpu_offload,
                 self._policy,
             )
+        give_values()
         self._report["averaged_by_the_strategy"] = [
             name for name, parameter in module.named_parameters() if sharding.is_plain_and_trainable(parameter)
         ]
@@ -130,6 +133,17 @@ class FSDP2Engine(Engine):
         self._sync.discard()
         tensor_parallel.share_random_state(self.mesh, self.device)
         return module
+
+    def _check_reshard_after_forward(self) -> None:
+        """Raise ValueError unless the size to reshard to divides the number of ranks that a unit is sharded over."""
+        size, shards = self._options.reshard_after_forward, self.mesh.sizes.shard
+        if isinstance(size, bool) or shards % size == 0:
+            return
+        valid = ["True", "False", *(str(n) for n in range(2, shards + 1) if shards % n == 0)]
+        raise ValueError(
+            f"reshard_after_forward={size} does not divide the {shards} ranks that a unit is sharded over; valid are"
+            f" {', '.join(valid)}."
+        )
 
     def _defer(self) -> Deferral:
         """Without peers nothing is communicated, and unreduced gradients would only be out of sight."""
@@ -145,6 +159,8 @@ class FSDP2Engine(Engine):
             keep, reason = not option, f"reshard_during_accumulation={option}"
         else:
             keep, reason = self._fits_everywhere(need.total)
+        if keep or "roots" in self._report:
+            self._report["reshard_after_forward"] = False if keep else self._options.reshard_after_forward
         self._report["reshard_during_accumulation"] = not keep
         self._report["reshard_during_accumulation_reason"] = reason
         self._report["estimated_extra_bytes"] = asdict(need)
@@ -231,12 +247,13 @@ class DDPEngine(Engine):
         self._reduced: set[int] = set()
 
     @override
-    def setup(self, module: pl.LightningModule, fitting: bool) -> nn.Module:
+    def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
         if sharding.is_sharded(module):
             raise ValueError(
                 f"{sharding.class_name(module)} is already sharded by FSDP2, which data_parallel='ddp' cannot"
                 " replicate: pass data_parallel='fsdp2', or a module that was not sharded before."
             )
+        give_values()
         if not fitting:
             sharding.broadcast_states(module, self.mesh)
             return module

@@ -35,6 +35,12 @@ _COUNTING_ONLY: dict[str, Any] = {
 }
 
 
+def _is_set_of_modules(value: Any) -> bool:
+    return isinstance(value, (set, frozenset)) and all(
+        isinstance(entry, type) and issubclass(entry, Module) for entry in value
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
     """The keywords of ``AutomodelStrategy``, checked. Their meaning is documented there.
@@ -62,6 +68,7 @@ class StrategyOptions:
     reshard_after_forward: bool | int
     mp_policy: MixedPrecisionPolicy | None
     cpu_offload: bool
+    activation_checkpointing: bool | set[type[Module]]
     track_grad_norm: bool
     error_if_nonfinite: bool
     process_group_backend: str | None
@@ -88,6 +95,7 @@ class StrategyOptions:
             raise TypeError(f"count_label_tokens must be a function of the batch, got {self.count_label_tokens!r}.")
         self._check_policy()
         check_policy(self.mp_policy)
+        self._check_activation_checkpointing()
         parse_timeout(self.timeout)
 
     def _check_choice(self, name: str, *valid: Any) -> None:
@@ -107,11 +115,16 @@ class StrategyOptions:
         policy = self.auto_wrap_policy
         if policy is None or (callable(policy) and not isinstance(policy, type)):
             return
-        if not isinstance(policy, (set, frozenset)) or not all(
-            isinstance(entry, type) and issubclass(entry, Module) for entry in policy
-        ):
+        if not _is_set_of_modules(policy):
             raise TypeError(
                 f"auto_wrap_policy must be a set of nn.Module classes or a function of a module, got {policy!r}."
+            )
+
+    def _check_activation_checkpointing(self) -> None:
+        choice = self.activation_checkpointing
+        if not isinstance(choice, bool) and not _is_set_of_modules(choice):
+            raise TypeError(
+                f"activation_checkpointing must be True, False or a set of nn.Module classes, got {choice!r}."
             )
 
     def told_sizes(self) -> dict[str, Any]:
@@ -122,7 +135,10 @@ class StrategyOptions:
         """One sentence for each choice that the other choices leave without effect."""
         notes = []
         if self.data_parallel == "ddp":
-            notes += [f"{name} has no effect with data_parallel='ddp'." for name in self._changed(_FSDP2_ONLY)]
+            unused = self._changed(_FSDP2_ONLY)
+            if self.activation_checkpointing is True and "auto_wrap_policy" in unused:
+                unused.remove("auto_wrap_policy")
+            notes += [f"{name} has no effect with data_parallel='ddp'." for name in unused]
         elif self.ddp_kwargs:
             notes.append("ddp_kwargs has no effect with data_parallel='fsdp2'.")
         elif (

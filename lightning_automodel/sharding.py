@@ -79,13 +79,21 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
     return ShardingPlan(roots=roots, units=units, replicated=_find_replicated(model, roots))
 
 
+def units_of(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> list[nn.Module]:
+    """FSDP2 modules below the roots of a model that is sharded; for any other, the units that it would get."""
+    if not is_sharded(model):
+        return plan_sharding(model, policy, root_is_model).units
+    roots = {id(root) for root in fsdp_roots(model)}
+    return [module for module in model.modules() if isinstance(module, FSDPModule) and id(module) not in roots]
+
+
 def _find_units(module: nn.Module, policy: WrapPolicy) -> Iterator[nn.Module]:
     """Yield the outermost units at or below ``module`` in registration order."""
     if policy is not None:
         yield from _outermost(module, _as_predicate(policy))
         return
     names = getattr(module, "_no_split_modules", None) or ()
-    if named := list(_outermost(module, lambda candidate: type(candidate).__name__ in names)):
+    if named := list(_outermost(module, lambda candidate: class_name(candidate) in names)):
         yield from named
         return
     for child in module.children():
@@ -103,16 +111,33 @@ def _outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> Itera
         yield from _outermost(child, matches)
 
 
+def outermost_instances(model: nn.Module, classes: Iterable[type[nn.Module]]) -> list[nn.Module]:
+    """Outermost modules below ``model`` of these classes that have a forward, with parameters or not, each once."""
+    wanted, found = tuple(classes), []
+    to_visit = list(model.children())[::-1]
+    while to_visit:
+        module = to_visit.pop()
+        if isinstance(uncompiled(module), wanted) and _has_forward(module):
+            found.append(module)
+        else:
+            to_visit.extend(list(module.children())[::-1])
+    return _distinct(found)
+
+
 def _as_predicate(policy: set[type[nn.Module]] | Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
     if isinstance(policy, (set, frozenset)):
         classes = tuple(policy)
-        return lambda module: isinstance(module, classes)
-    return policy
+        return lambda module: isinstance(uncompiled(module), classes)
+    return lambda module: policy(uncompiled(module))
 
 
 def _can_be_unit(module: nn.Module) -> bool:
     """FSDP2 needs a module with parameters and a forward of its own."""
-    return type(module).forward is not nn.Module.forward and any(True for _ in module.parameters())
+    return _has_forward(module) and any(True for _ in module.parameters())
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(uncompiled(module)).forward is not nn.Module.forward
 
 
 def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
@@ -311,12 +336,14 @@ def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:
 
     A collective over the world and, for what is sharded already, over the groups of its replicas: the axes of its mesh
     along which it is replicated, and all data-parallel ranks where only tensor parallelism has sharded it. If shapes of
-    plain tensors differ between ranks, every rank raises.
+    plain tensors differ between ranks, every rank raises. What has no values (meta device) is left alone.
     """
     world = dist.group.WORLD
     assert world is not None
     copies: dict[dist.ProcessGroup, list[Tensor]] = defaultdict(list)
     for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "meta":
+            continue
         if not isinstance(tensor, DTensor):
             copies[world].append(tensor.detach())
             continue
@@ -344,19 +371,14 @@ def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
         _compat.broadcast_tensors(group, same_device, _BROADCAST_BUCKET_BYTES, 0)
 
 
-def check_initialised(parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError where parameters or buffers are on the meta device, naming them."""
-    meta = [name for name, tensor in parameters if tensor.is_meta]
-    if meta:
-        shown = ", ".join(meta[:5]) + (f" and {len(meta) - 5} more" if len(meta) > 5 else "")
-        raise ValueError(
-            f"{len(meta)} parameters or buffers have no values yet (meta device): {shown}."
-            " Give them values in configure_model, or create the model on a real device."
-        )
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile(module)`` has wrapped, else the module."""
+    return module._orig_mod if isinstance(module, _compat.OptimizedModule) else module
 
 
 def class_name(module: nn.Module) -> str:
-    """Name of the user's class: FSDP2 puts a class of its own in front."""
+    """Name of the user's class: FSDP2 puts a class of its own in front, ``torch.compile`` one around."""
+    module = uncompiled(module)
     name = type(module).__name__
     return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
 

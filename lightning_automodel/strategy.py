@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,8 +29,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel import _compat, collectives, gradients, precision, process_group, sharding
+from lightning_automodel import _compat, collectives, gradients, materialize, precision, process_group, sharding
 from lightning_automodel import checkpoint as checkpoints
+from lightning_automodel.activations import RecomputedBlocks
 from lightning_automodel.advice import Advice
 from lightning_automodel.caller_mesh import adopt_mesh
 from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine
@@ -78,6 +79,9 @@ class AutomodelStrategy(ParallelStrategy):
         mp_policy: What FSDP2 units compute and reduce in, in place of what ``Trainer(precision=...)`` says;
             ``output_dtype`` is that of what the LightningModule's own code gets back from its modules.
         cpu_offload: Keep shards and optimizer state in host memory.
+        activation_checkpointing: Compute activations again in the backward instead of keeping them. True: those of
+            each FSDP unit (``auto_wrap_policy``), of the same modules under DDP. A set: those of the outermost
+            instances of these classes.
         track_grad_norm: Compute ``last_step.grad_norm`` also where nothing else needs it.
         error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not finite.
             Reads one number on the host each step.
@@ -115,6 +119,7 @@ class AutomodelStrategy(ParallelStrategy):
         reshard_after_forward: bool | int = True,
         mp_policy: MixedPrecisionPolicy | None = None,
         cpu_offload: bool = False,
+        activation_checkpointing: bool | set[type[Module]] = False,
         track_grad_norm: bool = False,
         error_if_nonfinite: bool = False,
         process_group_backend: str | None = None,
@@ -142,6 +147,7 @@ class AutomodelStrategy(ParallelStrategy):
             reshard_after_forward=reshard_after_forward,
             mp_policy=mp_policy,
             cpu_offload=cpu_offload,
+            activation_checkpointing=activation_checkpointing,
             track_grad_norm=track_grad_norm,
             error_if_nonfinite=error_if_nonfinite,
             process_group_backend=process_group_backend,
@@ -165,6 +171,9 @@ class AutomodelStrategy(ParallelStrategy):
         self._forward_redirection = _compat.DDPForwardRedirection()
         self._mesh: RunMesh | None = None
         self._engine: Engine | None = None
+        self._recomputed: RecomputedBlocks | None = None
+        self._created_as: dict[str, torch.dtype] = {}
+        self._untouched: list[str] = []
         self._windows = OptimizerWindows(self._on_zero_grad, self._is_misplaced_zero_grad)
         self._batch: Any = None
         self._count: Count | None = None
@@ -238,10 +247,26 @@ class AutomodelStrategy(ParallelStrategy):
         mesh = self._joined_mesh().data_parallel
         return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
 
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Where ``configure_model`` and ``trainer.init_module()`` create tensors: on the device of this rank.
+
+        Args:
+            empty_init: True creates them without values (meta device): set-up shards them first and then gives each
+                rank the values of its shards alone, by the initialisers of the modules or from a checkpoint.
+        """
+        with super().tensor_init_context(empty_init=False), torch.device("meta") if empty_init else nullcontext():
+            yield
+
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return self._shards_model
+        """Also for a replicated model that has no values yet (meta device): they would replace the loaded ones."""
+        module = self.lightning_module
+        return (
+            self._shards_model or bool(self._created_as) or (module is not None and bool(materialize.waiting(module)))
+        )
 
     @property
     @override
@@ -315,7 +340,7 @@ class AutomodelStrategy(ParallelStrategy):
 
         The Trainer puts ``"pre_setup"`` and ``"post_setup"`` around the ``setup`` hooks; where ``first_rank_setup``
         asks for it, the first rank of each node leaves the former alone at first, and the others when it comes to the
-        latter.
+        latter. After ``"run-stage"``, which follows the loading of checkpoints, every parameter must have values.
         """
         if name == "post_setup":
             self._end_setup_turn()
@@ -324,6 +349,10 @@ class AutomodelStrategy(ParallelStrategy):
             turn = self.first_rank_per_node()
             turn.__enter__()
             self._setup_turn = turn
+        if name == "run-stage" and self._untouched:
+            assert self.lightning_module is not None
+            untouched, self._untouched = self._untouched, []
+            materialize.check_filled(self.lightning_module, untouched, self.root_device)
 
     def _end_setup_turn(self, exception: BaseException | None = None) -> None:
         turn, self._setup_turn = self._setup_turn, None
@@ -362,7 +391,7 @@ class AutomodelStrategy(ParallelStrategy):
             _compat.take_over_sigterm(trainer)
         self.accelerator.setup(trainer)
         precision.check_precision(self.precision_plugin, self._options.data_parallel)
-        sharding.check_initialised([*module.named_parameters(), *module.named_buffers()])
+        self._created_as, self._untouched = materialize.waiting(module), []
         for note in self._options.without_effect():
             self._advice.say_once(note)
         if fitting and self._layer_sync is not None:
@@ -370,8 +399,15 @@ class AutomodelStrategy(ParallelStrategy):
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         sharding.check_hooks(module)
+        if fitting:
+            self._recomputed = RecomputedBlocks(
+                module,
+                self._options.activation_checkpointing,
+                self._options.auto_wrap_policy,
+                module.automatic_optimization,
+            )
         engine = self._make_engine(module)
-        self.model = engine.setup(module, fitting)
+        self.model = engine.setup(module, fitting, self._give_values)
         self._engine = engine
         self._scaling = self._make_scaling(module)
         self._finisher = self._make_finisher(engine, self._scaling)
@@ -382,6 +418,16 @@ class AutomodelStrategy(ParallelStrategy):
         if fitting:
             _compat.optimizers_to_device(self.optimizers, self.root_device)
         self._log_description()
+
+    def _give_values(self) -> None:
+        """Initialise what was created on the meta device, now that it is sharded or is going to be copied."""
+        module = self.lightning_module
+        assert module is not None
+        if not self._created_as:
+            return
+        offloads = self._shards_model and self._options.cpu_offload
+        self._untouched = materialize.materialize(module, self._created_as, self.root_device, offloads)
+        self.model_to_device()
 
     def _make_engine(self, module: "pl.LightningModule") -> Engine:
         self._advice.about_master_weights(str(self.precision_plugin.precision), module)
@@ -421,6 +467,9 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
+        if materialize.waiting(self.lightning_module):
+            _compat.move_what_has_values(self.lightning_module, self.root_device)
+            return
         if self._options.cpu_offload and sharding.is_sharded(self.lightning_module):
             return
         self.lightning_module.to(self.root_device)
@@ -738,6 +787,8 @@ class AutomodelStrategy(ParallelStrategy):
             self._scaling.close()
         if self._engine is not None:
             self._engine.close()
+        if self._recomputed is not None:
+            self._recomputed.undo()
         self._batch = None
         self.model = self.lightning_module
         if self.lightning_module is not None:
@@ -772,6 +823,7 @@ class AutomodelStrategy(ParallelStrategy):
             "gradient_divisor": self._mesh.sizes.data_parallel,
             "gradient_denominator": "label tokens" if self._options.per_token_loss else "micro-batches",
             "precision": dtypes,
+            "activation_checkpointing": [] if self._recomputed is None else self._recomputed.names,
             **self._engine.describe(),
         }
 

@@ -49,12 +49,6 @@ class Returns(ModelModule):
         return {"loss": self(batch), "num_label_tokens": self.count}
 
 
-class OnMeta(ModelModule):
-    def configure_model(self) -> None:
-        with torch.device("meta"):
-            self.model.head = nn.Linear(7, 11)
-
-
 class ShardsItself(ModelModule):
     def configure_model(self) -> None:
         fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
@@ -126,15 +120,6 @@ def _error(
             ["returned 'aux_loss'", "not known at its first backward", "Pass per_token_loss=False, or leave"],
             id="aux_loss",
         ),
-        pytest.param(
-            OnMeta,
-            {},
-            {},
-            "ValueError",
-            ["2 parameters or buffers have no values yet (meta device): model.head.weight, model.head.bias."],
-            id="meta-fsdp2",
-        ),
-        pytest.param(OnMeta, DDP, {}, "ValueError", ["model.head.weight", "in configure_model"], id="meta-ddp"),
         pytest.param(
             ShardsItself,
             DDP,

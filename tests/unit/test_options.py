@@ -14,6 +14,7 @@ from lightning_automodel.options import StrategyOptions
 from lightning_automodel.process_group import parse_timeout
 
 SIZE = "must be an integer of at least 1 or 'auto', got"
+RECOMPUTED = "activation_checkpointing must be True, False or a set of nn.Module classes, got"
 POLICY = "auto_wrap_policy must be a set of nn.Module classes or a function of a module, got"
 
 
@@ -70,6 +71,10 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
         ({"auto_wrap_policy": {"Linear"}}, f"{POLICY} {{'Linear'}}."),
         ({"auto_wrap_policy": [nn.Linear]}, f"{POLICY} [<class 'torch.nn.modules.linear.Linear'>]."),
         ({"auto_wrap_policy": {int}}, f"{POLICY} {{<class 'int'>}}."),
+        ({"activation_checkpointing": "all"}, f"{RECOMPUTED} 'all'."),
+        ({"activation_checkpointing": 1}, f"{RECOMPUTED} 1."),
+        ({"activation_checkpointing": {"Linear"}}, f"{RECOMPUTED} {{'Linear'}}."),
+        ({"activation_checkpointing": nn.Linear}, f"{RECOMPUTED} <class 'torch.nn.modules.linear.Linear'>."),
         ({"timeout": "30"}, "timeout must be a timedelta or a number of minutes, got '30'."),
         ({"timeout": True}, "timeout must be a timedelta or a number of minutes, got True."),
         ({"timeout": None}, "timeout must be a timedelta or a number of minutes, got None."),
@@ -95,6 +100,8 @@ def test_wrong_types(options: dict[str, Any], message: str) -> None:
         {"auto_wrap_policy": frozenset({nn.Linear, nn.Embedding})},
         {"auto_wrap_policy": set()},
         {"auto_wrap_policy": lambda module: True},
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": {nn.Linear}},
         {"timeout": 0.5},
         {"timeout": timedelta(seconds=1)},
         {"count_label_tokens": len, "label_shift": 0},
@@ -231,6 +238,11 @@ UNREPLICATED = (
                     "reshard_after_forward",
                 )
             ],
+        ),
+        ({"data_parallel": "ddp", "activation_checkpointing": True, "auto_wrap_policy": {nn.Linear}}, []),
+        (
+            {"data_parallel": "ddp", "activation_checkpointing": {nn.Linear}, "auto_wrap_policy": {nn.Linear}},
+            ["auto_wrap_policy has no effect with data_parallel='ddp'."],
         ),
         ({"ddp_kwargs": {"bucket_cap_mb": 1}}, ["ddp_kwargs has no effect with data_parallel='fsdp2'."]),
         ({"defer_fsdp_grad_sync": "all_reduce"}, [UNREPLICATED]),

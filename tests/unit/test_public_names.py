@@ -50,6 +50,7 @@ KEYWORDS: dict[str, Any] = {
     "reshard_after_forward": True,
     "mp_policy": None,
     "cpu_offload": False,
+    "activation_checkpointing": False,
     "track_grad_norm": False,
     "error_if_nonfinite": False,
     "process_group_backend": None,
