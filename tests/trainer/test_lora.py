@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,15 +19,17 @@ from tests.trainer.runs import STRATEGIES, TOLERANCE, loader, make_trainer
 
 ENGINES = {name: STRATEGIES[name] for name in ("kept", "resharded", "ddp")}
 CLIP_NORM = 0.3
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 class Adapted(OwnLoss):
-    """Notes between the micro-batches of a window whose gradients FSDP2 holds back, and saves its adapters alone."""
+    """Notes between the micro-batches of a window whose gradients FSDP2 holds back; last, generates and saves."""
 
     def __init__(self, adapter: Path) -> None:
         super().__init__(lora_llama())
         self.adapter = adapter
         self.held: list[set[str]] = []
+        self.generated: list[int] = []
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % ACCUMULATE and batch_idx + 1 < CAUSAL.num_batches:
@@ -41,26 +44,37 @@ class Adapted(OwnLoss):
             )
 
     def on_train_end(self) -> None:
-        save_adapter(self.model, self.adapter)
+        self.generated = generate(self.model)
+        sys.path.insert(0, str(EXAMPLES))
+        from finetune_smollm2 import save_trained
+
+        save_trained(self.model, self.adapter, self.trainer.is_global_zero)
 
 
-def save_adapter(model: Any, folder: Path) -> None:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-    state = get_model_state_dict(model, options=options)
-    if torch.distributed.get_rank() == 0:
-        model.save_pretrained(folder, state_dict=state)
+def generate(model: Any) -> list[int]:
+    """The likeliest continuation. PEFT hands this to the model inside of it, past its own forward."""
+    return model.generate(input_ids=torch.tensor([[1, 3, 5]]), max_new_tokens=8, do_sample=False)[0].tolist()
 
 
-def fit(options: dict[str, Any], adapter: Path) -> tuple[dict[str, Tensor], float, list[set[str]], dict[str, Any]]:
-    """Train; return weights, the last gradient norm, the names whose gradients were held, and the description."""
+class Fitted(NamedTuple):
+    """What a run left: weights, the last gradient norm, whose gradients were held back, what it generated."""
+
+    weights: dict[str, Tensor]
+    grad_norm: float
+    held: list[set[str]]
+    generated: list[int]
+    described: dict[str, Any]
+
+
+def fit(options: dict[str, Any], adapter: Path) -> Fitted:
+    """Train from different weights on every rank."""
     module = Adapted(adapter)
     differ_by_rank(module)
     strategy = AutomodelStrategy(label_shift=1, **options)
     make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, gradient_clip_val=CLIP_NORM).fit(module, loader(CAUSAL))
     assert strategy.last_step is not None
-    return full_weights(module), strategy.last_step.grad_norm.item(), module.held, strategy.describe()
+    grad_norm = strategy.last_step.grad_norm.item()
+    return Fitted(full_weights(module), grad_norm, module.held, module.generated, strategy.describe())
 
 
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
@@ -76,10 +90,11 @@ def test_lora(pool2: RankPool, options: dict[str, Any], tmp_path: Path) -> None:
     expected, norms = train_plainly(plain, CAUSAL, clip_norm=CLIP_NORM)
     assert min(norms) > CLIP_NORM
 
-    for weights, grad_norm, held, described in pool2.run(fit, options, adapter):
+    for weights, grad_norm, held, generated, described in pool2.run(fit, options, adapter):
         assert weight_error(Outcome(weights, None), prefixed(expected)) <= TOLERANCE
         assert all(torch.equal(weights[f"model.{name}"], before[name]) == (name not in trainable) for name in before)
         assert relative_error(grad_norm, norms[-1]) <= TOLERANCE
+        assert generated == generate(plain)
         if "data_parallel" not in options:
             assert held == [{f"model.{name}" for name in trainable}] * len(held)
             assert len(held) == 4
@@ -90,6 +105,4 @@ def test_lora(pool2: RankPool, options: dict[str, Any], tmp_path: Path) -> None:
     assert (adapter / "adapter_model.safetensors").stat().st_size < 2 * adapter_bytes + 4096
     loaded = PeftModel.from_pretrained(tied_llama(), adapter)
     batch = micro_batches(CAUSAL)[0][0]
-    assert torch.equal(loaded(**batch).logits, plain(**batch).logits) or relative_error(
-        loaded(**batch).logits, plain(**batch).logits
-    ) <= 1e-7
+    assert relative_error(loaded(**batch).logits, plain(**batch).logits) <= 1e-7  # which computes parts in float32
