@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.sharding import plan_sharding
+from lightning_automodel.token_loss import contains_hugging_face_causal_lm
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import Batch, Outcome, full_weights, relative_error, weight_error
@@ -24,6 +25,7 @@ from tests.trainer.hugging_face import (
     EQUAL_WEIGHTS,
     SEQ2SEQ,
     OwnLoss,
+    lora_llama,
     mixtral,
     t5,
     tied_llama,
@@ -68,6 +70,14 @@ def error(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return weight_error(Outcome(weights, None), prefixed(expected))
 
 
+def tiny_llava() -> nn.Module:
+    """A language model that sees, for the meta device."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    seeing, writing = CLIPVisionConfig(num_hidden_layers=2), LlamaConfig(num_hidden_layers=2)
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=seeing, text_config=writing))
+
+
 def units(model: nn.Module) -> list[str]:
     """Classes of the units that the strategy would make, in order."""
     return [type(unit).__name__ for unit in plan_sharding(OwnLoss(model), None, root_is_model=True).units]
@@ -85,22 +95,10 @@ def test_units_of_tied_embeddings(tied: bool) -> None:
 
 def test_units_of_nested_models() -> None:
     """A model made of two others has the blocks of both, and a model without a list its outermost repeated blocks."""
-    from transformers import (
-        CLIPVisionConfig,
-        LlamaConfig,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-        MarianConfig,
-        MarianMTModel,
-    )
+    from transformers import MarianConfig, MarianMTModel
 
     with torch.device("meta"):
-        seeing = LlavaForConditionalGeneration(
-            LlavaConfig(
-                vision_config=CLIPVisionConfig(num_hidden_layers=2), text_config=LlamaConfig(num_hidden_layers=2)
-            )
-        )
-        translating = MarianMTModel(MarianConfig(encoder_layers=1, decoder_layers=2))
+        seeing, translating = tiny_llava(), MarianMTModel(MarianConfig(encoder_layers=1, decoder_layers=2))
     assert units(seeing) == ["CLIPVisionEmbeddings", *["CLIPEncoderLayer"] * 2, *["LlamaDecoderLayer"] * 2]
     assert not translating._no_split_modules
     assert units(translating) == ["MarianEncoderLayer", *["MarianDecoderLayer"] * 2]
@@ -119,6 +117,21 @@ def test_own_loss(
         if "data_parallel" not in options:
             assert described["units"] == expected_units
             assert described["replicated"] == {}
+
+
+def test_which_models_shift_labels() -> None:
+    """Told by the outermost model, which computes the loss: decoders, also those that see, but no encoder-decoder."""
+    from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel
+
+    config = BertConfig(num_hidden_layers=1)
+    with torch.device("meta"):
+        pair = EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(config, config))
+        seeing = tiny_llava()
+    assert contains_hugging_face_causal_lm(OwnLoss(lora_llama()))
+    assert contains_hugging_face_causal_lm(OwnLoss(seeing))
+    assert not contains_hugging_face_causal_lm(OwnLoss(t5()))
+    assert type(pair.decoder).__name__ == "BertLMHeadModel"
+    assert not contains_hugging_face_causal_lm(OwnLoss(pair))
 
 
 def test_unshifted_count(pool2: RankPool) -> None:
