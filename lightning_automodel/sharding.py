@@ -263,13 +263,20 @@ class _RootForward:
 
 
 def _run_steps_as_forward(model: nn.Module) -> None:
-    """Gather the root's parameters for each Lightning step as for a forward, and for a child called outside of any."""
+    """Gather the root's parameters for each Lightning step as for a forward, and for parts called outside of any."""
     root_forward = _RootForward(cast(FSDPModule, model))
     for name in ("forward", *_STEP_METHODS):
         setattr(model, name, root_forward.around(getattr(model, name)))
-    for child in _distinct(_callable_children(model)):
-        if not isinstance(child, FSDPModule):
-            child.forward = root_forward.around(child.forward)
+    for part in _distinct((*_callable_children(model), *_around_units(model))):
+        if not isinstance(part, FSDPModule):
+            part.forward = root_forward.around(part.forward)
+
+
+def _around_units(model: nn.Module) -> Iterator[nn.Module]:
+    """Callable modules below ``model`` that hold FSDP units: what a wrapper calls past its own forward (`generate`)."""
+    for module in model.modules():
+        if module is not model and _can_be_unit(module) and any(isinstance(m, FSDPModule) for m in module.modules()):
+            yield module
 
 
 def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
