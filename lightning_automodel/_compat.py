@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_load as distributed_checkpoint_load
 from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_save as distributed_checkpoint_save
 from lightning.fabric.strategies.model_parallel import _load_checkpoint as load_checkpoint
 from lightning.fabric.utilities.distributed import (
@@ -19,6 +20,7 @@ from lightning.fabric.utilities.load import _METADATA_FILENAME as CHECKPOINT_MET
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward as prepare_ddp_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
@@ -40,6 +42,7 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.utils import _sync_params_and_buffers as broadcast_tensors
 from torch.distributed.utils import _verify_param_shape_across_processes as verify_shapes_across_ranks
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 __all__ = [
     "CHECKPOINT_METADATA_FILENAME",
@@ -50,6 +53,7 @@ __all__ = [
     "SIGTERMException",
     "SubprocessScriptLauncher",
     "TunerExitException",
+    "averaged_model",
     "averaging_size",
     "broadcast_tensors",
     "check_ddp_backward_is_complete",
@@ -57,6 +61,7 @@ __all__ = [
     "default_backend_for_device",
     "default_store",
     "discard_partial_reduction",
+    "distributed_checkpoint_load",
     "distributed_checkpoint_save",
     "failing_hook",
     "finish_backward",
@@ -336,6 +341,11 @@ def failing_hook(exception: BaseException) -> str | None:
             name = str(frame.f_locals["hook_name"])
         traceback = traceback.tb_next
     return name
+
+
+def averaged_model(callback: WeightAveraging) -> AveragedModel | None:
+    """The average that ``callback`` keeps, once it has been set up for a fit; the callback has no accessor."""
+    return callback._average_model
 
 
 def take_over_sigterm(trainer: Trainer) -> None:

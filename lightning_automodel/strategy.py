@@ -28,9 +28,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel import _compat, collectives, gradients, process_group, sharding
+from lightning_automodel import _compat, averaging, collectives, gradients, process_group, sharding
 from lightning_automodel import checkpoint as checkpoints
 from lightning_automodel.advice import Advice
+from lightning_automodel.averaging import ShardedAverages
 from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine
 from lightning_automodel.first_rank import FirstRankPerNode
 from lightning_automodel.guard import RunGuard
@@ -147,6 +148,7 @@ class AutomodelStrategy(ParallelStrategy):
         )
         self._guard = RunGuard()
         self._setup_turn: FirstRankPerNode | None = None
+        self._averages = ShardedAverages()
         self._evaluation_steps = 0
         self._forward_redirection = _compat.DDPForwardRedirection()
         self._mesh: DataParallelMesh | None = None
@@ -295,8 +297,11 @@ class AutomodelStrategy(ParallelStrategy):
         latter.
         """
         if name == "post_setup":
+            self._averages.end_setup_hooks()
             self._end_setup_turn()
         collectives.named_barrier(name or "unnamed", process_group.parse_timeout(self._options.timeout))
+        if name == "pre_setup" and self._shards_model and self.lightning_module is not None:
+            self._averages.prepare(self.lightning_module)
         if name == "pre_setup" and self._options.first_rank_setup:
             turn = self.first_rank_per_node()
             turn.__enter__()
@@ -349,6 +354,8 @@ class AutomodelStrategy(ParallelStrategy):
         sharding.check_hooks(module)
         engine = self._make_engine()
         self.model = engine.setup(module, fitting)
+        if self._shards_model:
+            self._averages.fill(module)
         self._engine = engine
         self._finisher = self._make_finisher(engine)
         if fitting:
@@ -445,12 +452,18 @@ class AutomodelStrategy(ParallelStrategy):
             assert self.lightning_module is not None
             _compat.tell_sigterm(self.lightning_module.trainer)
 
-    def _begin_evaluation_step(self) -> None:
-        """Ranks may evaluate unequal numbers of batches, so a fit stops in training steps alone."""
+    def _evaluation_step(self, step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Evaluate one batch and leave nothing gathered: a callback may be about to swap weights.
+
+        Ranks may evaluate unequal numbers of batches, so a fit stops in training steps alone.
+        """
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             self._evaluation_steps += 1
             self._begin_step(self._evaluation_steps)
+        output = step(*args, **kwargs)
+        self._require_engine().release()
+        return output
 
     @contextmanager
     @override
@@ -582,18 +595,15 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._begin_evaluation_step()
-        return super().validation_step(*args, **kwargs)
+        return self._evaluation_step(super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._begin_evaluation_step()
-        return super().test_step(*args, **kwargs)
+        return self._evaluation_step(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._begin_evaluation_step()
-        return super().predict_step(*args, **kwargs)
+        return self._evaluation_step(super().predict_step, *args, **kwargs)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
@@ -646,7 +656,10 @@ class AutomodelStrategy(ParallelStrategy):
         assert module is not None
         self._require_engine().release()
         path = Path(self.broadcast(checkpoint_path))
-        return checkpoints.load_into(path, module, self.optimizers, module.strict_loading, weights_only)
+        checkpoint = checkpoints.load_into(path, module, self.optimizers, module.strict_loading, weights_only)
+        if averaging.keeps_average(module):
+            checkpoint["state_dict"] = checkpoints.model_state(module)
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -662,6 +675,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._averages.end_setup_hooks()
         self._end_setup_turn(exception)
         self._windows.reset()
         self._count = None
