@@ -68,7 +68,7 @@ def load_into(
 
     A collective over the default group; ``path`` must be the same on every rank.
 
-    An optimizer that had not stepped when it was saved has no state to load; it starts as it is.
+    An optimizer that had not stepped when it was saved has no state to load; it starts anew.
 
     Returns:
         What is left of the checkpoint: loops, callbacks, schedulers. States of the model among it are sharded as the
@@ -80,11 +80,25 @@ def load_into(
         name = f"optimizer_{index}"
         if saved is None or any(key.startswith(f"{name}.state.") for key in saved):
             targets[name] = optimizer
+        else:
+            _start_anew(optimizer, name, path, saved)
     checkpoint = _compat.load_checkpoint(
         path=path, state=targets, strict=strict, optimizer_states_from_list=True, weights_only=weights_only
     )
     _restore_states(checkpoint, model_state(model), path, saved)
     return checkpoint
+
+
+def _start_anew(optimizer: Optimizer, name: str, path: Path, saved: Collection[str]) -> None:
+    """Empty the state of ``optimizer``, and load its learning rates and other settings. A collective."""
+    optimizer.state.clear()
+    settings = [
+        {key: value for key, value in group.items() if key != "params" and f"{name}.param_groups.{i}.{key}" in saved}
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+    _compat.distributed_checkpoint_load({name: {"param_groups": settings}}, path)
+    for group, loaded in zip(optimizer.param_groups, settings, strict=True):
+        group.update(loaded)
 
 
 def _split(tree: dict[str, Any], names: Collection[str], place: str = "") -> tuple[dict[str, Any], dict[str, Any]]:

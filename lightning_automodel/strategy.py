@@ -1,6 +1,7 @@
 """The strategy: hooks in the order in which the Trainer calls them, each handing over to the room of its concern."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,15 +24,15 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel import _compat, averaging, collectives, gradients, process_group, sharding
+from lightning_automodel import _compat, collectives, gradients, process_group, sharding, weight_callbacks
 from lightning_automodel import checkpoint as checkpoints
 from lightning_automodel.advice import Advice
-from lightning_automodel.averaging import ShardedAverages
 from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine
 from lightning_automodel.first_rank import FirstRankPerNode
 from lightning_automodel.guard import RunGuard
@@ -40,7 +41,10 @@ from lightning_automodel.mesh import DataParallelMesh, build_mesh, resolve_sizes
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.precision import check_precision
 from lightning_automodel.token_loss import Count, StepReport, TokenWeighting
+from lightning_automodel.weight_callbacks import ShardedAverages
 from lightning_automodel.windows import GradientFinisher, OptimizerWindows, optimizer_parameters, unwrap
+
+log = logging.getLogger(__name__)
 
 
 class AutomodelStrategy(ParallelStrategy):
@@ -292,6 +296,8 @@ class AutomodelStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank, on the host; a collective. If ranks do not come, the error names them and the barrier.
 
+        Once a rank has failed, nobody waits: ranks leave one by one then.
+
         The Trainer puts ``"pre_setup"`` and ``"post_setup"`` around the ``setup`` hooks; where ``first_rank_setup``
         asks for it, the first rank of each node leaves the former alone at first, and the others when it comes to the
         latter.
@@ -299,8 +305,11 @@ class AutomodelStrategy(ParallelStrategy):
         if name == "post_setup":
             self._averages.end_setup_hooks()
             self._end_setup_turn()
+        if self._guard.has_failed:
+            return
         collectives.named_barrier(name or "unnamed", process_group.parse_timeout(self._options.timeout))
         if name == "pre_setup" and self._shards_model and self.lightning_module is not None:
+            weight_callbacks.refuse_pruning(self.lightning_module)
             self._averages.prepare(self.lightning_module)
         if name == "pre_setup" and self._options.first_rank_setup:
             turn = self.first_rank_per_node()
@@ -644,7 +653,17 @@ class AutomodelStrategy(ParallelStrategy):
                 f"{type(self).__name__} writes sharded checkpoints without a CheckpointIO, so storage_options"
                 f" ({storage_options!r}) would have no effect; leave it out."
             )
-        checkpoints.save_sharded(checkpoint, Path(self.broadcast(filepath)), self.is_global_zero)
+        try:
+            checkpoints.save_sharded(checkpoint, Path(self.broadcast(filepath)), self.is_global_zero)
+        except (RuntimeError, CheckpointException) as error:
+            if not self._guard.has_failed:
+                raise
+            log.error(
+                "No checkpoint at %s: a sharded model is saved by all ranks together, and not all of them left the"
+                " training at the same place (%s). Save regularly, with ModelCheckpoint.",
+                filepath,
+                str(error).splitlines()[0],
+            )
         return None
 
     @override
@@ -657,7 +676,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._require_engine().release()
         path = Path(self.broadcast(checkpoint_path))
         checkpoint = checkpoints.load_into(path, module, self.optimizers, module.strict_loading, weights_only)
-        if averaging.keeps_average(module):
+        if weight_callbacks.keeps_average(module):
             checkpoint["state_dict"] = checkpoints.model_state(module)
         return checkpoint
 

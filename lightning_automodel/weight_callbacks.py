@@ -1,14 +1,14 @@
-"""Averages of weights that Lightning's callbacks keep (EMA, SWA): sharded like the weights that they average.
+"""Lightning's callbacks that keep weights or replace them, with weights that are sharded: averages (EMA, SWA), pruning.
 
-The callbacks copy the module in their ``setup`` hook. That is before it is sharded, or after an earlier run has sharded
-it, and then FSDP2 refuses. So the copy that they get is empty at first, and filled as soon as the module is sharded.
-Each rank averages its own shards, which communicates nothing.
+The averaging callbacks copy the module in their ``setup`` hook. That is before it is sharded, or after an earlier run
+has sharded it, and then FSDP2 refuses. So the copy that they get is empty at first, and filled as soon as the module is
+sharded. Each rank averages its own shards, which communicates nothing.
 """
 
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
@@ -94,6 +94,16 @@ class ShardedAverages:
         self._copies = []
         for averaged in _averaged_models(module):
             averaged.update_parameters = _ByKind(averaged)  # type: ignore[method-assign]
+
+
+def refuse_pruning(module: pl.LightningModule) -> None:
+    """Raise ValueError if a callback is to prune ``module``, which is to be sharded."""
+    if any(isinstance(callback, ModelPruning) for callback in _callbacks(module)):
+        raise ValueError(
+            "ModelPruning compares all elements of a parameter and puts a masked one in its place, but of a sharded"
+            " parameter each rank holds a part: pass AutomodelStrategy(data_parallel='ddp'), or prune the trained"
+            " model afterwards with torch.nn.utils.prune."
+        )
 
 
 def keeps_average(module: pl.LightningModule) -> bool:
