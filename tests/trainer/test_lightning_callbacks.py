@@ -5,7 +5,9 @@ Averages of weights are tested in `test_weight_averaging.py`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.spike import TrainingSpikeException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
@@ -37,6 +40,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
@@ -51,13 +55,13 @@ from tests.trainer.exactness import (
     relative_error,
     weight_error,
 )
-from tests.trainer.plain import ModelModule, train_model_plainly
-from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, loader, make_trainer, train_plainly
+from tests.trainer.plain import ModelModule, sgd, train_model_plainly
+from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, loader, make_trainer, mean_loss, train_plainly
 
 ACCUMULATE = 3
 EPOCH = [[0, 1, 2], [3, 4, 5], [6, 7]]
 ENGINES = ["fsdp2", "ddp"]
-WRONG = 1e-6
+GAPLESS = replace(CASE, gap="none")
 
 
 class Recorder(DummyLogger):
@@ -101,7 +105,9 @@ def _monitor_learning_rate(engine: str) -> tuple[dict[str, Tensor], Any]:
 def _monitor_device(engine: str) -> tuple[dict[str, Tensor], Any]:
     recorder = Recorder()
     weights = _fit(engine, [DeviceStatsMonitor(cpu_stats=True)], logger=recorder, log_every_n_steps=1)
-    return weights, any("DeviceStatsMonitor.on_train_batch_end" in name for logged in recorder.logged for name in logged)
+    return weights, any(
+        "DeviceStatsMonitor.on_train_batch_end" in name for logged in recorder.logged for name in logged
+    )
 
 
 def _monitor_throughput(engine: str) -> tuple[dict[str, Tensor], Any]:
@@ -109,7 +115,8 @@ def _monitor_throughput(engine: str) -> tuple[dict[str, Tensor], Any]:
     monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch["labels"]), window_size=2)
     weights = _fit(engine, [monitor], logger=recorder, log_every_n_steps=1, accumulate_grad_batches=1)
     seen = [metrics["train/samples"] for metrics in recorder.logged if "train/samples" in metrics]
-    return weights, seen[-1] == sum(len(batch["labels"]) for batch in micro_batches(CASE)[dist.get_rank()])
+    rows = sum(len(batch["labels"]) for batch in micro_batches(CASE)[0])
+    return weights, seen[-1] == rows if dist.get_rank() == 0 else not seen
 
 
 def _show_rich_summary(engine: str) -> tuple[dict[str, Tensor], Any]:
@@ -200,7 +207,7 @@ def test_early_stopping(pool2: RankPool, engine: str) -> None:
         assert stopped_epoch == 0
         assert_trained(weights, EPOCH * 4)
     for weights, _, _ in pool2.run(_stop_early, engine, "by_rank", {"min_steps": 10}):
-        assert_trained(weights, EPOCH * 4)
+        assert_trained(weights, [*EPOCH * 3, EPOCH[0]])
 
 
 class ChecksBest(ValidatesByRank):
@@ -252,8 +259,8 @@ def test_timer(pool2: RankPool, engine: str) -> None:
         assert_trained(weights, [[0, 1, 2]])
 
 
-class RatedModule(ModelModule):
-    """Has a learning rate that can be found, and labels in every batch of a sequence that both ranks see."""
+class Rated(ModelModule):
+    """Has a learning rate that can be found."""
 
     def __init__(self) -> None:
         super().__init__(TinyDecoder(CASE.seed).double())
@@ -263,20 +270,224 @@ class RatedModule(ModelModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=MOMENTUM)
 
 
-class SuggestsTwice(LearningRateFinder):
-    """Suggests twice the rate that the module came with, whatever the curve looks like."""
-
-    def lr_find(self, trainer: Trainer, pl_module: Any) -> None:
-        super().lr_find(trainer, pl_module)
-        assert len(self.optimal_lr.results["lr"]) == 5
+SEARCHED, SEARCH = 16, {"min_lr": 1e-3, "max_lr": 0.5, "early_stop_threshold": None}
 
 
-def _find_rate(engine: str, by_tuner: bool, folder: str) -> tuple[Any, float, dict[str, Tensor]]:
-    module = RatedModule()
-    search = {"min_lr": 1e-3, "max_lr": 0.5, "early_stop_threshold": None}
-    finder = SuggestsTwice(num_training_steps=5, **search)
-    trainer = trainer_with(engine, [] if by_tuner else [finder], default_root_dir=folder)
-    if by_tuner:
-        results = Tuner(trainer).lr_find(module, loader(), num_training=5, **search).results
+def _find_rate(engine: str, by_tuner: bool, folder: str) -> tuple[dict[str, list[float]], float, dict[str, Tensor]]:
+    module, finder = Rated(), LearningRateFinder(num_training_steps=SEARCHED, **SEARCH)
+    settings = {"accumulate_grad_batches": 1, "max_epochs": 3, "default_root_dir": folder}
+    trainer = trainer_with(engine, [] if by_tuner else [finder], **settings)
+    found = Tuner(trainer).lr_find(module, loader(GAPLESS), num_training=SEARCHED, **SEARCH) if by_tuner else None
+    trainer.fit(module, loader(GAPLESS))
+    found = found or finder.optimal_lr
+    return found.results, module.lr, full_weights(module.model)
+
+
+def losses_at(rates: list[float], smoothed_over: float = 0.98) -> tuple[list[float], dict[str, Tensor]]:
+    """Rank 0's loss of each batch, smoothed as the finder does, and the weights after stepping at these rates."""
+    model, losses, average = TinyDecoder(CASE.seed).double(), [], 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    for step, rate in enumerate(rates):
+        batches = [by_rank[step % GAPLESS.num_batches] for by_rank in micro_batches(GAPLESS)]
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+        average = smoothed_over * average + (1 - smoothed_over) * mean_loss(model, batches[0]).item()
+        losses.append(average / (1 - smoothed_over ** (step + 2)))
+        (sum(mean_loss(model, batch, "sum") for batch in batches) / tokens).backward()
+        optimizer.step()
+    return losses, full_weights(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("by_tuner", [True, False], ids=["Tuner", "callback"])
+def test_learning_rate_finder(pool2: RankPool, tmp_path: Path, by_tuner: bool, engine: str) -> None:
+    """The curve is that of exact steps; then training starts at the rate found, as if there had been no search."""
+    for results, rate, weights in pool2.run(_find_rate, engine, by_tuner, str(tmp_path)):
+        assert len(results["lr"]) == SEARCHED
+        assert results["loss"] == pytest.approx(losses_at(results["lr"])[0], rel=1e-5)
+        assert rate in results["lr"]
+        _, expected = losses_at([rate] * 24)
+        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
+    assert list(tmp_path.iterdir()) == []
+
+
+def _scale_batch_size(engine: str) -> tuple[str, str]:
+    with pytest.raises(ValueError, match="distributed") as by_tuner:
+        Tuner(trainer_with(engine, [])).scale_batch_size(Rated(), loader())
+    with pytest.raises(MisconfigurationException, match="distributed") as by_callback:
+        trainer_with(engine, [BatchSizeFinder()]).fit(Rated(), loader())
+    return str(by_tuner.value), str(by_callback.value)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_batch_size_finder_is_refused_by_lightning(pool2: RankPool, engine: str) -> None:
+    for by_tuner, by_callback in pool2.run(_scale_batch_size, engine):
+        assert by_tuner == "Tuning the batch size is currently not supported with distributed strategies."
+        assert by_callback == "The Batch size finder is not supported with distributed strategies."
+
+
+BACKBONE_RATE, GROWTH = 0.02, 1.5
+
+
+class WithBackbone(ModelModule):
+    def __init__(self) -> None:
+        super().__init__(TinyDecoder(CASE.seed).double())
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.model.blocks
+
+
+def _unfreeze(engine: str) -> dict[str, Tensor]:
+    module = WithBackbone()
+    finetuning = BackboneFinetuning(1, lambda epoch: GROWTH, backbone_initial_lr=BACKBONE_RATE)
+    trainer_with(engine, [finetuning], max_epochs=3).fit(module, loader())
+    return full_weights(module.model)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_backbone_finetuning(pool2: RankPool, engine: str) -> None:
+    """Blocks that were frozen when the model was sharded train from the second epoch on, at their own rates."""
+    model = TinyDecoder(CASE.seed).double()
+    model.blocks.requires_grad_(False)
+    optimizer = sgd(model)
+    for epoch in range(3):
+        if epoch == 1:
+            model.blocks.requires_grad_(True)
+            optimizer.add_param_group({"params": list(model.blocks.parameters()), "lr": BACKBONE_RATE})
+        elif epoch == 2:
+            optimizer.param_groups[-1]["lr"] = BACKBONE_RATE * GROWTH
+        train_model_plainly(model, ACCUMULATE, make_optimizer=lambda _: optimizer)
+    for weights in pool2.run(_unfreeze, engine):
+        assert weight_error(Outcome(weights, None), Outcome(full_weights(model), None)) <= TOLERANCE
+
+
+def _prune(engine: str) -> Any:
+    module = LabelledModule()
+    pruning = ModelPruning("l1_unstructured", amount=0.4, use_lottery_ticket_hypothesis=False)
+    trainer = trainer_with(engine, [pruning], max_epochs=2)
+    if engine == "fsdp2":
+        with pytest.raises(ValueError, match="ModelPruning") as raised:
+            trainer.fit(module, loader())
+        return str(raised.value)
     trainer.fit(module, loader())
-    return results if by_tuner else finder.optimal_lr.results, module.lr, full_weights(module.model)
+    return full_weights(module.model)
+
+
+def test_model_pruning(pool2: RankPool) -> None:
+    """Exact under DDP; where parameters are sharded it is refused before anything is."""
+    model = TinyDecoder(CASE.seed).double()
+    optimizer = sgd(model)
+    leaves = [module for module in model.modules() if isinstance(getattr(module, "weight", None), nn.Parameter)]
+    names = [
+        (module, name) for name in ("weight", "bias") for module in leaves if getattr(module, name, None) is not None
+    ]
+    for _ in range(2):
+        train_model_plainly(model, ACCUMULATE, make_optimizer=lambda _: optimizer)
+        prune.global_unstructured(names, pruning_method=prune.L1Unstructured, amount=0.4)
+    for module, name in names:
+        prune.remove(module, name)
+    for weights in pool2.run(_prune, "ddp"):
+        assert weight_error(Outcome(weights, None), Outcome(full_weights(model), None)) <= TOLERANCE
+        assert any((weight == 0).any() for weight in weights.values())
+    for message in pool2.run(_prune, "fsdp2"):
+        assert "of a sharded parameter each rank holds a part" in message
+        assert "data_parallel='ddp'" in message
+
+
+class FailsInFifthBatch(LabelledModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 4:
+            raise ValueError("no fifth batch")
+        return super().training_step(batch, batch_idx)
+
+
+def _save_on_exception(engine: str, folder: str) -> dict[str, Tensor]:
+    saves = OnExceptionCheckpoint(folder)
+    trainer = trainer_with(engine, [saves], enable_checkpointing=True)
+    with pytest.raises(ValueError, match="no fifth batch"):
+        trainer.fit(FailsInFifthBatch(), loader())
+    module = LabelledModule()
+    trainer_with(engine, []).validate(module, loader(), saves.ckpt_path, verbose=False)
+    return full_weights(module.model)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_on_exception_checkpoint(pool2: RankPool, tmp_path: Path, engine: str) -> None:
+    """Where all ranks fail together, in mid-window, the checkpoint holds the weights of the last step."""
+    for weights in pool2.run(_save_on_exception, engine, str(tmp_path)):
+        assert_trained(weights, [[0, 1, 2]])
+
+
+class Predicts(LabelledModule):
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.model(batch["input_ids"])
+
+
+class Writes(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.batches: list[tuple[Tensor, int]] = []
+        self.epoch: Any = None
+
+    def write_on_batch_end(
+        self, trainer: Any, pl_module: Any, prediction: Any, batch_indices: Any, batch: Any, batch_idx: int, _: int
+    ) -> None:
+        self.batches.append((prediction, batch_idx))
+
+    def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
+        self.epoch = predictions
+
+
+def _predict(engine: str, returned: bool) -> tuple[Any, Any, Any]:
+    writes = Writes()
+    trainer = trainer_with(engine, [writes], limit_predict_batches=3)
+    predictions = trainer.predict(Predicts(), loader(), return_predictions=returned)
+    return predictions, writes.batches, writes.epoch
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("returned", [True, False])
+def test_prediction_writer(pool2: RankPool, returned: bool, engine: str) -> None:
+    """Each rank writes, and is given back, what the whole model predicts for its own batches."""
+    model = TinyDecoder(CASE.seed).double()
+    for rank, (predictions, batches, epoch) in enumerate(pool2.run(_predict, engine, returned)):
+        expected = [model(batch["input_ids"]) for batch in micro_batches(CASE)[rank][:3]]
+        assert [index for _, index in batches] == [0, 1, 2]
+        assert (predictions is None) == (not returned)
+        for found in (predictions or epoch, epoch, [prediction for prediction, _ in batches]):
+            assert len(found) == 3
+            assert max(map(relative_error, found, expected)) <= TOLERANCE
+
+
+class Spikes(LabelledModule):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self(batch) + 1000 * (batch_idx == 5 and dist.get_rank() == self.rank)
+
+
+def _detect_spikes(engine: str, rank: int, folder: str) -> Any:
+    module = Spikes(rank)
+    trainer = trainer_with(engine, [SpikeDetection(atol=50.0, exclude_batches_path=folder)])
+    if rank < 0:
+        trainer.fit(module, loader(GAPLESS))
+        return full_weights(module.model)
+    with pytest.raises(TrainingSpikeException) as raised:
+        trainer.fit(module, loader(GAPLESS))
+    return str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_spike_detection(pool2: RankPool, tmp_path: Path, engine: str) -> None:
+    """A spike on one rank ends all of them; without one, training is what it was."""
+    expected = train_plainly(EPOCH, GAPLESS)
+    for weights in pool2.run(_detect_spikes, engine, -1, str(tmp_path)):
+        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
+    assert pool2.run(_detect_spikes, engine, 1, str(tmp_path)) == ["Training spike detected in batch 5"] * 2
+    assert json.loads((tmp_path / "skip_batches.json").read_text()) == [4, 5]
