@@ -1,6 +1,6 @@
 """Lightning's own callbacks under both engines: what each is for comes out right, and training is what it should be.
 
-Averages of weights are tested in `test_weight_averaging.py`.
+What changes the training is tested in `test_tuning_callbacks.py` and `test_weight_averaging.py`.
 """
 
 from __future__ import annotations
@@ -15,21 +15,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.spike import TrainingSpikeException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
     BasePredictionWriter,
-    BatchSizeFinder,
     Callback,
     DeviceStatsMonitor,
     EarlyStopping,
     LambdaCallback,
-    LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
-    ModelPruning,
     OnExceptionCheckpoint,
     RichModelSummary,
     SpikeDetection,
@@ -37,16 +32,13 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.model_summary import ModelSummary
-from torch import Tensor, nn
-from torch.nn.utils import prune
+from torch import Tensor
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
     LEARNING_RATE,
-    MOMENTUM,
     Batch,
     Outcome,
     TinyDecoder,
@@ -55,8 +47,8 @@ from tests.trainer.exactness import (
     relative_error,
     weight_error,
 )
-from tests.trainer.plain import ModelModule, sgd, train_model_plainly
-from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, loader, make_trainer, mean_loss, train_plainly
+from tests.trainer.plain import ModelModule
+from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, loader, make_trainer, train_plainly
 
 ACCUMULATE = 3
 EPOCH = [[0, 1, 2], [3, 4, 5], [6, 7]]
@@ -133,7 +125,6 @@ WATCHERS: dict[str, tuple[Callable[[str], Any], Any]] = {
 NEEDED = {"DeviceStatsMonitor": "psutil", "RichModelSummary": "rich"}
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", WATCHERS)
 def test_watchers(pool2: RankPool, name: str, engine: str) -> None:
@@ -195,7 +186,6 @@ def _stop_early(engine: str, monitor: str, settings: dict[str, Any]) -> tuple[di
     return full_weights(module.model), stopping.stopped_epoch, trainer.callback_metrics["together"]
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_early_stopping(pool2: RankPool, engine: str) -> None:
     """What one rank alone sees stops all of them after the same epoch, unless `min_steps` is larger."""
@@ -224,7 +214,6 @@ def _keep_best(engine: str, folder: str) -> tuple[dict[str, Tensor], str, list[s
     return full_weights(module.model), Path(keeps.best_model_path).name, sorted(p.name for p in Path(folder).iterdir())
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_model_checkpoint(pool2: RankPool, tmp_path: Path, engine: str) -> None:
     """The best by what all ranks logged, and its weights; the others have been removed."""
@@ -257,144 +246,6 @@ def test_timer(pool2: RankPool, engine: str) -> None:
     for weights, batches in pool2.run(_run_out_of_time, engine):
         assert batches == 4
         assert_trained(weights, [[0, 1, 2]])
-
-
-class Rated(ModelModule):
-    """Has a learning rate that can be found."""
-
-    def __init__(self) -> None:
-        super().__init__(TinyDecoder(CASE.seed).double())
-        self.lr, self.batch_size = LEARNING_RATE, 1
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=MOMENTUM)
-
-
-SEARCHED, SEARCH = 16, {"min_lr": 1e-3, "max_lr": 0.5, "early_stop_threshold": None}
-
-
-def _find_rate(engine: str, by_tuner: bool, folder: str) -> tuple[dict[str, list[float]], float, dict[str, Tensor]]:
-    module, finder = Rated(), LearningRateFinder(num_training_steps=SEARCHED, **SEARCH)
-    settings = {"accumulate_grad_batches": 1, "max_epochs": 3, "default_root_dir": folder}
-    trainer = trainer_with(engine, [] if by_tuner else [finder], **settings)
-    found = Tuner(trainer).lr_find(module, loader(GAPLESS), num_training=SEARCHED, **SEARCH) if by_tuner else None
-    trainer.fit(module, loader(GAPLESS))
-    found = found or finder.optimal_lr
-    return found.results, module.lr, full_weights(module.model)
-
-
-def losses_at(rates: list[float], smoothed_over: float = 0.98) -> tuple[list[float], dict[str, Tensor]]:
-    """Rank 0's loss of each batch, smoothed as the finder does, and the weights after stepping at these rates."""
-    model, losses, average = TinyDecoder(CASE.seed).double(), [], 0.0
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    for step, rate in enumerate(rates):
-        batches = [by_rank[step % GAPLESS.num_batches] for by_rank in micro_batches(GAPLESS)]
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.zero_grad()
-        tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
-        average = smoothed_over * average + (1 - smoothed_over) * mean_loss(model, batches[0]).item()
-        losses.append(average / (1 - smoothed_over ** (step + 2)))
-        (sum(mean_loss(model, batch, "sum") for batch in batches) / tokens).backward()
-        optimizer.step()
-    return losses, full_weights(model)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("by_tuner", [True, False], ids=["Tuner", "callback"])
-def test_learning_rate_finder(pool2: RankPool, tmp_path: Path, by_tuner: bool, engine: str) -> None:
-    """The curve is that of exact steps; then training starts at the rate found, as if there had been no search."""
-    for results, rate, weights in pool2.run(_find_rate, engine, by_tuner, str(tmp_path)):
-        assert len(results["lr"]) == SEARCHED
-        assert results["loss"] == pytest.approx(losses_at(results["lr"])[0], rel=1e-5)
-        assert rate in results["lr"]
-        _, expected = losses_at([rate] * 24)
-        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
-    assert list(tmp_path.iterdir()) == []
-
-
-def _scale_batch_size(engine: str) -> tuple[str, str]:
-    with pytest.raises(ValueError, match="distributed") as by_tuner:
-        Tuner(trainer_with(engine, [])).scale_batch_size(Rated(), loader())
-    with pytest.raises(MisconfigurationException, match="distributed") as by_callback:
-        trainer_with(engine, [BatchSizeFinder()]).fit(Rated(), loader())
-    return str(by_tuner.value), str(by_callback.value)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_batch_size_finder_is_refused_by_lightning(pool2: RankPool, engine: str) -> None:
-    for by_tuner, by_callback in pool2.run(_scale_batch_size, engine):
-        assert by_tuner == "Tuning the batch size is currently not supported with distributed strategies."
-        assert by_callback == "The Batch size finder is not supported with distributed strategies."
-
-
-BACKBONE_RATE, GROWTH = 0.02, 1.5
-
-
-class WithBackbone(ModelModule):
-    def __init__(self) -> None:
-        super().__init__(TinyDecoder(CASE.seed).double())
-
-    @property
-    def backbone(self) -> nn.Module:
-        return self.model.blocks
-
-
-def _unfreeze(engine: str) -> dict[str, Tensor]:
-    module = WithBackbone()
-    finetuning = BackboneFinetuning(1, lambda epoch: GROWTH, backbone_initial_lr=BACKBONE_RATE)
-    trainer_with(engine, [finetuning], max_epochs=3).fit(module, loader())
-    return full_weights(module.model)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_backbone_finetuning(pool2: RankPool, engine: str) -> None:
-    """Blocks that were frozen when the model was sharded train from the second epoch on, at their own rates."""
-    model = TinyDecoder(CASE.seed).double()
-    model.blocks.requires_grad_(False)
-    optimizer = sgd(model)
-    for epoch in range(3):
-        if epoch == 1:
-            model.blocks.requires_grad_(True)
-            optimizer.add_param_group({"params": list(model.blocks.parameters()), "lr": BACKBONE_RATE})
-        elif epoch == 2:
-            optimizer.param_groups[-1]["lr"] = BACKBONE_RATE * GROWTH
-        train_model_plainly(model, ACCUMULATE, make_optimizer=lambda _: optimizer)
-    for weights in pool2.run(_unfreeze, engine):
-        assert weight_error(Outcome(weights, None), Outcome(full_weights(model), None)) <= TOLERANCE
-
-
-def _prune(engine: str) -> Any:
-    module = LabelledModule()
-    pruning = ModelPruning("l1_unstructured", amount=0.4, use_lottery_ticket_hypothesis=False)
-    trainer = trainer_with(engine, [pruning], max_epochs=2)
-    if engine == "fsdp2":
-        with pytest.raises(ValueError, match="ModelPruning") as raised:
-            trainer.fit(module, loader())
-        return str(raised.value)
-    trainer.fit(module, loader())
-    return full_weights(module.model)
-
-
-def test_model_pruning(pool2: RankPool) -> None:
-    """Exact under DDP; where parameters are sharded it is refused before anything is."""
-    model = TinyDecoder(CASE.seed).double()
-    optimizer = sgd(model)
-    leaves = [module for module in model.modules() if isinstance(getattr(module, "weight", None), nn.Parameter)]
-    names = [
-        (module, name) for name in ("weight", "bias") for module in leaves if getattr(module, name, None) is not None
-    ]
-    for _ in range(2):
-        train_model_plainly(model, ACCUMULATE, make_optimizer=lambda _: optimizer)
-        prune.global_unstructured(names, pruning_method=prune.L1Unstructured, amount=0.4)
-    for module, name in names:
-        prune.remove(module, name)
-    for weights in pool2.run(_prune, "ddp"):
-        assert weight_error(Outcome(weights, None), Outcome(full_weights(model), None)) <= TOLERANCE
-        assert any((weight == 0).any() for weight in weights.values())
-    for message in pool2.run(_prune, "fsdp2"):
-        assert "of a sharded parameter each rank holds a part" in message
-        assert "data_parallel='ddp'" in message
 
 
 class FailsInFifthBatch(LabelledModule):
@@ -482,7 +333,6 @@ def _detect_spikes(engine: str, rank: int, folder: str) -> Any:
     return str(raised.value)
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_spike_detection(pool2: RankPool, tmp_path: Path, engine: str) -> None:
     """A spike on one rank ends all of them; without one, training is what it was."""

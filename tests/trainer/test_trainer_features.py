@@ -1,7 +1,8 @@
 """What a Trainer can be told: under both engines it trains on the batches that it should, as the plain loop does.
 
-Callbacks are tested in `test_lightning_callbacks.py`, averages in `test_weight_averaging.py`, evaluation around a fit
-in `test_evaluation.py`, `GradientAccumulationScheduler` in the exactness sweep.
+Callbacks are tested in `test_lightning_callbacks.py` and `test_tuning_callbacks.py`, averages of weights in
+`test_weight_averaging.py`, evaluation around a fit in `test_evaluation.py`, `GradientAccumulationScheduler` in the
+exactness sweep.
 """
 
 from __future__ import annotations
@@ -99,7 +100,6 @@ def _train(engine: str, settings: dict[str, Any], module: Any = None) -> tuple[d
     return full_weights(module.model), module.validated, trainer.global_step
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
 def test_feature(pool2: RankPool, feature: Feature, engine: str) -> None:
@@ -172,7 +172,6 @@ def _find_anomaly(engine: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_anomaly_is_detected(pool2: RankPool, engine: str) -> None:
     """On every rank, with the name of the function whose backward made it."""
@@ -272,7 +271,6 @@ def _measured_plainly(model: nn.Module, stage: str) -> dict[str, float]:
     return {f"{stage}_accuracy": correct, f"{stage}_loss": nn.functional.cross_entropy(logits, labels).item()}
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_torchmetrics(pool2: RankPool, engine: str) -> None:
     """Over ragged ranks they are what one process measures: counts are summed, never means of ranks averaged."""
