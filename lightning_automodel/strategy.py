@@ -654,13 +654,15 @@ class AutomodelStrategy(ParallelStrategy):
                 f" ({storage_options!r}) would have no effect; leave it out."
             )
         try:
+            if self._guard.has_failed and self._engine is None:
+                raise RuntimeError("the run failed before the model was sharded")
             checkpoints.save_sharded(checkpoint, Path(self.broadcast(filepath)), self.is_global_zero)
         except (RuntimeError, CheckpointException) as error:
             if not self._guard.has_failed:
                 raise
             log.error(
-                "No checkpoint at %s: a sharded model is saved by all ranks together, and not all of them left the"
-                " training at the same place (%s). Save regularly, with ModelCheckpoint.",
+                "No checkpoint at %s: a sharded model is saved by all ranks together, and after a failure they were not"
+                " (%s). Save regularly, with ModelCheckpoint.",
                 filepath,
                 str(error).splitlines()[0],
             )
