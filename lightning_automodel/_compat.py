@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_load as distributed_checkpoint_load
 from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_save as distributed_checkpoint_save
 from lightning.fabric.strategies.model_parallel import _load_checkpoint as load_checkpoint
 from lightning.fabric.utilities.distributed import (
@@ -23,6 +24,7 @@ from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_s
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward as prepare_ddp_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
@@ -49,6 +51,7 @@ from torch.distributed.utils import _sync_params_and_buffers as broadcast_tensor
 from torch.distributed.utils import _verify_param_shape_across_processes as verify_shapes_across_ranks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
@@ -61,6 +64,7 @@ __all__ = [
     "SIGTERMException",
     "SubprocessScriptLauncher",
     "TunerExitException",
+    "averaged_model",
     "averaging_size",
     "broadcast_tensors",
     "cast_floating",
@@ -71,6 +75,7 @@ __all__ = [
     "default_backend_for_device",
     "default_store",
     "discard_partial_reduction",
+    "distributed_checkpoint_load",
     "distributed_checkpoint_save",
     "failing_hook",
     "finish_backward",
@@ -460,6 +465,11 @@ def failing_hook(exception: BaseException) -> str | None:
             name = str(frame.f_locals["hook_name"])
         traceback = traceback.tb_next
     return name
+
+
+def averaged_model(callback: WeightAveraging) -> AveragedModel | None:
+    """The average that ``callback`` keeps, once it has been set up for a fit; the callback has no accessor."""
+    return callback._average_model
 
 
 def take_over_sigterm(trainer: Trainer) -> None:

@@ -106,6 +106,11 @@ class RunGuard:
             watchdog.report_end(rank, how)
         return cls._has_joined
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank is leaving after a failure, of itself or of another rank."""
+        return self._has_failed
+
     def close(self) -> None:
         """After a failure, end the watch and leave what this package made of process groups, in half a minute at most.
 

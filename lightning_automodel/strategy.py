@@ -1,6 +1,7 @@
 """The strategy: hooks in the order in which the Trainer calls them, each handing over to the room of its concern."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -23,13 +24,23 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel import _compat, collectives, gradients, materialize, precision, process_group, sharding
+from lightning_automodel import (
+    _compat,
+    collectives,
+    gradients,
+    materialize,
+    precision,
+    process_group,
+    sharding,
+    weight_callbacks,
+)
 from lightning_automodel import checkpoint as checkpoints
 from lightning_automodel.activations import RecomputedBlocks
 from lightning_automodel.advice import Advice
@@ -42,7 +53,10 @@ from lightning_automodel.mesh import RunMesh, build_mesh, resolve_sizes
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.scaling import LossScaling, RangeScale
 from lightning_automodel.token_loss import Count, StepReport, TokenWeighting
+from lightning_automodel.weight_callbacks import ShardedAverages
 from lightning_automodel.windows import GradientFinisher, OptimizerWindows, optimizer_parameters, unwrap
+
+log = logging.getLogger(__name__)
 
 
 class AutomodelStrategy(ParallelStrategy):
@@ -167,6 +181,7 @@ class AutomodelStrategy(ParallelStrategy):
         )
         self._guard = RunGuard()
         self._setup_turn: FirstRankPerNode | None = None
+        self._averages = ShardedAverages()
         self._evaluation_steps = 0
         self._forward_redirection = _compat.DDPForwardRedirection()
         self._mesh: RunMesh | None = None
@@ -338,13 +353,21 @@ class AutomodelStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank, on the host; a collective. If ranks do not come, the error names them and the barrier.
 
+        Once a rank has failed, nobody waits: ranks leave one by one then.
+
         The Trainer puts ``"pre_setup"`` and ``"post_setup"`` around the ``setup`` hooks; where ``first_rank_setup``
         asks for it, the first rank of each node leaves the former alone at first, and the others when it comes to the
         latter. After ``"run-stage"``, which follows the loading of checkpoints, every parameter must have values.
         """
         if name == "post_setup":
+            self._averages.end_setup_hooks()
             self._end_setup_turn()
+        if self._guard.has_failed:
+            return
         collectives.named_barrier(name or "unnamed", process_group.parse_timeout(self._options.timeout))
+        if name == "pre_setup" and self._shards_model and self.lightning_module is not None:
+            weight_callbacks.refuse_pruning(self.lightning_module)
+            self._averages.prepare(self.lightning_module)
         if name == "pre_setup" and self._options.first_rank_setup:
             turn = self.first_rank_per_node()
             turn.__enter__()
@@ -408,6 +431,8 @@ class AutomodelStrategy(ParallelStrategy):
             )
         engine = self._make_engine(module)
         self.model = engine.setup(module, fitting, self._give_values)
+        if self._shards_model:
+            self._averages.fill(module)
         self._engine = engine
         self._scaling = self._make_scaling(module)
         self._finisher = self._make_finisher(engine, self._scaling)
@@ -537,12 +562,18 @@ class AutomodelStrategy(ParallelStrategy):
             assert self.lightning_module is not None
             _compat.tell_sigterm(self.lightning_module.trainer)
 
-    def _begin_evaluation_step(self) -> None:
-        """Ranks may evaluate unequal numbers of batches, so a fit stops in training steps alone."""
+    def _evaluation_step(self, step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Evaluate one batch and leave nothing gathered: a callback may be about to swap weights.
+
+        Ranks may evaluate unequal numbers of batches, so a fit stops in training steps alone.
+        """
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             self._evaluation_steps += 1
             self._begin_step(self._evaluation_steps)
+        output = step(*args, **kwargs)
+        self._require_engine().release()
+        return output
 
     @contextmanager
     @override
@@ -678,18 +709,15 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._begin_evaluation_step()
-        return super().validation_step(*args, **kwargs)
+        return self._evaluation_step(super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._begin_evaluation_step()
-        return super().test_step(*args, **kwargs)
+        return self._evaluation_step(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._begin_evaluation_step()
-        return super().predict_step(*args, **kwargs)
+        return self._evaluation_step(super().predict_step, *args, **kwargs)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
@@ -730,7 +758,19 @@ class AutomodelStrategy(ParallelStrategy):
                 f"{type(self).__name__} writes sharded checkpoints without a CheckpointIO, so storage_options"
                 f" ({storage_options!r}) would have no effect; leave it out."
             )
-        checkpoints.save_sharded(checkpoint, Path(self.broadcast(filepath)), self.is_global_zero)
+        try:
+            if self._guard.has_failed and self._engine is None:
+                raise RuntimeError("the run failed before the model was sharded")
+            checkpoints.save_sharded(checkpoint, Path(self.broadcast(filepath)), self.is_global_zero)
+        except (RuntimeError, CheckpointException) as error:
+            if not self._guard.has_failed:
+                raise
+            log.error(
+                "No checkpoint at %s: a sharded model is saved by all ranks together, and after a failure they were not"
+                " (%s). Save regularly, with ModelCheckpoint.",
+                filepath,
+                str(error).splitlines()[0],
+            )
         return None
 
     @override
@@ -742,7 +782,10 @@ class AutomodelStrategy(ParallelStrategy):
         assert module is not None
         self._require_engine().release()
         path = Path(self.broadcast(checkpoint_path))
-        return checkpoints.load_into(path, module, self.optimizers, module.strict_loading, weights_only)
+        checkpoint = checkpoints.load_into(path, module, self.optimizers, module.strict_loading, weights_only)
+        if weight_callbacks.keeps_average(module):
+            checkpoint["state_dict"] = checkpoints.model_state(module)
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -758,6 +801,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._averages.end_setup_hooks()
         self._end_setup_turn(exception)
         self._windows.reset()
         self._count = None
