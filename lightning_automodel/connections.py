@@ -97,11 +97,17 @@ def open_connections() -> set[Connection]:
     return found - {None}  # type: ignore[return-value]
 
 
-def store_port(store: dist.Store | None) -> int | None:
-    """Port of the ``TCPStore`` below ``store``; None where there is none."""
+def store_address(store: dist.Store | None) -> tuple[str, int] | None:
+    """Host and port of the ``TCPStore`` below ``store``; None where there is none."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return store.port if isinstance(store, dist.TCPStore) else None
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
+
+
+def store_port(store: dist.Store | None) -> int | None:
+    """Port of the ``TCPStore`` below ``store``; None where there is none."""
+    address = store_address(store)
+    return None if address is None else address[1]
 
 
 def _describe(descriptor: int, duplicate: socket.socket) -> Connection | None:

@@ -15,11 +15,10 @@ an entry any more: so blocks that all ranks enter in the same order cannot deadl
 
 import contextlib
 import os
-import socket
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ContextDecorator
 from datetime import timedelta
 from types import TracebackType
@@ -27,8 +26,9 @@ from typing import Literal, get_args
 
 import torch.distributed as dist
 
+from lightning_automodel import process_group, rendezvous
 from lightning_automodel.failures import RankFailedError, RankFailure
-from lightning_automodel.nodes import Scope, Session, first_rank, meet, read_integer
+from lightning_automodel.nodes import Scope, Session, first_rank, meet
 from lightning_automodel.process_group import parse_timeout
 from lightning_automodel.store_link import GRACE_S, StoreLink, failure_of, post_failure
 
@@ -133,7 +133,7 @@ class FirstRankPerNode(ContextDecorator):
             return _open_outermost(group, self._scope, self._timeout, where, made_group)
         except BaseException:
             if made_group:
-                dist.destroy_process_group()
+                process_group.destroy_global_state()
             raise
 
     def _find_group(self) -> dist.ProcessGroup | None:
@@ -313,15 +313,12 @@ class _OutermostBlock(_Block):
 
     def _close(self, error: BaseException | None) -> None:
         try:
-            with _until_group_is_gone(self._made_group and self._link.rank != 0):
-                try:
-                    with contextlib.suppress(RankFailedError):
-                        self._settle(error)
-                finally:
-                    self._link.close()
+            with contextlib.suppress(RankFailedError):
+                self._settle(error)
         finally:
-            if self._made_group and dist.is_initialized():
-                dist.destroy_process_group()
+            self._link.close()
+            if self._made_group:
+                process_group.destroy_global_state()
 
     def _settle(self, error: BaseException | None) -> None:
         """Post a failure, acknowledge the outcome, and on rank 0, which may host the store, let the others read it."""
@@ -337,36 +334,13 @@ class _OutermostBlock(_Block):
 # --- A group for one block --------------------------------------------------------------------------------------------
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_num_groups_made = 0
 
 
 def _make_group_from_environment(timeout: timedelta) -> bool:
     """Make the default group, over gloo, if there is none and the environment tells of more than one rank."""
-    global _num_groups_made
     if not dist.is_available() or dist.is_initialized() or not all(os.environ.get(name) for name in ENVIRONMENT):
         return False
-    if read_integer("WORLD_SIZE", at_least=1) == 1:
+    if rendezvous.number_in_environment("WORLD_SIZE", at_least=1) == 1:
         return False
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    # A launcher's store outlives the group, whose keys must not meet those of the next one.
-    store = dist.PrefixStore(f"{KEYS}/group{_num_groups_made}", store)
-    _num_groups_made += 1
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    process_group.initialize_distributed("gloo", timeout)
     return True
-
-
-@contextlib.contextmanager
-def _until_group_is_gone(is_wanted: bool) -> Iterator[None]:
-    """After what is done within, wait some seconds for the store that rank 0 hosts to end, unless a launcher has it.
-
-    A rank that came back for the next group too early would meet the old store just before it ends.
-    """
-    connection = None
-    if is_wanted and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        with contextlib.suppress(OSError):
-            address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-            connection = socket.create_connection(address, timeout=GRACE_S)
-    yield
-    if connection is not None:
-        with connection, contextlib.suppress(OSError):
-            connection.recv(1)

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -28,15 +29,19 @@ class RunGuard:
 
     _current: ClassVar[Watchdog | None] = None
     _has_joined: ClassVar[bool] = False
+    _ended: ClassVar[tuple[int, str] | None] = None
+    _unclosed: "ClassVar[RunGuard | None]" = None
 
     def __init__(self) -> None:
         self._watchdog: Watchdog | None = None
+        self._enclosing: Watchdog | None = None
         self._where: Callable[[], str] = lambda: "set-up"
         self._timeout_s = 0.0
         self._previous_handler: Any = None
         self._handler_process: int | None = None
         self._is_running = False
         self._has_failed = False
+        self._failed_at = 0.0
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function``, which may call :meth:`watch` as soon as the process group exists.
@@ -44,6 +49,9 @@ class RunGuard:
         Raises:
             RankFailedError: If another rank failed; from the exception that this led to here.
         """
+        if RunGuard._unclosed is not None:
+            # A callback's `on_exception` raised in an earlier run, so that Lightning did not tear it down.
+            RunGuard._unclosed.close()
         self._is_running, self._has_failed = True, False
         try:
             result = function(*args, **kwargs)
@@ -52,7 +60,8 @@ class RunGuard:
             self._end()
             raise
         except BaseException as exception:
-            self._has_failed = True
+            self._has_failed, self._failed_at = True, time.monotonic()
+            RunGuard._unclosed = self
             self._raise_cause(exception)
             raise
         else:
@@ -74,14 +83,17 @@ class RunGuard:
         self._where, self._timeout_s = where, timeout.total_seconds()
         takes_sigterm = self._take_sigterm()
         self._watchdog = Watchdog(timeout, where, _interrupt_main_thread if takes_sigterm else None)
-        RunGuard._current, RunGuard._has_joined = self._watchdog, True
+        self._enclosing, RunGuard._current, RunGuard._has_joined = RunGuard._current, self._watchdog, True
         self._watchdog.start()
+        if RunGuard._ended is not None:
+            self._watchdog.report_end(*RunGuard._ended)
 
-    def begin_step(self, step: int) -> bool:
+    def begin_step(self, step: int, is_training: bool) -> bool:
         """Begin a step that every rank takes.
 
         Args:
             step: Its number, the same on all ranks, from 1.
+            is_training: Whether every rank takes it: a rank that ends its run before is then at fault.
 
         Returns:
             Whether all ranks stop after this step, since one of them received SIGTERM.
@@ -91,6 +103,8 @@ class RunGuard:
         """
         if self._watchdog is None:
             return False
+        if is_training:
+            self._watchdog.training_step = step
         is_last = self._watchdog.stop.begin_step(step, self._timeout_s)
         if self._watchdog.failure is not None:
             raise RankFailedError(self._watchdog.failure)
@@ -100,10 +114,15 @@ class RunGuard:
 
     @classmethod
     def report_end(cls, rank: int, how: str) -> bool:
-        """Post that the process of ``rank`` ended, unless it has posted why; False before this process has joined."""
+        """Post that the process of ``rank`` ended, unless it has posted why; False before this process has joined.
+
+        Between two runs, it is posted when the next one begins.
+        """
         watchdog = cls._current
         if watchdog is not None:
             watchdog.report_end(rank, how)
+        elif cls._ended is None:
+            cls._ended = rank, how
         return cls._has_joined
 
     @property
@@ -119,6 +138,8 @@ class RunGuard:
         if self._is_running and not self._has_failed:
             return
         self._end()
+        if RunGuard._unclosed is self:
+            RunGuard._unclosed = None
         if self._has_failed and process_group.get_world_size_safe() > 1:
             process_group.call_leaving_hooks()
             last_resort = threading.Timer(LONGEST_LEAVING_S, os._exit, (1,))
@@ -130,28 +151,30 @@ class RunGuard:
     def _end(self) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
-            RunGuard._current = self._watchdog = None
+            RunGuard._current, self._watchdog, self._enclosing = self._enclosing, None, None
         self._give_back_sigterm()
 
     def _raise_what_came_late(self) -> None:
         """Wait for the other ranks: no step shows what happens to them, or to this one, in the last hooks."""
         if self._watchdog is None:
             return
-        self._watchdog.wait_for_all()
+        asked_by = self._watchdog.wait_for_all()
         if self._watchdog.failure is not None:
             raise RankFailedError(self._watchdog.failure)
-        if self._watchdog.stop.is_asked_here:
+        if asked_by is not None:
+            log.warning("Rank %s received SIGTERM: all ranks stop at the end of this run.", asked_by)
+        if asked_by is not None or self._watchdog.stop.is_asked_here:
             raise _compat.SIGTERMException(SIGTERM_STATUS)
 
     def _raise_cause(self, exception: BaseException) -> None:
         watchdog = self._watchdog
-        if watchdog is None:
-            return
         if isinstance(exception, _compat.SIGTERMException):
             exception.code = exception.code or SIGTERM_STATUS
-            if watchdog.stop.is_decided:
+            if watchdog is not None and watchdog.stop.is_decided:
                 watchdog.acknowledge()
                 return
+        if watchdog is None:
+            return
         failure = watchdog.explain(exception, _compat.failing_hook(exception) or self._where())
         if failure is not None:
             log.error("This rank leaves, since %s.", failure)
@@ -179,6 +202,10 @@ class RunGuard:
             os.kill(os.getpid(), signum)
             return
         if self._has_failed:
+            # A launcher ends the ranks that are left, by SIGTERM: let this one tell the cause, but not for ever.
+            if time.monotonic() - self._failed_at > LONGEST_LEAVING_S:
+                self._give_back_sigterm()
+                os.kill(os.getpid(), signum)
             return
         watchdog = self._watchdog
         if watchdog is not None and watchdog.failure is not None:

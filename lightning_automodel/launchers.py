@@ -42,14 +42,12 @@ class SubprocessLauncher(_compat.SubprocessScriptLauncher):
         return self._guard.run(function, *args, **kwargs)
 
     def _observe(self) -> None:
-        """Tell the guard of the first process that ends badly; end with the last one."""
+        """Tell the guard of each process that ends, which knows whether it was done; end with the last one."""
         running = list(self.procs)
         while running:
-            for process in running:
-                if process.poll():
-                    self._report(process)
-                    return
-            running = [process for process in running if process.poll() is None]
+            for process in [process for process in running if process.poll() is not None]:
+                running.remove(process)
+                self._report(process)
             if running:
                 _wait_for_one(running)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import socket
 import time
 import uuid
@@ -13,6 +12,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from lightning_automodel.failures import RankFailedError, RankFailure
+from lightning_automodel.rendezvous import number_in_environment
 from lightning_automodel.store_link import GRACE_S, LONGEST_POLL_S, StoreLink, failure_of, post_failure
 
 Scope = Literal["node", "global"]
@@ -65,26 +65,13 @@ def node_of(rank: int) -> str:
     Raises:
         ValueError: If the one that counts is no number.
     """
-    if "LOCAL_RANK" in os.environ:
-        return str(rank - read_integer("LOCAL_RANK"))
+    if (local_rank := number_in_environment("LOCAL_RANK")) is not None:
+        return str(rank - local_rank)
     for name in ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID"):
-        if name in os.environ:
-            return str(read_integer(name))
-    return str(rank // read_integer("LOCAL_WORLD_SIZE", at_least=1)) if "LOCAL_WORLD_SIZE" in os.environ else ""
-
-
-def read_integer(name: str, at_least: int = 0) -> int:
-    """A number from the environment.
-
-    Raises:
-        ValueError: If it is no integer, or too small.
-    """
-    text = os.environ[name]
-    if not text.isdecimal() or int(text) < at_least:
-        raise ValueError(
-            f"The environment variable {name} must be an integer of at least {at_least}, got {text!r}; correct it."
-        )
-    return int(text)
+        if (node := number_in_environment(name)) is not None:
+            return str(node)
+    num_local = number_in_environment("LOCAL_WORLD_SIZE", at_least=1)
+    return "" if num_local is None else str(rank // num_local)
 
 
 def meet(link: StoreLink, members: Sequence[int]) -> Session:

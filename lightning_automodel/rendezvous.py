@@ -118,14 +118,14 @@ def _without_place(method: str) -> str:
     return f"{base}?{rest}" if rest else base
 
 
-def number_in_environment(name: str) -> int | None:
+def number_in_environment(name: str, at_least: int = 0) -> int | None:
     """The environment variable ``name`` as a number; None where it is unset or empty.
 
     Raises:
-        ValueError: If it is no whole number that is at least 0.
+        ValueError: If it is no whole number that is at least ``at_least``.
     """
     value = os.environ.get(name, "")
-    return _whole_number(value, f"The environment variable {name}") if value else None
+    return _whole_number(value, f"The environment variable {name}", at_least) if value else None
 
 
 def _first_number(name: str, given: int | None, url: SplitResult) -> int | None:
@@ -137,9 +137,9 @@ def _first_number(name: str, given: int | None, url: SplitResult) -> int | None:
     return number_in_environment(name.upper())
 
 
-def _whole_number(value: str, what: str) -> int:
-    if not value.strip().isdecimal():
-        raise ValueError(f"{what} is {value!r}: it must be a whole number, 0 or more.")
+def _whole_number(value: str, what: str, at_least: int = 0) -> int:
+    if not value.strip().isdecimal() or int(value) < at_least:
+        raise ValueError(f"{what} is {value!r}: it must be a whole number, {at_least} or more.")
     return int(value)
 
 

@@ -547,7 +547,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
-        self._begin_step(self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+        self._begin_step(self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True)
         self._batch = args[0] if args else next(iter(kwargs.values()), None)
         self._require_engine().start_forward(self._batch)
         output = super().training_step(*args, **kwargs)
@@ -557,8 +557,8 @@ class AutomodelStrategy(ParallelStrategy):
             self._advice.about_label_shift(self.lightning_module, self._weighting, self._batch, output)
         return output
 
-    def _begin_step(self, step: int) -> None:
-        if self._guard.begin_step(step):
+    def _begin_step(self, step: int, is_training: bool) -> None:
+        if self._guard.begin_step(step, is_training):
             assert self.lightning_module is not None
             _compat.tell_sigterm(self.lightning_module.trainer)
 
@@ -570,7 +570,7 @@ class AutomodelStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             self._evaluation_steps += 1
-            self._begin_step(self._evaluation_steps)
+            self._begin_step(self._evaluation_steps, is_training=False)
         output = step(*args, **kwargs)
         self._require_engine().release()
         return output

@@ -27,10 +27,14 @@ RANKS_PER_SECOND = 1000
 POLLS_OF_A_FILE = 40
 TIME_TO_LEAVE_S = 5.0
 SEARCH_S = 3.0
+LINGER_S = 5.0
 INTERRUPT_AFTER_S = 2.0
 KILL_AFTER_S = 4.0
 
 FAILURE = "failure"
+ENDED = "ended"
+ALL_THROUGH = "all_through"
+ALL_SEEN = "all_seen"
 FINISHED = b"finished"
 
 _runs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -87,6 +91,7 @@ class Watchdog:
 
     Attributes:
         stop: Settles after which step all ranks stop.
+        training_step: Number of the newest training step that this rank began; all ranks take the same ones.
     """
 
     def __init__(
@@ -102,7 +107,9 @@ class Watchdog:
         self._interval_s = min(self._choose_interval(), self._silence_s / 4)
         _runs[world] = _runs.get(world, 0) + 1
         self._prefix = f"lightning_automodel/run/{_runs[world]}"
-        self._store = self._connect()
+        self._default_store = _compat.default_store()
+        self._store: dist.Store
+        self._is_open = threading.Event()
         self._signs: dict[int, Sign] = {}
         self._beats = 0
         self._failure: RankFailure | None = None
@@ -110,7 +117,7 @@ class Watchdog:
         self._noticed = threading.Event()
         self._closed = threading.Event()
         self.stop = StopAgreement(self._rank, self._world_size)
-        self._write_first_values()
+        self.training_step = 0
         self._last_answer = time.monotonic()
         self._polling_ended = threading.Event()
         self._threads = [
@@ -119,9 +126,17 @@ class Watchdog:
         ]
 
     def start(self) -> None:
-        """Start the threads. Every rank of the default group must do so, equally often."""
+        """Start the threads, and wait for a first answer. Every rank of the default group must do so, equally often.
+
+        Raises:
+            RankFailedError: If the store does not answer, or another rank failed already.
+        """
         for thread in self._threads:
             thread.start()
+        while not self._is_open.wait(POLL_S) and self._failure is None:
+            pass
+        if self._failure is not None:
+            raise RankFailedError(self._failure)
 
     def close(self) -> None:
         """Say that this rank is done, and end the threads. Not a collective; may be called twice."""
@@ -135,27 +150,58 @@ class Watchdog:
         return self._failure
 
     def report_end(self, rank: int, how: str) -> None:
-        """Post that the process of ``rank`` ended badly, unless it has posted why or was done.
+        """Post that the process of ``rank`` ended, unless it has posted why or was done.
 
         Args:
             rank: A rank whose process this one can see.
             how: What is known, such as ``"ended with exit status 3"``.
         """
+        if not self._is_open.wait(self._silence_s):
+            return
         with contextlib.suppress(dist.DistError):
-            self._see(rank, self._store.get(f"sign/{rank}"))
-            if not self._signs[rank].finished:
-                sign = self._signs[rank]
+            if self._store.check([f"sign/{rank}"]):
+                self._see(rank, self._store.get(f"sign/{rank}"))
+            sign = self._signs.setdefault(rank, Sign(NONE, time.monotonic()))
+            if not sign.finished:
                 self._post(RankFailure(rank, sign.host, sign.where, NO_SIGN_OF_LIFE, f"its process {how}"))
 
-    def wait_for_all(self) -> None:
-        """Wait until every rank is through its last hook, or one has failed. A collective, through the store alone."""
-        pause_s = FIRST_PAUSE_S
-        with contextlib.suppress(dist.DistError):
+    def wait_for_all(self) -> int | None:
+        """Wait until every rank is through its last hook, or one has failed. A collective, through the store alone.
+
+        Returns:
+            A rank that received SIGTERM, whether or not they had agreed on a last step; None where none did, or one
+            failed. The same on all ranks.
+        """
+        try:
+            if self.stop.is_asked_here:
+                self._store.compare_set(REQUEST, NONE.decode(), str(self._rank))
+            self._store.compare_set(ENDED, NONE.decode(), f"{self._rank}|{self._host}|{self.training_step}")
             if self._store.add("through", 1) == self._world_size:
-                self._store.set("all_through", "")
-            while self._failure is None and not self._store.check(["all_through"]):
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, self._interval_s)
+                self._store.set(ALL_THROUGH, self._store.get(REQUEST).decode())
+            self._wait_for(ALL_THROUGH)
+            asked_by = NONE if self._failure is not None else self._store.get(ALL_THROUGH)
+        except dist.DistError:
+            self._failure = self._failure or self._lost_store()
+        if self._failure is not None:
+            return None
+        self._part()
+        return None if asked_by == NONE else int(asked_by)
+
+    def _part(self) -> None:
+        """End the watch; rank 0, which may host the store, stays some seconds for the others to know that they may."""
+        self._closed.set()
+        with contextlib.suppress(dist.DistError):
+            if self._store.add("seen", 1) == self._world_size:
+                self._store.set(ALL_SEEN, "")
+            if self._rank == 0:
+                self._wait_for(ALL_SEEN, LINGER_S)
+
+    def _wait_for(self, key: str, longest_s: float = float("inf")) -> None:
+        """Wait until ``key`` exists, a rank has failed, or for ``longest_s`` seconds."""
+        pause_s, end = FIRST_PAUSE_S, time.monotonic() + longest_s
+        while self._failure is None and not self._store.check([key]) and time.monotonic() < end:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, self._interval_s)
 
     def acknowledge(self) -> None:
         """Say that the main thread leaves already, so that nothing need make it."""
@@ -174,6 +220,8 @@ class Watchdog:
             The failure of another rank if it is the cause; None if the exception is this rank's own.
         """
         try:
+            if not self._is_open.is_set() or self._closed.is_set():
+                return self._failure
             return self._find_cause(exception, where)
         finally:
             self._noticed.set()
@@ -228,19 +276,25 @@ class Watchdog:
 
     def _connect(self) -> dist.Store:
         """A connection of one's own: a client of the store is blocked for all threads while one of them waits."""
-        store = _compat.default_store().clone()  # type: ignore[attr-defined]
+        if (address := connections.store_address(self._default_store)) is not None:
+            # A client would go on trying to reach a host that is gone, for the whole timeout and more.
+            socket.create_connection(address, timeout=self._silence_s).close()
+        store = self._default_store.clone()  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=self._silence_s))
         return dist.PrefixStore(self._prefix, store)
 
     def _write_first_values(self) -> None:
         """Let every key exist that is read: to read a missing one is to wait for it."""
         signs = range(self._world_size) if self._rank == 0 else {0, self._rank, self._next_rank()}
-        for key in (FAILURE, REQUEST, DECISION, *(f"sign/{rank}" for rank in signs)):
+        for key in (FAILURE, ENDED, REQUEST, DECISION, *(f"sign/{rank}" for rank in signs)):
             self._store.compare_set(key, "", NONE.decode())
 
     def _poll_until_closed(self) -> None:
         """The first thread: exchange signs of life. It blocks if the host of the store is stopped."""
         try:
+            self._store = self._connect()
+            self._write_first_values()
+            self._is_open.set()
             while (failure := self._poll()) is None and not self._closed.wait(self._interval_s):
                 self._last_answer = time.monotonic()
             self._failure = failure
@@ -249,7 +303,7 @@ class Watchdog:
                 self._store.set(f"sign/{self._rank}", FINISHED.decode())
         except Exception as error:
             if not self._closed.is_set() and not self._host_finished():
-                if not isinstance(error, dist.DistError):
+                if not isinstance(error, (dist.DistError, OSError)):
                     log.exception("The watchdog cannot go on.")
                 self._failure = self._lost_store()
         finally:
@@ -274,13 +328,15 @@ class Watchdog:
             where = "an unknown hook"
         self._store.set(f"sign/{self._rank}", f"{self._beats}|{self._host}|{where}")
         watched = sorted({0, self._next_rank()} - {self._rank})
-        keys = [FAILURE, REQUEST, DECISION, *(f"sign/{rank}" for rank in watched)]
-        posted, request, decision, *signs = self._store.multi_get(keys)
+        keys = [FAILURE, ENDED, REQUEST, DECISION, *(f"sign/{rank}" for rank in watched)]
+        posted, ended, request, decision, *signs = self._store.multi_get(keys)
         for rank, value in zip(watched, signs, strict=True):
             self._see(rank, value)
         if posted != NONE:
             return RankFailure.from_bytes(posted)
         self.stop.exchange(self._store, request, decision)
+        if ended != NONE and (failure := self._left_alone(ended)) is not None:
+            return self._post(failure)
         for rank in watched:
             sign = self._signs[rank]
             if not sign.finished and time.monotonic() - sign.changed_at > self._silence_s:
@@ -308,6 +364,17 @@ class Watchdog:
         seconds = time.monotonic() - sign.changed_at
         message = f"rank {self._rank} has heard nothing of it for {seconds:.1f} s: stopped, killed or cut off"
         return RankFailure(rank, sign.host, sign.where, NO_SIGN_OF_LIFE, message)
+
+    def _left_alone(self, ended: bytes) -> RankFailure | None:
+        """The fault of the rank that came first to its end, if this rank takes steps that it did not take."""
+        rank, host, last_step = ended.decode().split("|")
+        if self.training_step <= int(last_step):
+            return None
+        message = (
+            f"it ended its run after training step {last_step}, but rank {self._rank} is in step {self.training_step}: "
+            "give all ranks equally many batches, and set trainer.should_stop on all of them or on none"
+        )
+        return RankFailure(int(rank), host, "fit", "RuntimeError", message)
 
     def _host_finished(self) -> bool:
         return 0 in self._signs and self._signs[0].finished

@@ -201,7 +201,7 @@ def run(cell: Cell, folder: Path) -> Outcome:
     processes = [context.Process(target=train, args=(cell, rank, port, folder)) for rank in range(WORLD_SIZE)]
     for process in processes:
         process.start()
-    with _killed_at_the_end(processes):
+    with killed_at_the_end(processes):
         others = {process.sentinel: rank for rank, process in enumerate(processes) if rank != cell.rank}
         deadline = time.monotonic() + PATIENCE_S
         while others and (ready := wait(list(others), max(0.0, deadline - time.monotonic()))):
@@ -218,7 +218,8 @@ def run(cell: Cell, folder: Path) -> Outcome:
 
 
 @contextlib.contextmanager
-def _killed_at_the_end(processes: list[Any]) -> Iterator[None]:
+def killed_at_the_end(processes: list[Any]) -> Iterator[None]:
+    """Kill the processes that are left when the block ends."""
     try:
         yield
     finally:
