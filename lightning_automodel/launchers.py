@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 import torch.multiprocessing
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.accelerators import CPUAccelerator
@@ -204,7 +205,11 @@ class ChildrenLauncher(_compat.MultiProcessingLauncher):
         elif self._start_method != "fork":
             # They would train one another's weights: tensors travel to other processes in shared memory.
             args, kwargs = _compat.disable_module_memory_sharing((args, kwargs))
-        _compat.set_num_threads_if_needed(num_processes=self._num_processes)
+        if self._start_method == "fork":
+            # OpenMP's threads do not survive a fork: where this process has used them, its child would wait for them.
+            torch.set_num_threads(1)
+        else:
+            _compat.set_num_threads_if_needed(num_processes=self._num_processes)
         return _compat.call_and_handle_interrupt(
             trainer, partial(self._run_and_collect, trainer, function, *args, **kwargs)
         )

@@ -77,7 +77,8 @@ class AutomodelStrategy(ParallelStrategy):
         init_method: Where the ranks meet: ``"tcp://host:port"`` or ``"file:///path"``. None: as the environment says.
         start_method: How the ranks of a node come about where nothing else has started them. ``"popen"``: this process
             is rank 0 and runs the script again for each other one. ``"fork"`` (also in notebooks), ``"spawn"`` and
-            ``"forkserver"``: as its children, which end with the run; trained weights and metrics come back.
+            ``"forkserver"``: as its children, which end with the run; trained weights and metrics come back. A forked
+            rank computes with one CPU thread.
         timeout: How long a collective may wait, and a rank give no sign of life: ``timedelta`` or minutes.
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
 

@@ -95,8 +95,9 @@ def test_rank_fails(runs: dict[Any, Future], method: str, fault: str) -> None:
     assert_gone(folder)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGKILL"])
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize(
+    ("method", "name"), [("fork", "SIGTERM"), ("fork", "SIGINT"), ("fork", "SIGKILL"), ("forkserver", "SIGKILL")]
+)
 def test_launching_process_is_ended(tmp_path: Path, method: str, name: str) -> None:
     """It is no rank, but no rank outlives it; SIGTERM stops them all after the same step."""
     with program(fail, tmp_path, start_method=method) as launching:
