@@ -11,6 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork as check_bad_cuda_fork
+from lightning.fabric.strategies.launchers.multiprocessing import _check_missing_main_guard as check_missing_main_guard
+from lightning.fabric.strategies.launchers.multiprocessing import (
+    _disable_module_memory_sharing as disable_module_memory_sharing,
+)
 from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_load as distributed_checkpoint_load
 from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_save as distributed_checkpoint_save
 from lightning.fabric.strategies.model_parallel import _load_checkpoint as load_checkpoint
@@ -18,6 +23,7 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend_for_device,
 )
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
 from lightning.fabric.utilities.load import _METADATA_FILENAME as CHECKPOINT_METADATA_FILENAME
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
@@ -29,9 +35,12 @@ from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward as prepare_ddp_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
+from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalStateSnapshot
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from torch import Tensor, nn
@@ -56,10 +65,13 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "CHECKPOINT_METADATA_FILENAME",
+    "IS_INTERACTIVE",
     "DDPForwardRedirection",
     "FSDPParamGroup",
+    "GlobalStateSnapshot",
     "Launcher",
     "MockOptimizer",
+    "MultiProcessingLauncher",
     "OptimizedModule",
     "SIGTERMException",
     "SubprocessScriptLauncher",
@@ -67,13 +79,17 @@ __all__ = [
     "averaged_model",
     "averaging_size",
     "broadcast_tensors",
+    "call_and_handle_interrupt",
     "cast_floating",
+    "check_bad_cuda_fork",
     "check_ddp_backward_is_complete",
+    "check_missing_main_guard",
     "clear_accumulated_gradients",
     "collect_rng_states",
     "current_scale",
     "default_backend_for_device",
     "default_store",
+    "disable_module_memory_sharing",
     "discard_partial_reduction",
     "distributed_checkpoint_load",
     "distributed_checkpoint_save",

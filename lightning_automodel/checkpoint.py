@@ -26,6 +26,24 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(model)
 
 
+def whole_model_state(model: nn.Module, keep: bool) -> dict[str, Any]:
+    """State dict of whole tensors on the CPU. Every rank must call it where ``model`` is sharded.
+
+    Gathers one tensor at a time: beside the shards, a rank holds one whole tensor on its device, and one that keeps
+    them the whole model in host memory.
+
+    Args:
+        model: Sharded or not; wrappers leave no trace in the names.
+        keep: Whether this rank wants them; the others get an empty dict.
+    """
+    whole = {}
+    for name, value in get_model_state_dict(model).items():
+        tensor = value.full_tensor() if isinstance(value, DTensor) else value
+        if keep:
+            whole[name] = tensor.cpu() if isinstance(tensor, torch.Tensor) and not tensor.is_meta else tensor
+    return whole
+
+
 def sharded_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Optimizer state by parameter name, DTensors on the CPU. Every rank must call it.
 

@@ -1,5 +1,6 @@
 """Checking the strategy's keywords before anything runs."""
 
+import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -74,11 +75,13 @@ class StrategyOptions:
     process_group_backend: str | None
     init_method: str | None
     timeout: timedelta | float
+    start_method: Literal["popen", "spawn", "fork", "forkserver"]
     first_rank_setup: bool
 
     def __post_init__(self) -> None:
         self._check_choice("data_parallel", "fsdp2", "ddp")
         self._check_choice("loss_reduction", "mean", "sum")
+        self._check_choice("start_method", "popen", *multiprocessing.get_all_start_methods())
         self._check_choice("reshard_during_accumulation", True, False, "auto")
         check_deferral(self.defer_fsdp_grad_sync)
         for name in ("data_parallel_size", "data_parallel_replicate_size"):

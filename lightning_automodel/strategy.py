@@ -48,7 +48,7 @@ from lightning_automodel.caller_mesh import adopt_mesh
 from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine
 from lightning_automodel.first_rank import FirstRankPerNode
 from lightning_automodel.guard import RunGuard
-from lightning_automodel.launchers import InPlaceLauncher, SubprocessLauncher
+from lightning_automodel.launchers import ChildrenLauncher, InPlaceLauncher, SubprocessLauncher, refuse_in_notebook
 from lightning_automodel.mesh import RunMesh, build_mesh, resolve_sizes
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.scaling import LossScaling, RangeScale
@@ -101,6 +101,10 @@ class AutomodelStrategy(ParallelStrategy):
             Reads one number on the host each step.
         process_group_backend: Backend of the default process group. None: gloo for CPU, nccl for CUDA.
         init_method: Where the ranks meet: ``"tcp://host:port"`` or ``"file:///path"``. None: as the environment says.
+        start_method: How the ranks of a node come about where nothing else has started them. ``"popen"``: this process
+            is rank 0 and runs the script again for each other one. ``"fork"`` (also in notebooks), ``"spawn"`` and
+            ``"forkserver"``: as its children, which end with the run; trained weights and metrics come back. A forked
+            rank computes with one CPU thread.
         timeout: How long a collective may wait, and a rank give no sign of life: ``timedelta`` or minutes.
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
 
@@ -139,6 +143,7 @@ class AutomodelStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         init_method: str | None = None,
         timeout: timedelta | float = 30,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         first_rank_setup: bool = False,
     ) -> None:
         super().__init__()
@@ -167,6 +172,7 @@ class AutomodelStrategy(ParallelStrategy):
             process_group_backend=process_group_backend,
             init_method=init_method,
             timeout=timeout,
+            start_method=start_method,
             first_rank_setup=first_rank_setup,
         )
         self._options = options
@@ -196,6 +202,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._scaling: LossScaling | None = None
         self._finisher: GradientFinisher | None = None
         self._advice = Advice()
+        self._report_of_children: Mapping[str, Any] = {}
 
     @classmethod
     @override
@@ -232,8 +239,11 @@ class AutomodelStrategy(ParallelStrategy):
 
     @property
     def last_step(self) -> StepReport | None:
-        """Report on the newest optimizer step; None before the first. Its tensors stay on the device."""
-        return None if self._finisher is None else self._finisher.last_step
+        """Report on the newest optimizer step; None before the first. Its tensors stay on the device.
+
+        In a process that started the ranks as its children, it is on the CPU and of the newest run that has ended.
+        """
+        return self._report_of_children.get("last_step") if self._finisher is None else self._finisher.last_step
 
     @property
     def num_processes(self) -> int:
@@ -305,12 +315,37 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        start_method = self._options.start_method
         if self.cluster_environment.creates_processes_externally:
             self._launcher = InPlaceLauncher(self._guard)
-        else:
+            if start_method != "popen":
+                self._advice.say_once(
+                    f"start_method={start_method!r} has no effect: {type(self.cluster_environment).__name__} says that"
+                    " something else has started the processes."
+                )
+        elif start_method == "popen":
             self._launcher = SubprocessLauncher(
                 self._guard, self.cluster_environment, self.num_processes, self.num_nodes
             )
+            refuse_in_notebook(self._launcher)
+        else:
+            self._launcher = ChildrenLauncher(
+                self,
+                start_method,
+                self.num_processes,
+                self.num_nodes,
+                self._guard,
+                get_report=self._tell_parent,
+                set_report=self._hear_children,
+            )
+
+    def _tell_parent(self) -> dict[str, Any]:
+        """What a rank sends to the process that started it."""
+        described = {name: value for name, value in self.describe().items() if name != "options"}
+        return {"last_step": self.last_step, "description": described}
+
+    def _hear_children(self, report: Mapping[str, Any]) -> None:
+        self._report_of_children = report
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and the rank-zero helpers which rank this process is."""
@@ -835,8 +870,9 @@ class AutomodelStrategy(ParallelStrategy):
             self._recomputed.undo()
         self._batch = None
         self.model = self.lightning_module
-        if self.lightning_module is not None:
-            _compat.give_back_sigterm(self.lightning_module.trainer)
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is not None:
+            _compat.give_back_sigterm(trainer)
         if not self._shards_model and self._engine is not None:
             if self._layer_sync is not None and self.model is not None:
                 self._layer_sync.revert(self.model)
@@ -857,7 +893,7 @@ class AutomodelStrategy(ParallelStrategy):
         """
         options = {field.name: getattr(self._options, field.name) for field in dataclasses.fields(self._options)}
         if self._mesh is None or self._engine is None:
-            return {"options": options}
+            return {"options": options, **self._report_of_children.get("description", {})}
         module = self.lightning_module
         dtypes = {} if module is None else precision.describe_dtypes(self.precision_plugin, module, self._policy)
         return {
