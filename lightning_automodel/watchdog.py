@@ -171,6 +171,8 @@ class Watchdog:
         Args:
             how: What is known, such as ``"which started the ranks, ended"``.
         """
+        if not self._is_open.wait(self._silence_s):
+            return
         with contextlib.suppress(dist.DistError):
             self._post(RankFailure(LAUNCHER, self._host, "", NO_SIGN_OF_LIFE, how))
 
