@@ -418,6 +418,7 @@ class AutomodelStrategy(ParallelStrategy):
             mesh=self._joined_mesh(),
             device=self.root_device,
             complete=engine.complete_gradients,
+            followed=engine.followed,
             track_norm=self._options.track_grad_norm,
             error_if_nonfinite=self._options.error_if_nonfinite and not has_scaler,
         )
