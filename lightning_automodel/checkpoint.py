@@ -1,5 +1,7 @@
 """Saving and loading sharded models and optimizers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +72,27 @@ def load_into(
         name = f"optimizer_{index}"
         if saved is None or any(key.startswith(f"{name}.state.") for key in saved):
             targets[name] = optimizer
-    return _compat.load_checkpoint(
-        path=path, state=targets, strict=strict, optimizer_states_from_list=True, weights_only=weights_only
-    )
+    with _names_without_wrappers(model) if path.is_dir() else nullcontext():
+        return _compat.load_checkpoint(
+            path=path, state=targets, strict=strict, optimizer_states_from_list=True, weights_only=weights_only
+        )
+
+
+@contextmanager
+def _names_without_wrappers(model: nn.Module) -> Iterator[None]:
+    """Let ``model`` load what names parameters as if ``torch.compile`` had wrapped no module of it, as shards do."""
+
+    def add_wrapper(_: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in [name for name in state if name.startswith(prefix)]:
+            state[f"{prefix}_orig_mod.{name.removeprefix(prefix)}"] = state.pop(name)
+
+    wrappers = [module for module in model.modules() if isinstance(module, _compat.OptimizedModule)]
+    handles = [wrapper.register_load_state_dict_pre_hook(add_wrapper) for wrapper in wrappers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def refuse_shards(path: Path) -> None:

@@ -769,6 +769,7 @@ class AutomodelStrategy(ParallelStrategy):
             "gradient_divisor": self._mesh.sizes.data_parallel,
             "gradient_denominator": "label tokens" if self._options.per_token_loss else "micro-batches",
             "precision": self.precision_plugin.precision,
+            "tensors_created_without_values": len(self._created_as),
             "activation_checkpointing": [] if self._recomputed is None else self._recomputed.names,
             "parameter_dtypes": sorted({str(parameter.dtype) for parameter in parameters}),
             **self._engine.describe(),
