@@ -1,6 +1,7 @@
 """Saving and loading sharded models and optimizers."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,10 @@ def load_into(
             targets[name] = optimizer
         else:
             _start_anew(optimizer, name, path, saved)
-    checkpoint = _compat.load_checkpoint(
-        path=path, state=targets, strict=strict, optimizer_states_from_list=True, weights_only=weights_only
-    )
+    with _names_without_wrappers(model) if path.is_dir() else nullcontext():
+        checkpoint = _compat.load_checkpoint(
+            path=path, state=targets, strict=strict, optimizer_states_from_list=True, weights_only=weights_only
+        )
     _restore_states(checkpoint, model_state(model), path, saved)
     return checkpoint
 
@@ -172,6 +174,23 @@ def _shard_like(shard: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     if not isinstance(shard, DTensor):
         return full
     return distribute_tensor(full.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None)
+
+
+@contextmanager
+def _names_without_wrappers(model: nn.Module) -> Iterator[None]:
+    """Let ``model`` load what names parameters as if ``torch.compile`` had wrapped no module of it, as shards do."""
+
+    def add_wrapper(_: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in [name for name in state if name.startswith(prefix)]:
+            state[f"{prefix}_orig_mod.{name.removeprefix(prefix)}"] = state.pop(name)
+
+    wrappers = [module for module in model.modules() if isinstance(module, _compat.OptimizedModule)]
+    handles = [wrapper.register_load_state_dict_pre_hook(add_wrapper) for wrapper in wrappers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def refuse_shards(path: Path) -> None:

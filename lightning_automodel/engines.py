@@ -62,6 +62,10 @@ class Engine(ABC):
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Average what the engine itself does not, once a window. May be a collective over the data-parallel group."""
 
+    def followed(self, parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
+        """Those that get a zero gradient where their window did not use them, and whether it did, on this rank."""
+        return []
+
     def release(self) -> None:
         """Free gathered parameters: somebody may be about to write weights."""
 
@@ -199,6 +203,10 @@ class FSDP2Engine(Engine):
         plain = [parameter for parameter in parameters if sharding.is_plain_and_trainable(parameter)]
         if plain and self.mesh.sizes.data_parallel > 1:
             gradients.average_gradients_(plain, self.mesh.group)
+
+    @override
+    def followed(self, parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
+        return self._sync.followed(parameters)
 
     @override
     def release(self) -> None:

@@ -128,20 +128,19 @@ class FSDPGradSync:
         self._parked: list[tuple[FSDPParamGroup, list[int]]] = []
         self._is_last: bool | None = None
         self._used: set[int] = set()
-        self._followed: list[nn.Parameter] = []
+        self._followed: set[int] = set()
         self._handles = [
             root.register_forward_hook(_free_unless_training)
             for root in self._modules
             if root is not model and _compat.is_fsdp_root(root)
         ]
         for group in self._groups:
-            if defer == "all_reduce" and _compat.is_replicated(group):
-                self._follow_use(group)
+            self._follow_use(group)
 
     def _follow_use(self, group: FSDPParamGroup) -> None:
         """Tell parameters without a gradient in a window from those with a zero one, which FSDP2 gives them here."""
         for parameter, gathered in _compat.trainable_and_gathered(group):
-            self._followed.append(parameter)
+            self._followed.add(id(parameter))
             mark = partial(self._mark_used, id(parameter))
             self._handles.append(gathered.register_post_accumulate_grad_hook(mark))
 
@@ -164,6 +163,8 @@ class FSDPGradSync:
         ):
             for group in self._groups:
                 _set_reduction(group, is_last, self.defer)
+                # Ranks may differ in what they use of a unit, and must send gradients of the same shapes.
+                group.reduce_scatter_unused_params = True
                 if self.keep_gathered:
                     group.post_forward_mesh_info = None
                     group.reshard_after_backward = is_last
@@ -207,16 +208,17 @@ class FSDPGradSync:
                 group.reshard()
 
     def end_backward(self) -> None:
-        """Show sharded parameters to everybody else, and gradients only where the window had some."""
+        """Show sharded parameters to everybody else."""
         if self._is_last:
             _reduce_pending(self._modules)
-            for parameter in self._followed:
-                if id(parameter) not in self._used:
-                    parameter.grad = None
         for group in self._groups:
             if group.is_unsharded and not group.reshard_after_backward:
                 _compat.park_gathered(group)
                 self._parked.append((group, _compat.sharded_versions(group)))
+
+    def followed(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
+        """Those of these that get a zero gradient where they were not used, and whether this rank used them."""
+        return [(p, id(p) in self._used) for p in parameters if id(p) in self._followed]
 
     def release(self) -> None:
         """Free everything gathered: somebody may write the sharded weights, or needs the memory."""

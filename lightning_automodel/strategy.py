@@ -520,6 +520,7 @@ class AutomodelStrategy(ParallelStrategy):
             mesh=self._joined_mesh(),
             device=self.root_device,
             complete=engine.complete_gradients,
+            followed=engine.followed,
             track_norm=self._options.track_grad_norm,
             error_if_nonfinite=self._options.error_if_nonfinite and scaling.scaler is None,
         )
@@ -903,6 +904,7 @@ class AutomodelStrategy(ParallelStrategy):
             "gradient_divisor": self._mesh.sizes.data_parallel,
             "gradient_denominator": "label tokens" if self._options.per_token_loss else "micro-batches",
             "precision": dtypes,
+            "tensors_created_without_values": len(self._created_as),
             "activation_checkpointing": [] if self._recomputed is None else self._recomputed.names,
             **self._engine.describe(),
         }

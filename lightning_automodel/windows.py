@@ -178,6 +178,7 @@ class GradientFinisher:
         mesh: Mesh of the run.
         device: Where totals are summed.
         complete: Averages, for these parameters, the gradients that the engine itself does not.
+        followed: Which of these parameters get a zero gradient where they were not used, and whether they were.
         track_norm: Measure the norm of each window, also where no clipping does.
         error_if_nonfinite: Likewise, and raise where it is not finite.
     """
@@ -190,19 +191,21 @@ class GradientFinisher:
         mesh: RunMesh,
         device: torch.device,
         complete: Callable[[list[nn.Parameter]], None],
+        followed: Callable[[list[nn.Parameter]], list[tuple[nn.Parameter, bool]]],
         track_norm: bool,
         error_if_nonfinite: bool,
     ) -> None:
         self.last_step: StepReport | None = None
         self._windows, self._weighting, self._scaling = windows, weighting, scaling
-        self._mesh, self._device = mesh, device
+        self._mesh, self._device, self._followed = mesh, device, followed
         self._complete, self._track_norm, self._error_if_nonfinite = complete, track_norm, error_if_nonfinite
 
     def finish(self, optimizer: OneOptimizer) -> list[nn.Parameter]:
         """Rescale the gradients of ``optimizer`` and report on its window, unless that is done.
 
-        One all-reduce of three numbers, one more of one where a gradient scaler looks for overflow in shards, and one
-        of a few where a norm is asked for.
+        One all-reduce of three numbers and one for each sharded parameter, one more of one number where a gradient
+        scaler looks for overflow in shards, and one of a few where a norm is asked for. A rank that did not use some
+        parameter reads on the host whether another rank did.
 
         Returns:
             The parameters of the optimizer.
@@ -212,10 +215,8 @@ class GradientFinisher:
             return parameters
         window.is_rescaled = True
         self._complete(parameters)
-        totals = window.totals(self._device)
-        divisor = self._mesh.sizes.data_parallel
-        if divisor > 1:
-            dist.all_reduce(totals, group=self._mesh.group)
+        divisor, followed = self._mesh.sizes.data_parallel, self._followed(parameters)
+        totals = self._summed(window.totals(self._device), followed)
         denominator = self._weighting.denominator(totals)
         factor = gradients.gradient_factor(denominator, divisor) * self._scaling.correction(window)
         gradients.scale_gradients_(parameters, factor)
@@ -223,6 +224,19 @@ class GradientFinisher:
         self._scaling.unscale(unwrap(optimizer))
         self.last_step = self._weighting.report(totals)
         return parameters
+
+    def _summed(self, totals: Tensor, followed: list[tuple[nn.Parameter, bool]]) -> Tensor:
+        """[3] ``totals`` over all ranks; drops the gradients of parameters that no rank has used in the window."""
+        used = [was_used for _, was_used in followed]
+        users = totals.new_ones(len(used)) if all(used) else totals.new_tensor(used)
+        summed = torch.cat([totals, users])
+        if self._mesh.sizes.data_parallel > 1:
+            dist.all_reduce(summed, group=self._mesh.group)
+        if not all(used):
+            for (parameter, _), num_users in zip(followed, summed[len(totals) :].tolist(), strict=True):
+                if num_users == 0:
+                    parameter.grad = None
+        return summed[: len(totals)]
 
     def measure_if_asked(self, optimizer: OneOptimizer) -> None:
         """Measure the norm of the finished gradients where an option asks for it and clipping has not done so.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
-from tests.trainer.exactness import Block, Outcome, TinyDecoder, full_weights, weight_error
-from tests.trainer.plain import ModelModule, plain_weights
-from tests.trainer.runs import TOLERANCE, loader, make_trainer
+from tests.trainer.exactness import Block, Outcome, TinyDecoder, full_weights, micro_batches, weight_error
+from tests.trainer.plain import ModelModule, plain_weights, sgd, windows
+from tests.trainer.runs import TOLERANCE, loader, make_trainer, mean_loss
 
 CASE4 = Case(seed=31, telling="labels", num_batches=5, num_ranks=4, gap="micro_batches")
 CASE2 = replace(CASE4, num_ranks=2)
@@ -156,6 +157,77 @@ def test_parts_that_some_micro_batches_leave_out_without_replicas(
     expected = plain_weights(PartlyUsed(*schedule), ACCUMULATE, CASE2)
     for weights in pool2.run(_fit_partly_used, options, CASE2, schedule):
         assert deviation(weights, expected) <= TOLERANCE
+
+
+class UsedByOneRank(PartlyUsed):
+    """Uses the layer and the parameter on one rank only, in the micro-batches of its schedule.
+
+    Attributes:
+        rank: whose micro-batch it is, in the plain loop; elsewhere the process knows.
+    """
+
+    rank: int | None = None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        rank = dist.get_rank() if self.rank is None else self.rank
+        schedule = self.used_in
+        if rank != 1:
+            self.used_in = schedule[0], set(), set()
+        try:
+            return super().forward(input_ids)
+        finally:
+            self.used_in = schedule
+
+
+def _plain_weights_by_rank(case: Case, schedule: tuple[set[int], ...]) -> dict[str, Tensor]:
+    model = UsedByOneRank(*schedule)
+    optimizer = sgd(model)
+    for window in windows(case, ACCUMULATE):
+        optimizer.zero_grad()
+        losses, num_label_tokens = [], 0
+        for model.rank, batches in enumerate(micro_batches(case)):
+            for model.step in window:
+                losses.append(mean_loss(model, batches[model.step], "sum"))
+                num_label_tokens += int((batches[model.step]["labels"] != -100).sum())
+        (torch.stack(losses).sum() / max(num_label_tokens, 1)).backward()
+        optimizer.step()
+    return full_weights(model)
+
+
+def _fit_used_by_one_rank(options: dict[str, Any], case: Case, schedule: tuple[set[int], ...]) -> dict[str, Tensor]:
+    return fit_model(options, case, UsedByOneRank(*schedule))
+
+
+ALWAYS = set(range(5))
+BY_RANK = {
+    "always": (ALWAYS, ALWAYS, ALWAYS),
+    "first-and-last": (ALWAYS, {0}, {4}),
+    "nobody-in-a-window": (ALWAYS, {3}, {0}),
+}
+
+
+@pytest.mark.parametrize("schedule", BY_RANK.values(), ids=BY_RANK)
+@pytest.mark.parametrize(
+    "options",
+    [*(MODES[mode] for mode in ("True-kept", "True-resharded", "False-resharded")), {"cpu_offload": True}, DDP],
+    ids=["kept", "resharded", "undeferred", "offloaded", "ddp"],
+)
+def test_use_that_differs_between_ranks(
+    pool2: RankPool, options: dict[str, Any], schedule: tuple[set[int], ...]
+) -> None:
+    """Parts of a unit that one rank uses and another does not: exact; without a gradient where no rank does."""
+    expected = _plain_weights_by_rank(CASE2, schedule)
+    for weights in pool2.run(_fit_used_by_one_rank, options, CASE2, schedule):
+        assert deviation(weights, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("mode", ["True-kept", "all_reduce-resharded"])
+def test_use_that_differs_between_replicas(pool4: RankPool, mode: str) -> None:
+    """The same over replicas of shards."""
+    for schedule in BY_RANK.values():
+        expected = _plain_weights_by_rank(CASE4, schedule)
+        for weights in pool4.run(_fit_used_by_one_rank, REPLICAS | MODES[mode], CASE4, schedule):
+            assert deviation(weights, expected) <= TOLERANCE
 
 
 class StopsInMidWindow(Callback):

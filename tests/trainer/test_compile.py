@@ -1,0 +1,119 @@
+"""Compiled blocks and models train like eager ones, whoever compiles them and when, and stay units of their own.
+
+The backend is the one that traces forward and backward and runs what it traced eagerly: what it may change is what
+matters here (graphs, hooks, parameters that FSDP2 exchanges), not the code that another backend would generate.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+from torch._dynamo.utils import counters
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import Outcome, full_weights, weight_error
+from tests.trainer.plain import ModelModule, filled_decoder, plain_weights, prefixed
+from tests.trainer.runs import STRATEGIES, TOLERANCE, loader, make_trainer
+
+ACCUMULATE = 3
+BACKEND = "aot_eager"
+
+
+class Compiled(ModelModule):
+    """Compiles what `how` says: "in place" or "wrapped" each block, the whole "model", or blocks "after sharding"."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(filled_decoder())
+        self.how = how
+        if how == "in place":
+            self._compile_blocks()
+        elif how == "wrapped":
+            self.model.blocks = nn.ModuleList(torch.compile(block, backend=BACKEND) for block in self.model.blocks)
+        elif how == "model":
+            self.model = torch.compile(self.model, backend=BACKEND)
+
+    def on_fit_start(self) -> None:
+        if self.how == "after sharding":
+            self._compile_blocks()
+
+    def _compile_blocks(self) -> None:
+        for block in self.model.blocks:
+            block.compile(backend=BACKEND)
+
+
+def fit(options: dict[str, Any], how: str) -> tuple[Outcome, list[str], int]:
+    """Weights by the names of the eager model, units, and the number of graphs that were compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    module = Compiled(how)
+    strategy = AutomodelStrategy(**options)
+    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, loader())
+    units = strategy.describe().get("units", [])
+    return _eager_names(module), units, counters["stats"]["unique_graphs"]
+
+
+def _eager_names(module: nn.Module) -> Outcome:
+    return Outcome({name.replace("_orig_mod.", ""): weight for name, weight in full_weights(module).items()}, None)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        ("in place", STRATEGIES["kept"]),
+        ("wrapped", STRATEGIES["resharded"]),
+        ("wrapped", {**STRATEGIES["kept"], "activation_checkpointing": True}),
+        ("model", {**STRATEGIES["kept"], "activation_checkpointing": True}),
+        ("after sharding", STRATEGIES["undeferred"]),
+        ("wrapped", STRATEGIES["ddp"]),
+    ],
+    ids=["in-place", "wrapped", "wrapped-recomputed", "model-recomputed", "after-sharding", "ddp"],
+)
+def test_like_eager(pool2: RankPool, how: str, options: dict[str, Any]) -> None:
+    """Exact in float64; something was compiled; units are the blocks, and are called what they were."""
+    expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
+    for outcome, units, num_graphs in pool2.run(fit, options, how, timeout_s=300):
+        assert weight_error(outcome, expected) <= TOLERANCE
+        assert num_graphs >= 1
+        assert [re.sub("_orig_mod[.]", "", unit) for unit in units] == (
+            [] if options == STRATEGIES["ddp"] else [f"model.blocks.{i} (Block)" for i in range(3)]
+        )
+
+
+def _resume(folder: str) -> tuple[Outcome, Outcome]:
+    path = str(Path(folder) / "checkpoint")
+    outcomes = []
+    for resumes in (False, True):
+        module = Compiled("wrapped")
+        if not resumes:
+            trainer = make_trainer(AutomodelStrategy(), accumulate_grad_batches=ACCUMULATE)
+            trainer.fit(module, loader())
+            trainer.save_checkpoint(path)
+        trainer = make_trainer(AutomodelStrategy(), accumulate_grad_batches=ACCUMULATE, max_epochs=2)
+        trainer.fit(module, loader(), ckpt_path=path)
+        outcomes.append(_eager_names(module))
+    return outcomes[0], outcomes[1]
+
+
+@pytest.mark.timeout(600)
+def test_a_checkpoint_of_wrapped_blocks_is_resumed(pool2: RankPool, tmp_path: Path) -> None:
+    """Weights and optimizer state find their blocks again behind the wrappers."""
+    expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE, epochs=2))
+    for outcomes in pool2.run(_resume, str(tmp_path), timeout_s=300):
+        for outcome in outcomes:
+            assert weight_error(outcome, expected) <= TOLERANCE
+
+
+def test_a_compiled_lightning_module_is_refused() -> None:
+    """By Lightning, which names those that take one; its model and blocks are what to compile."""
+    module = torch.compile(ModelModule(filled_decoder()), backend=BACKEND)
+    trainer = Trainer(strategy=AutomodelStrategy(), accelerator="cpu", devices=1, logger=False)
+    with pytest.raises(RuntimeError, match="compiled model is incompatible with the current strategy"):
+        trainer.fit(module)
