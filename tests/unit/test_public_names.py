@@ -52,6 +52,7 @@ KEYWORDS: dict[str, Any] = {
     "process_group_backend": None,
     "init_method": None,
     "timeout": 30,
+    "start_method": "popen",
     "first_rank_setup": False,
 }
 REGISTERED: dict[str, dict[str, Any]] = {
