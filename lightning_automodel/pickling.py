@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
+from types import MethodType
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -49,16 +50,29 @@ def _find(parts: Sequence[tuple[str, Any]], seen: set[int]) -> tuple[str, Any, E
         if id(value) in seen:
             continue
         seen.add(id(value))
-        try:
-            ForkingPickler.dumps(value)
-        except Exception as error:
-            return _find([(f"{where}{name}", part) for name, part in _parts(value)], seen) or (where, value, error)
+        error = _error(value)
+        if error is None:
+            continue
+        inner = [(f"{where}{name}", part) for name, part in _parts(value) if _error(part) is not None]
+        found = _find(inner, seen) if inner else (where, value, error)
+        if found is not None:
+            return found
+    return None
+
+
+def _error(value: Any) -> Exception | None:
+    try:
+        ForkingPickler.dumps(value)
+    except Exception as error:
+        return error
     return None
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """What ``value`` is pickled with, each with how to write it."""
-    if isinstance(value, Mapping):
+    if isinstance(value, MethodType):
+        yield ".__self__", value.__self__
+    elif isinstance(value, Mapping):
         yield from ((f"[{key!r}]", part) for key, part in value.items())
     elif isinstance(value, (list, tuple)):
         yield from ((f"[{index}]", part) for index, part in enumerate(value))

@@ -116,12 +116,13 @@ def load_trained_weights(module: "pl.LightningModule", path: Path) -> None:
             f" in {path}, which torch.load reads. Create these layers in __init__, or in a configure_model that also"
             " works without self.device_mesh, or load a checkpoint that was saved in training."
         ) from reason
-    set_model_state_dict(module, state, options=StateDictOptions(strict=False))
+    if state:
+        set_model_state_dict(module, state, options=StateDictOptions(strict=False))
 
 
 def _without_place(module: "pl.LightningModule", state: Mapping[str, Any]) -> list[str]:
     """Names in ``state`` that ``module`` has not, or has on the meta device."""
-    known = checkpoints.whole_model_state(module, keep=True)
+    known = checkpoints.whole_model_state(module, keep=True) if module.state_dict() else {}
     return [
         name for name in state if name not in known or (isinstance(known[name], torch.Tensor) and known[name].is_meta)
     ]

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_automodel.children import ended_with
-
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, signal, sys
@@ -92,9 +90,3 @@ def test_ranks_meet_at_a_file(tmp_path: Path) -> None:
     assert status == 0, output
     assert "trained 20" in output
     assert (tmp_path / "meeting").exists()
-
-
-@pytest.mark.parametrize(("status", "text"), [(3, "ended with exit status 3"), (-9, "was ended by SIGKILL")])
-def test_exit_statuses(status: int, text: str) -> None:
-    """As a person would say them."""
-    assert ended_with(status) == text

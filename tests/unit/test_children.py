@@ -1,0 +1,152 @@
+"""Starting ranks as children: what is refused, and where trained weights go. Without any process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy, _compat
+from lightning_automodel.children import ended_with
+from lightning_automodel.launchers import ChildrenLauncher
+from lightning_automodel.results import load_trained_weights
+from tests.trainer.runs import SILENT, LabelledModule
+
+
+def make_trainer(start_method: Any, **kwargs: Any) -> pl.Trainer:
+    """A Trainer of two ranks, which are not started."""
+    strategy = AutomodelStrategy(start_method=start_method, **kwargs)
+    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, **SILENT)
+
+
+class Counts:
+    """Cannot be pickled if `function` cannot."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_unpicklable_attribute_is_found(start_method: str) -> None:
+    """By its place in the module, not as an error of pickle alone."""
+    module = LabelledModule()
+    module.counts = {"words": Counts(lambda batch: 1)}
+    with pytest.raises(TypeError) as raised:
+        make_trainer(start_method).fit(module, DataLoader([1]))
+    message = str(raised.value)
+    assert message.startswith(f"start_method='{start_method}' sends the Trainer, the module and its data")
+    assert "the module.counts['words'].function (function) cannot be pickled" in message
+    assert "pass start_method='fork', or 'popen' in a script." in message
+
+
+def test_unpicklable_class_and_option_are_found() -> None:
+    """A class inside of a function, and a function given to the strategy."""
+
+    class Local(LabelledModule):
+        pass
+
+    with pytest.raises(TypeError, match=r"but the module \(Local\) cannot be pickled"):
+        make_trainer("spawn").fit(Local(), DataLoader([1]))
+    with pytest.raises(TypeError, match=r"the strategy\._options\.count_label_tokens \(function\) cannot be pickled"):
+        make_trainer("spawn", count_label_tokens=lambda batch: 1).fit(LabelledModule(), DataLoader([1]))
+
+
+def test_launchers_in_notebooks() -> None:
+    """Only forked ranks know what the cells defined."""
+    launchers = {name: make_trainer(name).strategy.launcher for name in ("fork", "forkserver", "spawn")}
+    assert all(isinstance(launcher, ChildrenLauncher) for launcher in launchers.values())
+    compatible = {name for name, launcher in launchers.items() if launcher.is_interactive_compatible}
+    assert compatible == {"fork"}
+    assert not make_trainer("popen").strategy.launcher.is_interactive_compatible
+
+
+def test_unknown_start_method() -> None:
+    """With the valid ones."""
+    with pytest.raises(ValueError, match=r"start_method must be one of 'popen', .*'spawn'.*, got 'thread'\."):
+        AutomodelStrategy(start_method="thread")
+
+
+def test_no_effect_where_processes_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something else has started them."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.warns(UserWarning, match="start_method='spawn' has no effect: LightningEnvironment says that"):
+        make_trainer("spawn")
+
+
+def test_second_fit_is_refused() -> None:
+    """Optimizer states and loops were in processes that have ended."""
+    trainer = make_trainer("fork")
+    trainer.strategy.launcher._already_fit = True
+    with pytest.raises(NotImplementedError, match=r"make a new Trainer and pass fit\(ckpt_path=\.\.\.\)"):
+        trainer.fit(LabelledModule(), DataLoader([1]))
+
+
+class Late(pl.LightningModule):
+    """Makes its layer in `configure_model`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.layer is None:
+            self.layer = nn.Linear(2, 2)
+
+
+class LateOnMesh(Late):
+    """Needs the ranks for it."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        super().configure_model()
+
+
+def _save(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    weights = {"layer.weight": torch.ones(2, 2), "layer.bias": torch.full((2,), 3.0)}
+    torch.save(weights, folder / "weights.pt")
+    return folder / "weights.pt", weights
+
+
+def test_weights_of_configure_model(tmp_path: Path) -> None:
+    """The layers are made where they are needed to hold the weights."""
+    path, weights = _save(tmp_path)
+    module = Late()
+    load_trained_weights(module, path)
+    assert {name: tensor.tolist() for name, tensor in module.state_dict().items()} == {
+        name: tensor.tolist() for name, tensor in weights.items()
+    }
+
+
+def test_weights_without_a_place(tmp_path: Path) -> None:
+    """Kept, and an error: the module would seem trained."""
+    path, _ = _save(tmp_path)
+    expected = r"LateOnMesh is trained, but .* no place for 2 of the 2 trained tensors \(layer\.weight, layer\.bias\)"
+    with pytest.raises(RuntimeError, match=expected) as raised:
+        load_trained_weights(LateOnMesh(), path)
+    assert str(path) in str(raised.value)
+    assert raised.value.__cause__ is not None
+    with torch.device("meta"):
+        module = Late()
+        module.configure_model()
+    with pytest.raises(RuntimeError, match="no place for 2 of the 2"):
+        load_trained_weights(module, path)
+    assert path.exists()
+
+
+def test_script_start_method_is_refused_in_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would run nothing again; one device needs no other process."""
+    monkeypatch.setattr(_compat, "IS_INTERACTIVE", True)
+    with pytest.raises(Exception, match=r"AutomodelStrategy\(start_method='fork'\)"):
+        make_trainer("popen")
+    pl.Trainer(strategy=AutomodelStrategy(), accelerator="cpu", devices=1, **SILENT)
+
+
+@pytest.mark.parametrize(("status", "text"), [(3, "ended with exit status 3"), (-9, "was ended by SIGKILL")])
+def test_exit_statuses(status: int, text: str) -> None:
+    """As a person would say them."""
+    assert ended_with(status) == text
