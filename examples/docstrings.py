@@ -32,6 +32,10 @@ IGNORE_INDEX = -100
 START, END, PAD = 256, 257, 258  # the byte values come first
 VOCABULARY_SIZE = 259
 SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"}
+SAMPLE_PROMPT = """\
+def read_lines(path, encoding="utf-8"):
+    with open(path, encoding=encoding) as file:
+        return file.readlines()"""
 
 
 class Example(NamedTuple):

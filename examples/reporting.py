@@ -7,14 +7,10 @@ from textwrap import indent
 import lightning as L  # noqa: N812
 import matplotlib
 from docstring_writer import DocstringWriter
+from docstrings import SAMPLE_PROMPT
 
 matplotlib.use("Agg")  # no display is needed
 import matplotlib.pyplot as plt
-
-SAMPLE_PROMPT = """\
-def read_lines(path, encoding="utf-8"):
-    with open(path, encoding=encoding) as file:
-        return file.readlines()"""
 
 
 class Report(L.Callback):

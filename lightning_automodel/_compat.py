@@ -5,58 +5,93 @@ Written against torch 2.13 and Lightning 2.6.6. An upstream rename breaks this f
 
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork as check_bad_cuda_fork
+from lightning.fabric.strategies.launchers.multiprocessing import _check_missing_main_guard as check_missing_main_guard
+from lightning.fabric.strategies.launchers.multiprocessing import (
+    _disable_module_memory_sharing as disable_module_memory_sharing,
+)
+from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_load as distributed_checkpoint_load
 from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_save as distributed_checkpoint_save
 from lightning.fabric.strategies.model_parallel import _load_checkpoint as load_checkpoint
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend_for_device,
 )
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
 from lightning.fabric.utilities.load import _METADATA_FILENAME as CHECKPOINT_METADATA_FILENAME
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
+from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward as prepare_ddp_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
+from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalStateSnapshot
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.utils import _apply_to_tensors
 from torch.distributed.utils import _sync_params_and_buffers as broadcast_tensors
 from torch.distributed.utils import _verify_param_shape_across_processes as verify_shapes_across_ranks
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "CHECKPOINT_METADATA_FILENAME",
+    "IS_INTERACTIVE",
     "DDPForwardRedirection",
     "FSDPParamGroup",
+    "GlobalStateSnapshot",
     "Launcher",
     "MockOptimizer",
+    "MultiProcessingLauncher",
+    "OptimizedModule",
     "SIGTERMException",
     "SubprocessScriptLauncher",
     "TunerExitException",
+    "averaged_model",
     "averaging_size",
     "broadcast_tensors",
+    "call_and_handle_interrupt",
+    "cast_floating",
+    "check_bad_cuda_fork",
     "check_ddp_backward_is_complete",
+    "check_missing_main_guard",
     "clear_accumulated_gradients",
+    "collect_rng_states",
+    "current_scale",
     "default_backend_for_device",
     "default_store",
+    "disable_module_memory_sharing",
     "discard_partial_reduction",
+    "distributed_checkpoint_load",
     "distributed_checkpoint_save",
     "failing_hook",
     "finish_backward",
@@ -68,31 +103,40 @@ __all__ = [
     "gathered_bytes",
     "gathered_storage_is_alive",
     "give_back_sigterm",
+    "give_back_unscaling",
     "has_deferred_gradients",
     "has_post_accumulate_hook",
     "initialise_fsdp_root",
     "is_file_store",
     "is_fsdp_root",
     "is_replicated",
+    "lacks_accumulator",
     "load_checkpoint",
     "local_tensor",
+    "move_what_has_values",
     "name_of",
     "optimizers_to_device",
     "own_shard_changed",
     "park_gathered",
     "prepare_ddp_for_backward",
     "process_groups",
+    "reduction_dtype",
+    "replace_unscaling",
     "reset_seed",
+    "restore_unscaled",
     "set_group_timeout",
     "set_num_threads_if_needed",
+    "set_rng_states",
     "sharded_versions",
     "take_over_forward_hooks",
     "take_over_sigterm",
     "tell_sigterm",
     "trainable_and_gathered",
     "unpark_gathered",
+    "unscale_anew",
     "unsharded_gradient_bytes",
     "verify_shapes_across_ranks",
+    "widen_gradient",
 ]
 
 
@@ -222,10 +266,44 @@ def gathered_bytes(group: FSDPParamGroup) -> int:
 def unsharded_gradient_bytes(group: FSDPParamGroup) -> int:
     """Bytes of the group's gradients before they are reduced."""
     return sum(
-        p._orig_size.numel() * (p.reduce_dtype or p.orig_dtype).itemsize
+        p._orig_size.numel() * (p.reduce_dtype or p.param_dtype or p.orig_dtype).itemsize
         for p in group.fsdp_params
         if p.sharded_param.requires_grad
     )
+
+
+def reduction_dtype(group: FSDPParamGroup) -> torch.dtype | None:
+    """What the group's gradients are reduced in; None for a group without trainable parameters."""
+    trainable = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
+    return next((p.reduce_dtype or p.param_dtype or p.orig_dtype for p in trainable), None)
+
+
+def cast_floating(values: Any, dtype: torch.dtype) -> Any:
+    """Cast all floating-point tensors in nested containers, as FSDP2 casts what enters and leaves its units."""
+    return _apply_to_tensors(partial(_cast_fp_tensor, dtype), values)
+
+
+def lacks_accumulator(group: FSDPParamGroup) -> list[FSDPParam]:
+    """Trainable parameters without a wide gradient from earlier micro-batches, where others of the group have one.
+
+    FSDP2 (torch 2.13) reduces the gradients of a group only if all have one dtype: what a parameter that is first used
+    in the last micro-batch gets would be in the dtype of the computation, and the others' in that of the reduction.
+    """
+    trainable = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
+    lacking = [param for param in trainable if param.unsharded_accumulated_grad is None]
+    return lacking if len(lacking) < len(trainable) else []
+
+
+def widen_gradient(param: FSDPParam) -> RemovableHandle:
+    """Move the next gradient of ``param`` to the dtype of the reduction as soon as autograd has accumulated it."""
+
+    def widen(_: nn.Parameter) -> None:
+        if param.unsharded_accumulated_grad is None:
+            param.to_accumulated_grad_if_needed()
+        else:
+            param.accumulate_unsharded_grad_if_needed()
+
+    return param._unsharded_param.register_post_accumulate_grad_hook(widen)
 
 
 # --- Parameters and DTensors ------------------------------------------------------------------------------------------
@@ -239,6 +317,11 @@ def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, else the tensor. ``to_local`` would make a view that autograd follows."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def move_what_has_values(module: nn.Module, device: torch.device) -> None:
+    """Move parameters and buffers to ``device``; ``Module.to`` raises where some are on the meta device."""
+    module._apply(lambda tensor: tensor if tensor.device.type == "meta" else tensor.to(device))
 
 
 # --- FSDP2: "parking" keeps gathered parameters in memory while the module shows its sharded ones -------------------
@@ -296,6 +379,68 @@ def _as_integers(tensor: Tensor) -> Tensor:
     return tensor.view(next(dtype for dtype in _INTEGERS if num_bytes % dtype.itemsize == 0))
 
 
+# --- Gradient scaler: made for gradients that each rank holds whole, and that are unscaled when the optimizer steps ---
+
+
+def current_scale(scaler: GradScaler) -> Tensor:
+    """[] the scale, on its device; the public ``get_scale`` reads it on the host."""
+    assert scaler._scale is not None
+    return scaler._scale
+
+
+def replace_unscaling(
+    scaler: GradScaler,
+    unscale: Callable[[Optimizer], None],
+    agree: Callable[[dict[torch.device, Tensor]], dict[torch.device, Tensor]] | None,
+) -> None:
+    """Let whoever calls ``scaler.unscale_`` call ``unscale``, and where ``agree`` is given unscale shard by shard.
+
+    DTensor's own way of looking for overflow (torch 2.13) takes neither plain tensors beside DTensors nor a rank
+    without gradients, and asks the ranks of the first gradient's mesh only.
+    """
+    scaler.unscale_ = unscale  # type: ignore[assignment,method-assign]
+    if agree is None:
+        return
+
+    def unscale_shards(
+        optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        shards = SimpleNamespace(param_groups=[{"params": [_with_local_gradient(p) for p in parameters]}])
+        return agree(type(scaler)._unscale_grads_(scaler, shards, inv_scale, found_inf, allow_fp16))  # type: ignore[arg-type]
+
+    scaler._unscale_grads_ = unscale_shards  # type: ignore[method-assign]
+
+
+def _with_local_gradient(parameter: Tensor) -> Tensor:
+    """A tensor whose gradient is this rank's part of the parameter's; the parameter itself where that is the whole."""
+    if not isinstance(parameter.grad, DTensor):
+        return parameter
+    local = parameter.grad._local_tensor
+    stand_in = local.detach()
+    stand_in.grad = local
+    return stand_in
+
+
+def unscale_anew(scaler: GradScaler, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+    """Unscale, also where an abandoned window was unscaled and never stepped. Returns the overflow by device."""
+    scaler._per_optimizer_states.pop(id(optimizer), None)
+    type(scaler).unscale_(scaler, optimizer)
+    return scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+
+
+def restore_unscaled(scaler: GradScaler, optimizer: Optimizer, found_inf: dict[torch.device, Tensor]) -> None:
+    """Remind ``scaler`` of what it has unscaled: it forgets that for all optimizers when one of them steps."""
+    state = {"stage": OptState.UNSCALED, "found_inf_per_device": found_inf}
+    scaler._per_optimizer_states[id(optimizer)] = state
+
+
+def give_back_unscaling(scaler: GradScaler) -> None:
+    """Undo :func:`replace_unscaling`."""
+    for method in ("unscale_", "_unscale_grads_"):
+        scaler.__dict__.pop(method, None)
+
+
 # --- DDP -------------------------------------------------------------------------------------------------------------
 
 
@@ -336,6 +481,11 @@ def failing_hook(exception: BaseException) -> str | None:
             name = str(frame.f_locals["hook_name"])
         traceback = traceback.tb_next
     return name
+
+
+def averaged_model(callback: WeightAveraging) -> AveragedModel | None:
+    """The average that ``callback`` keeps, once it has been set up for a fit; the callback has no accessor."""
+    return callback._average_model
 
 
 def take_over_sigterm(trainer: Trainer) -> None:

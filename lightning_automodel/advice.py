@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_automodel.token_loss import TokenWeighting, contains_hugging_face_causal_lm
+from lightning_automodel.token_loss import Count, TokenWeighting, contains_hugging_face_causal_lm
 
 
 class Advice:
@@ -29,6 +29,27 @@ class Advice:
             self.say_once(
                 f"training_step returned a {loss.dtype} loss, which is rounded before it is weighed: compute the loss"
                 " in float32 (logits.float()) for exact gradients."
+            )
+
+    def about_rounded_count(self, count: Count) -> None:
+        """Warn about a ``count`` that was summed up in a dtype without room for it."""
+        if isinstance(count, Tensor) and count.dtype in (torch.float16, torch.bfloat16):
+            limit = 2048 if count.dtype == torch.float16 else 256
+            self.say_once(
+                f"The number of label tokens is a {count.dtype} tensor, which rounds what is above {limit}: count in"
+                " integers or float32 (mask.sum(dtype=torch.float32)) for exact gradients."
+            )
+
+    def about_master_weights(self, precision: str, module: nn.Module) -> None:
+        """Warn about a mixed ``precision`` whose optimizer updates half-precision parameters."""
+        halves = [
+            p.dtype for p in module.parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)
+        ]
+        if halves and precision.endswith("-mixed"):
+            self.say_once(
+                f"precision={precision!r} updates parameters in the dtype that they have, and {len(halves)} trainable"
+                f" ones are {halves[0]}, which loses small updates: load the model in float32 (model.float()), or say"
+                " 'bf16-true' or '16-true' if that is meant."
             )
 
     def about_label_shift(self, module: nn.Module, weighting: TokenWeighting, batch: Any, output: Any) -> None:

@@ -2,21 +2,22 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_automodel import _compat, gradients, memory, sharding
+from lightning_automodel import _compat, gradients, memory, precision, sharding, tensor_parallel
 from lightning_automodel.grad_sync import Deferral, FSDPGradSync
-from lightning_automodel.mesh import DataParallelMesh
+from lightning_automodel.mesh import RunMesh
 from lightning_automodel.options import StrategyOptions
 
 
@@ -28,17 +29,18 @@ class Engine(ABC):
         device: This rank's device.
     """
 
-    def __init__(self, mesh: DataParallelMesh, device: torch.device) -> None:
+    def __init__(self, mesh: RunMesh, device: torch.device) -> None:
         self.mesh = mesh
         self.device = device
 
     @abstractmethod
-    def setup(self, module: pl.LightningModule, fitting: bool) -> nn.Module:
-        """Distribute ``module``, already on the device. A collective over the world.
+    def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
+        """Distribute ``module``, converted and on the device. A collective over the world.
 
         Args:
             module: The user's LightningModule.
             fitting: Whether gradients will be needed.
+            give_values: Gives values to what has none yet; to be called once, with shards where there are to be some.
 
         Returns:
             What the steps are to be called on.
@@ -48,8 +50,8 @@ class Engine(ABC):
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Context for the forward and backward of one micro-batch; ``is_last``: the optimizer steps after it."""
 
-    def start_forward(self) -> None:
-        """Called before each training step."""
+    def start_forward(self, batch: Any) -> None:
+        """Called before each training step, with its batch."""
 
     def start_backward(self, loss: Tensor) -> None:
         """Called before each backward."""
@@ -85,33 +87,63 @@ class FSDP2Engine(Engine):
         device: This rank's device.
         options: What the user chose.
         local_ranks: Ranks on this node, which share its memory.
+        policy: What units compute and reduce in.
     """
 
     def __init__(
-        self, mesh: DataParallelMesh, device: torch.device, options: StrategyOptions, local_ranks: int
+        self,
+        mesh: RunMesh,
+        device: torch.device,
+        options: StrategyOptions,
+        local_ranks: int,
+        policy: MixedPrecisionPolicy,
     ) -> None:
         super().__init__(mesh, device)
         self._options = options
+        self._policy = policy
         self._local_ranks = local_ranks
         self._report: dict[str, Any] = {}
+        self._is_first_batch = True
 
     @override
-    def setup(self, module: pl.LightningModule, fitting: bool) -> nn.Module:
+    def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
         self._report = {"units": "sharded before this set-up (by configure_model or an earlier run); left as they were"}
-        sharding.broadcast_states(module, self.mesh.group)
-        if not sharding.is_sharded(module):
+        if not sharding.has_fsdp_units(module):
+            self._check_reshard_after_forward()
+            tensor_parallel.apply_own_plans(module, self.mesh)
+        sharding.broadcast_states(module, self.mesh)
+        if not sharding.has_fsdp_units(module):
             plan = sharding.plan_sharding(module, self._options.auto_wrap_policy, module.automatic_optimization)
+            plan = replace(plan, replicated=plan.replicated | precision.kept_wide(module, self._policy))
             self._report = _describe_plan(module, plan)
             sharding.apply_fsdp2(
-                module, plan, self.mesh.fsdp, self._options.reshard_after_forward, self._options.cpu_offload
+                module,
+                plan,
+                self.mesh.fsdp,
+                self._options.reshard_after_forward,
+                self._options.cpu_offload,
+                self._policy,
             )
+        give_values()
         self._report["averaged_by_the_strategy"] = [
             name for name, parameter in module.named_parameters() if sharding.is_plain_and_trainable(parameter)
         ]
         sharding.initialise_fsdp2(module, self.mesh.sizes.data_parallel)
         self._sync = FSDPGradSync(module, self._defer(), self._keep_gathered(module))
         self._sync.discard()
+        tensor_parallel.share_random_state(self.mesh, self.device)
         return module
+
+    def _check_reshard_after_forward(self) -> None:
+        """Raise ValueError unless the size to reshard to divides the number of ranks that a unit is sharded over."""
+        size, shards = self._options.reshard_after_forward, self.mesh.sizes.shard
+        if isinstance(size, bool) or shards % size == 0:
+            return
+        valid = ["True", "False", *(str(n) for n in range(2, shards + 1) if shards % n == 0)]
+        raise ValueError(
+            f"reshard_after_forward={size} does not divide the {shards} ranks that a unit is sharded over; valid are"
+            f" {', '.join(valid)}."
+        )
 
     def _defer(self) -> Deferral:
         """Without peers nothing is communicated, and unreduced gradients would only be out of sight."""
@@ -127,6 +159,8 @@ class FSDP2Engine(Engine):
             keep, reason = not option, f"reshard_during_accumulation={option}"
         else:
             keep, reason = self._fits_everywhere(need.total)
+        if keep or "roots" in self._report:
+            self._report["reshard_after_forward"] = False if keep else self._options.reshard_after_forward
         self._report["reshard_during_accumulation"] = not keep
         self._report["reshard_during_accumulation_reason"] = reason
         self._report["estimated_extra_bytes"] = asdict(need)
@@ -150,7 +184,10 @@ class FSDP2Engine(Engine):
         return self._sync.micro_batch(is_last)
 
     @override
-    def start_forward(self) -> None:
+    def start_forward(self, batch: Any) -> None:
+        if self._is_first_batch:
+            self._is_first_batch = False
+            tensor_parallel.check_same_batch(batch, self.mesh, self.device)
         self._sync.resume()
 
     @override
@@ -202,7 +239,7 @@ class DDPEngine(Engine):
         options: What the user chose.
     """
 
-    def __init__(self, mesh: DataParallelMesh, device: torch.device, options: StrategyOptions) -> None:
+    def __init__(self, mesh: RunMesh, device: torch.device, options: StrategyOptions) -> None:
         super().__init__(mesh, device)
         self._ddp_kwargs = options.ddp_kwargs or {}
         self._ddp: DistributedDataParallel | None = None
@@ -210,14 +247,15 @@ class DDPEngine(Engine):
         self._reduced: set[int] = set()
 
     @override
-    def setup(self, module: pl.LightningModule, fitting: bool) -> nn.Module:
+    def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
         if sharding.is_sharded(module):
             raise ValueError(
                 f"{sharding.class_name(module)} is already sharded by FSDP2, which data_parallel='ddp' cannot"
                 " replicate: pass data_parallel='fsdp2', or a module that was not sharded before."
             )
+        give_values()
         if not fitting:
-            sharding.broadcast_states(module, self.mesh.group)
+            sharding.broadcast_states(module, self.mesh)
             return module
         self._reduced = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
         self._ddp = sharding.apply_ddp(module, self.device, self.mesh.group, self._ddp_kwargs)

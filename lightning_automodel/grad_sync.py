@@ -53,6 +53,7 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
         stack.enter_context(_restored(groups, _REDUCTION_FLAGS))
         for group in groups:
             _set_reduction(group, is_optim_step, defer)
+        stack.enter_context(_one_gradient_dtype(groups if is_optim_step else []))
         yield
         if is_optim_step:
             _reduce_pending([module for module in model.modules() if isinstance(module, FSDPModule)])
@@ -90,6 +91,17 @@ def _set_reduction(group: FSDPParamGroup, is_optim_step: bool, defer: Deferral) 
         # The partial sums of a window live in one flat buffer: every micro-batch must fill the same places of it, and
         # the last one must take part even where the unit was not used in it.
         group.reduce_scatter_unused_params = True
+
+
+@contextmanager
+def _one_gradient_dtype(groups: Sequence[FSDPParamGroup]) -> Iterator[None]:
+    """Context for the last micro-batch: parameters that it is the first to use get as wide a gradient as the others."""
+    handles = [_compat.widen_gradient(param) for group in groups for param in _compat.lacks_accumulator(group)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _free_unless_training(root: nn.Module, *_: object) -> None:
@@ -145,7 +157,11 @@ class FSDPGradSync:
         if self._is_last is not None:
             yield
             return
-        with _restored(self._groups, _REDUCTION_FLAGS + _RESHARD_FLAGS), self._deciding(is_last):
+        with (
+            _restored(self._groups, _REDUCTION_FLAGS + _RESHARD_FLAGS),
+            _one_gradient_dtype(self._groups if is_last else []),
+            self._deciding(is_last),
+        ):
             for group in self._groups:
                 _set_reduction(group, is_last, self.defer)
                 if self.keep_gathered:

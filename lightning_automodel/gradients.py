@@ -113,15 +113,15 @@ def check_clip_value(value: float) -> None:
         raise ValueError(f"The value to clip gradients to must be a positive number, got {value!r}.")
 
 
-def check_finite(norm: Tensor, group: dist.ProcessGroup | None = None) -> None:
+def check_finite(norm: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> None:
     """Raise RuntimeError unless the gradient norm [] is finite. Reads it on the host.
 
     Args:
         norm: The norm that this rank has measured.
-        group: Ranks of which each has measured for itself, and which are to raise together: then a collective, one
-            all-reduce of one number. None where they have measured together.
+        groups: Ranks of which each has measured for itself, and which are to raise together: then a collective, one
+            all-reduce of one number for each. None where they have measured together.
     """
-    if group is not None:
+    for group in groups:
         norm = norm.clone()
         dist.all_reduce(norm, group=group)
     if not torch.isfinite(norm):
@@ -148,11 +148,10 @@ def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
     device = _reduction_device(parameters)
     squares = {ranks: _sum_of_squares(tensors, device, foreach) for ranks, tensors in grads.items()}
     for ranks, group in groups.items():
-        summed_here = [key for key in squares if ranks in key or not key]
-        # What every rank holds alike is averaged on the way, so that a rank where it is not alike is seen by all.
-        stacked = torch.stack([squares[key] if key else squares[key] / group.size() for key in summed_here])
+        # What the ranks of a group hold alike is averaged on the way, so that one where it is not alike is seen by all.
+        stacked = torch.stack([part if ranks in key else part / group.size() for key, part in squares.items()])
         dist.all_reduce(stacked, group=group)
-        squares.update(zip(summed_here, stacked.unbind(), strict=True))
+        squares = dict(zip(squares, stacked.unbind(), strict=True))
     norm = torch.stack([*squares.values(), torch.zeros((), dtype=_wide_dtype(device), device=device)]).sum().sqrt()
     is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
     return norm.to(torch.float64 if is_double else torch.float32)
@@ -160,10 +159,17 @@ def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
 
 @torch.no_grad()
 def scale_gradients_(parameters: list[nn.Parameter], factor: Tensor, foreach: bool = True) -> None:
-    """Multiply every gradient by ``factor`` [] in place, shard by shard. Not a collective, no host read."""
+    """Multiply every gradient by ``factor`` [] in place, shard by shard. Not a collective, no host read.
+
+    A half-precision gradient is rounded once, after the product: some devices would round the factor as well, which
+    makes all gradients too large or too small together.
+    """
     for grads in _by_device_and_dtype(_local_gradients(parameters)):
         local_factor = factor.to(grads[0].device)
-        if foreach and not grads[0].is_sparse:
+        if grads[0].dtype in (torch.float16, torch.bfloat16):
+            for grad in grads:
+                grad.copy_(grad.float() * local_factor)
+        elif foreach and not grads[0].is_sparse:
             torch._foreach_mul_(grads, local_factor)
         else:
             for grad in grads:
@@ -174,15 +180,15 @@ def scale_gradients_(parameters: list[nn.Parameter], factor: Tensor, foreach: bo
 def average_gradients_(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Average the gradients of replicated parameters over ``group`` in place.
 
-    A collective: every rank must call with the same parameters; one all-reduce for each dtype. A parameter that got a
-    gradient on some ranks only counts as zero on the others; one that got none anywhere keeps ``grad=None``. To tell,
-    a rank where one got none reads a number on the host.
+    A collective: every rank must call with the same parameters; one all-reduce for each dtype, in float32 for those
+    that are narrower. A parameter that got a gradient on some ranks only counts as zero on the others; one that got
+    none anywhere keeps ``grad=None``. To tell, a rank where one got none reads a number on the host.
     """
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
-        by_dtype[parameter.dtype].append(parameter)
-    for same_dtype in by_dtype.values():
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in same_dtype]
+        by_dtype[torch.promote_types(parameter.dtype, torch.float32)].append(parameter)
+    for dtype, same_dtype in by_dtype.items():
+        grads = [(torch.zeros_like(p) if p.grad is None else p.grad).to(dtype) for p in same_dtype]
         was_used = grads[0].new_tensor([float(p.grad is not None) for p in same_dtype])
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), was_used])
         dist.all_reduce(flat, group=group)
@@ -192,7 +198,7 @@ def average_gradients_(parameters: list[nn.Parameter], group: dist.ProcessGroup)
             if parameter.grad is not None:
                 parameter.grad.copy_(average.view_as(parameter))
             elif users > 0:
-                parameter.grad = average.view_as(parameter).clone()
+                parameter.grad = average.view_as(parameter).to(parameter.dtype, copy=True)
 
 
 def list_parameters(model: Parameters) -> list[nn.Parameter]:

@@ -35,7 +35,7 @@ class RunGuard:
     def __init__(self) -> None:
         self._watchdog: Watchdog | None = None
         self._enclosing: Watchdog | None = None
-        self._where: Callable[[], str] = lambda: "set-up"
+        self._where: Callable[[], str] = _in_set_up
         self._timeout_s = 0.0
         self._previous_handler: Any = None
         self._handler_process: int | None = None
@@ -125,6 +125,19 @@ class RunGuard:
             cls._ended = rank, how
         return cls._has_joined
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank is leaving after a failure, of itself or of another rank."""
+        return self._has_failed
+
+    @classmethod
+    def report_launcher(cls, how: str) -> bool:
+        """Post that what started the ranks is gone or gives up; False before this process has joined."""
+        watchdog = cls._current
+        if watchdog is not None:
+            watchdog.report_launcher(how)
+        return cls._has_joined
+
     def close(self) -> None:
         """After a failure, end the watch and leave what this package made of process groups, in half a minute at most.
 
@@ -210,6 +223,10 @@ class RunGuard:
         if watchdog is None or not watchdog.stop.steps_have_begun:
             raise _compat.SIGTERMException(SIGTERM_STATUS)
         watchdog.stop.ask()
+
+
+def _in_set_up() -> str:
+    return "set-up"
 
 
 def _interrupt_main_thread() -> None:

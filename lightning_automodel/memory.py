@@ -13,7 +13,7 @@ FREE_MEMORY_SHARE = 0.5
 """Part of the free memory that gathered parameters, unreduced gradients and optimizer state may fill; activations need
 the rest."""
 
-_OPTIMIZER_BYTES_PER_PARAMETER = 8  # two float32 moments
+_OPTIMIZER_MOMENTS = 2  # in the parameter's dtype, or float32 for narrower ones
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ def estimate(model: nn.Module, defers_gradients: bool) -> MemoryEstimate:
     for parameter in model.parameters():
         if parameter.requires_grad:
             local = _compat.local_tensor(parameter)
-            state += local.numel() * (local.element_size() + _OPTIMIZER_BYTES_PER_PARAMETER)
+            moments = _OPTIMIZER_MOMENTS * max(local.element_size(), torch.float32.itemsize)
+            state += local.numel() * (local.element_size() + moments)
     return MemoryEstimate(gathered_parameters=gathered, deferred_gradients=gradients, sharded_state=state)
 
 

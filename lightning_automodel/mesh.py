@@ -22,10 +22,12 @@ class MeshSizes:
     Attributes:
         replicate: Ranks that hold copies of the same shard.
         shard: Ranks that one copy of the parameters is sharded over.
+        tensor: Ranks that compute one micro-batch together.
     """
 
     replicate: int
     shard: int
+    tensor: int = 1
 
     @property
     def data_parallel(self) -> int:
@@ -37,6 +39,7 @@ def resolve_sizes(
     data_parallel: Literal["fsdp2", "ddp"],
     data_parallel_size: int | Literal["auto"],
     data_parallel_replicate_size: int | Literal["auto"],
+    tensor_parallel_size: int,
     world_size: int,
     num_nodes: int,
 ) -> MeshSizes:
@@ -44,45 +47,70 @@ def resolve_sizes(
 
     Args:
         data_parallel: Engine; ``"ddp"`` replicates over every data-parallel rank.
-        data_parallel_size: Data-parallel ranks, replicas included; ``"auto"`` is the world size.
+        data_parallel_size: Data-parallel ranks, replicas included; ``"auto"`` is what tensor parallelism leaves.
         data_parallel_replicate_size: Replicas; ``"auto"`` is the number of nodes.
+        tensor_parallel_size: Ranks that compute one micro-batch together.
         world_size: Number of ranks.
         num_nodes: Number of nodes.
 
     Raises:
         ValueError: If the sizes do not multiply to the world size, with the values that would.
     """
-    size = world_size if data_parallel_size == "auto" else data_parallel_size
-    if size != world_size:
+    tensor = tensor_parallel_size
+    if world_size % tensor:
         raise ValueError(
-            f"data_parallel_size={size} does not match the world size {world_size}:"
-            f" pass data_parallel_size={world_size} or 'auto', or start {size} processes."
+            f"tensor_parallel_size={tensor} does not divide the world size {world_size};"
+            f" valid sizes are {_divisors(world_size)}."
+        )
+    size = world_size // tensor if data_parallel_size == "auto" else data_parallel_size
+    if size * tensor != world_size:
+        times = f" times tensor_parallel_size={tensor}" if tensor > 1 else ""
+        raise ValueError(
+            f"data_parallel_size={size}{times} does not match the world size {world_size}:"
+            f" pass data_parallel_size={world_size // tensor} or 'auto', or start {size * tensor} processes."
         )
     if data_parallel == "ddp":
+        refuse_tensor_parallel_ddp(tensor)
         return MeshSizes(replicate=size, shard=1)
     replicate = num_nodes if data_parallel_replicate_size == "auto" else data_parallel_replicate_size
     if size % replicate:
-        valid = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
         raise ValueError(
             f"data_parallel_replicate_size={replicate} does not divide the {size} data-parallel ranks;"
-            f" valid sizes are {valid}."
+            f" valid sizes are {_divisors(size)}."
         )
-    return MeshSizes(replicate=replicate, shard=size // replicate)
+    return MeshSizes(replicate=replicate, shard=size // replicate, tensor=tensor)
+
+
+def refuse_tensor_parallel_ddp(tensor_parallel_size: int) -> None:
+    """Raise ValueError unless each rank computes its micro-batches alone, as ``DistributedDataParallel`` needs it."""
+    if tensor_parallel_size > 1:
+        raise ValueError(
+            f"Tensor parallelism (size {tensor_parallel_size}) does not go with data_parallel='ddp', which copies whole"
+            " parameters: pass data_parallel='fsdp2', with data_parallel_replicate_size for copies."
+        )
+
+
+def _divisors(size: int) -> str:
+    return ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
 
 
 @dataclass(frozen=True)
-class DataParallelMesh:
+class RunMesh:
     """The mesh of a run and the views of it that the other rooms need.
 
     Attributes:
-        mesh: All dimensions: data_parallel_replicate, data_parallel_shard, tensor_parallel.
-        sizes: Their sizes.
+        mesh: All dimensions.
+        sizes: How many ranks stand along them.
         data_parallel: 1-D view over the ranks that hold different data.
+        fsdp: What ``fully_shard`` takes: 1-D, or 2-D (replicate, shard) where there are replicas.
+        tensor_parallel: 1-D view over the ranks that compute one micro-batch together; None without that dimension.
     """
 
     mesh: DeviceMesh
     sizes: MeshSizes
     data_parallel: DeviceMesh
+    fsdp: DeviceMesh
+    tensor_parallel: DeviceMesh | None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -90,17 +118,19 @@ class DataParallelMesh:
         return self.data_parallel.get_group()
 
     @property
-    def fsdp(self) -> DeviceMesh:
-        """What ``fully_shard`` takes: 1-D, or 2-D (replicate, shard) where there are replicas."""
-        return self.mesh[SHARD] if self.sizes.replicate == 1 else self.mesh[REPLICATE, SHARD]
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Groups that together span the world: this rank's data-parallel group, then its tensor-parallel one."""
+        if self.tensor_parallel is None or self.sizes.tensor == 1:
+            return [self.group]
+        return [self.group, self.tensor_parallel.get_group()]
 
     def sizes_by_name(self) -> dict[str, int]:
         """Ranks along each named dimension."""
-        names = self.mesh.mesh_dim_names or ()
+        names = self.mesh.mesh_dim_names or (DATA,)
         return dict(zip(names, self.mesh.shape, strict=True)) | {DATA: self.sizes.data_parallel}
 
 
-_built: dict[tuple[str, MeshSizes], DataParallelMesh] = {}
+_built: dict[tuple[str, MeshSizes], RunMesh] = {}
 _built_over: dist.ProcessGroup | None = None
 
 
@@ -111,7 +141,7 @@ def _forget() -> None:
     _built.clear()
 
 
-def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> DataParallelMesh:
+def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMesh:
     """Lay the mesh over the default group, or take the equal one that was laid over it before.
 
     Every mesh has process groups of its own, with threads and connections that last as long as the default group: a
@@ -120,7 +150,7 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> DataPa
 
     Args:
         device_type: Type of the device that the mesh's groups communicate for.
-        sizes: Ranks along each dimension.
+        sizes: Ranks along each dimension. Tensor-parallel peers are neighbours, then the shards of one replica.
         timeout: How long a collective on one of the mesh's groups may wait.
     """
     global _built_over
@@ -128,11 +158,17 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> DataPa
         _forget()
         _built_over = dist.group.WORLD
     if (device_type, sizes) not in _built:
-        shape = (sizes.replicate, sizes.shard, 1)
+        shape = (sizes.replicate, sizes.shard, sizes.tensor)
         with connections.recording():
             mesh = init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
             data_parallel = _compat.flatten_mesh(mesh[REPLICATE, SHARD], DATA)
-        _built[device_type, sizes] = DataParallelMesh(mesh=mesh, sizes=sizes, data_parallel=data_parallel)
+        _built[device_type, sizes] = RunMesh(
+            mesh=mesh,
+            sizes=sizes,
+            data_parallel=data_parallel,
+            fsdp=mesh[SHARD] if sizes.replicate == 1 else mesh[REPLICATE, SHARD],
+            tensor_parallel=mesh[TENSOR],
+        )
     built = _built[device_type, sizes]
     for group in {*built.mesh.get_all_groups(), built.group} - {_built_over}:
         _compat.set_group_timeout(timeout, group)

@@ -1,13 +1,17 @@
 """Checking the strategy's keywords before anything runs."""
 
+import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, Literal
 
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Module
 
 from lightning_automodel.grad_sync import Deferral, check_deferral
+from lightning_automodel.precision import check_policy
 from lightning_automodel.process_group import parse_timeout
 
 _FSDP2_ONLY: dict[str, Any] = {
@@ -16,7 +20,13 @@ _FSDP2_ONLY: dict[str, Any] = {
     "reshard_during_accumulation": "auto",
     "auto_wrap_policy": None,
     "reshard_after_forward": True,
+    "mp_policy": None,
     "cpu_offload": False,
+}
+_SIZES: dict[str, Any] = {
+    "data_parallel_size": "auto",
+    "data_parallel_replicate_size": 1,
+    "tensor_parallel_size": 1,
 }
 _COUNTING_ONLY: dict[str, Any] = {
     "label_key": "labels",
@@ -24,6 +34,12 @@ _COUNTING_ONLY: dict[str, Any] = {
     "label_shift": 0,
     "count_label_tokens": None,
 }
+
+
+def _is_set_of_modules(value: Any) -> bool:
+    return isinstance(value, (set, frozenset)) and all(
+        isinstance(entry, type) and issubclass(entry, Module) for entry in value
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +54,8 @@ class StrategyOptions:
     data_parallel: Literal["fsdp2", "ddp"]
     data_parallel_size: int | Literal["auto"]
     data_parallel_replicate_size: int | Literal["auto"]
+    tensor_parallel_size: int
+    device_mesh: DeviceMesh | None
     ddp_kwargs: dict[str, Any] | None
     per_token_loss: bool
     loss_reduction: Literal["mean", "sum"]
@@ -49,21 +67,28 @@ class StrategyOptions:
     reshard_during_accumulation: bool | Literal["auto"]
     auto_wrap_policy: set[type[Module]] | Callable | None
     reshard_after_forward: bool | int
+    mp_policy: MixedPrecisionPolicy | None
     cpu_offload: bool
+    activation_checkpointing: bool | set[type[Module]]
     track_grad_norm: bool
     error_if_nonfinite: bool
     process_group_backend: str | None
     init_method: str | None
     timeout: timedelta | float
+    start_method: Literal["popen", "spawn", "fork", "forkserver"]
     first_rank_setup: bool
 
     def __post_init__(self) -> None:
         self._check_choice("data_parallel", "fsdp2", "ddp")
         self._check_choice("loss_reduction", "mean", "sum")
+        self._check_choice("start_method", "popen", *multiprocessing.get_all_start_methods())
         self._check_choice("reshard_during_accumulation", True, False, "auto")
         check_deferral(self.defer_fsdp_grad_sync)
         for name in ("data_parallel_size", "data_parallel_replicate_size"):
             self._check_integer(name, smallest=1, alternative="auto")
+        self._check_integer("tensor_parallel_size", smallest=1)
+        if not isinstance(self.device_mesh, DeviceMesh | None):
+            raise TypeError(f"device_mesh must be a DeviceMesh (init_device_mesh makes one), got {self.device_mesh!r}.")
         self._check_integer("label_shift", smallest=0)
         for name in ("per_token_loss", "cpu_offload", "track_grad_norm", "error_if_nonfinite", "first_rank_setup"):
             self._check_choice(name, True, False)
@@ -72,6 +97,8 @@ class StrategyOptions:
         if self.count_label_tokens is not None and not callable(self.count_label_tokens):
             raise TypeError(f"count_label_tokens must be a function of the batch, got {self.count_label_tokens!r}.")
         self._check_policy()
+        check_policy(self.mp_policy)
+        self._check_activation_checkpointing()
         parse_timeout(self.timeout)
 
     def _check_choice(self, name: str, *valid: Any) -> None:
@@ -91,21 +118,37 @@ class StrategyOptions:
         policy = self.auto_wrap_policy
         if policy is None or (callable(policy) and not isinstance(policy, type)):
             return
-        if not isinstance(policy, (set, frozenset)) or not all(
-            isinstance(entry, type) and issubclass(entry, Module) for entry in policy
-        ):
+        if not _is_set_of_modules(policy):
             raise TypeError(
                 f"auto_wrap_policy must be a set of nn.Module classes or a function of a module, got {policy!r}."
             )
+
+    def _check_activation_checkpointing(self) -> None:
+        choice = self.activation_checkpointing
+        if not isinstance(choice, bool) and not _is_set_of_modules(choice):
+            raise TypeError(
+                f"activation_checkpointing must be True, False or a set of nn.Module classes, got {choice!r}."
+            )
+
+    def told_sizes(self) -> dict[str, Any]:
+        """Sizes of the mesh that are not left at their defaults, by keyword."""
+        return {name: getattr(self, name) for name in self._changed(_SIZES)}
 
     def without_effect(self) -> list[str]:
         """One sentence for each choice that the other choices leave without effect."""
         notes = []
         if self.data_parallel == "ddp":
-            notes += [f"{name} has no effect with data_parallel='ddp'." for name in self._changed(_FSDP2_ONLY)]
+            unused = self._changed(_FSDP2_ONLY)
+            if self.activation_checkpointing is True and "auto_wrap_policy" in unused:
+                unused.remove("auto_wrap_policy")
+            notes += [f"{name} has no effect with data_parallel='ddp'." for name in unused]
         elif self.ddp_kwargs:
             notes.append("ddp_kwargs has no effect with data_parallel='fsdp2'.")
-        elif self.defer_fsdp_grad_sync == "all_reduce" and self.data_parallel_replicate_size == 1:
+        elif (
+            self.defer_fsdp_grad_sync == "all_reduce"
+            and self.data_parallel_replicate_size == 1
+            and self.device_mesh is None
+        ):
             notes.append(
                 "defer_fsdp_grad_sync='all_reduce' reduces after every micro-batch, as False does, without replicas"
                 " (data_parallel_replicate_size=1)."

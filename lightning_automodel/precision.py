@@ -1,19 +1,211 @@
-"""Which Trainer precisions work with which engine."""
+"""Trainer precision -> dtypes of parameters, computation, reductions and outputs."""
 
-from lightning.pytorch.plugins.precision import Precision
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-FSDP2_PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true")
+import torch
+from lightning.pytorch.plugins.precision import (
+    BitsandbytesPrecision,
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    MixedPrecision,
+    Precision,
+    TransformerEnginePrecision,
+    XLAPrecision,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_automodel import _compat
+
+HALF = (torch.float16, torch.bfloat16)
+FLOATING = (*HALF, torch.float32, torch.float64)
+FSDP2_PRECISIONS = {
+    "32-true": torch.float32,
+    "64-true": torch.float64,
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+    "16-true": torch.float16,
+}
+"""What each Trainer precision that FSDP2 knows computes in; under 32-true, what the module itself was made of."""
 
 
 def check_precision(plugin: Precision, data_parallel: str) -> None:
-    """Refuse a precision whose gradients the engine would get wrong.
+    """Refuse a precision that the engine cannot bring about.
 
     Raises:
-        ValueError: For a gradient scaler under FSDP2: each rank would look for overflow in its own shards only, and
-            ranks would disagree on skipping a step.
+        ValueError: For a plugin of another strategy, and under FSDP2 for one that replaces layers or parameters.
     """
-    if data_parallel == "fsdp2" and getattr(plugin, "scaler", None) is not None:
+    foreign = isinstance(plugin, (DeepSpeedPrecision, FSDPPrecision, XLAPrecision))
+    replacing = isinstance(plugin, (BitsandbytesPrecision, TransformerEnginePrecision))
+    is_known = plugin.precision in FSDP2_PRECISIONS and not replacing
+    if not foreign and (data_parallel == "ddp" or is_known):
+        return
+    way_out = "." if foreign else ", or data_parallel='ddp'."
+    raise ValueError(
+        f"data_parallel={data_parallel!r} does not work with {type(plugin).__name__}: choose Trainer(precision=...)"
+        f" from {', '.join(FSDP2_PRECISIONS)}{way_out}"
+    )
+
+
+def check_policy(policy: MixedPrecisionPolicy | None) -> None:
+    """Raise TypeError or ValueError unless ``policy`` is None or names floating dtypes that can be computed in."""
+    if policy is None:
+        return
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {policy!r}.")
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and dtype not in FLOATING:
+            valid = ", ".join(map(str, FLOATING))
+            raise ValueError(f"mp_policy: {name} must be None or one of {valid}, got {dtype!r}.")
+
+
+def resolve_policy(
+    plugin: Precision, mp_policy: MixedPrecisionPolicy | None, parameters: Iterable[Tensor]
+) -> MixedPrecisionPolicy:
+    """The policy of FSDP2 units for a Trainer precision.
+
+    Mixed precisions keep parameters as they are ("master weights", float32 unless the user made them otherwise),
+    gather and compute in half precision, reduce in float32 and give float32 back to the code around the model: losses
+    are then neither rounded nor, as a sum of tokens is in float16, out of range. True precisions compute in the dtype
+    of the parameters, cast nothing, and reduce in float32 at least.
+
+    Args:
+        plugin: The Trainer's precision plugin, checked.
+        mp_policy: The user's; replaces all of this.
+        parameters: Of the module, after the plugin has converted it.
+
+    Raises:
+        ValueError: If ``mp_policy`` computes in another dtype than the precision says, or in float16 without a scaler.
+    """
+    if mp_policy is not None:
+        _check_agreement(plugin, mp_policy)
+        return mp_policy
+    if isinstance(plugin, MixedPrecision):
+        computes_in = FSDP2_PRECISIONS[plugin.precision]
+        return MixedPrecisionPolicy(param_dtype=computes_in, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    trainable = {parameter.dtype for parameter in parameters if parameter.requires_grad}
+    reduce_dtype = torch.float32 if trainable.intersection(HALF) and torch.float64 not in trainable else None
+    return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+
+
+def _check_agreement(plugin: Precision, policy: MixedPrecisionPolicy) -> None:
+    precision, computes_in = plugin.precision, FSDP2_PRECISIONS[plugin.precision]
+    if precision == "32-true":
+        if policy.param_dtype == torch.float16:
+            raise ValueError(
+                "mp_policy computes in torch.float16, whose small gradients vanish without a gradient scaler: pass"
+                " Trainer(precision='16-mixed') beside it, or param_dtype=torch.bfloat16."
+            )
+        return
+    valid = (computes_in,) if isinstance(plugin, MixedPrecision) else (computes_in, None)
+    if policy.param_dtype not in valid:
         raise ValueError(
-            f"precision={plugin.precision!r} uses a gradient scaler, which does not work on sharded gradients:"
-            f" choose one of {', '.join(FSDP2_PRECISIONS)}, or data_parallel='ddp'."
+            f"precision={precision!r} computes in {computes_in}, but mp_policy says param_dtype={policy.param_dtype}:"
+            f" pass param_dtype={' or '.join(map(str, valid))}, or precision='32-true', under which mp_policy alone"
+            " decides."
         )
+
+
+def unit_policy(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """The policy of a unit inside of a root: what goes from module to module keeps the dtype that it has."""
+    return replace(policy, output_dtype=None)
+
+
+def step_policy(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """The policy of a root whose forward is a Lightning step: batches and losses are left as they are.
+
+    A count or a target that the policy rounded would be silently wrong; :func:`cast_around` serves the modules below.
+    """
+    return replace(policy, cast_forward_inputs=False, output_dtype=None)
+
+
+def kept_wide(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]:
+    """Parameters that stay whole and as they are under a half-precision policy, with the reason.
+
+    Batch normalisation computes with its running statistics, buffers that no policy casts, and torch wants its
+    parameters in their dtype.
+    """
+    if policy.param_dtype not in HALF:
+        return {}
+    normalising = [m for m in model.modules() if isinstance(getattr(m, "running_mean", None), Tensor)]
+    kept = {id(parameter) for module in normalising for parameter in module.parameters(recurse=False)}
+    return {name: "beside running statistics" for name, p in model.named_parameters() if id(p) in kept}
+
+
+def cast_around(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """Let ``module`` cast floating-point inputs and outputs as an FSDP2 root with this policy does."""
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        module.register_forward_pre_hook(partial(_cast_inputs, policy.param_dtype), with_kwargs=True)
+    if policy.output_dtype is not None:
+        module.register_forward_hook(partial(_cast_output, policy.output_dtype))
+
+
+def _cast_inputs(
+    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return _compat.cast_floating(args, dtype), _compat.cast_floating(kwargs, dtype)
+
+
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return _compat.cast_floating(output, dtype)
+
+
+def leave_casting_to_units(plugin: Precision, model: nn.Module) -> None:
+    """Switch the plugin's autocast off where FSDP2 units cast already: both together would cast twice.
+
+    Put back by deleting ``forward_context`` from the instance.
+    """
+    if isinstance(plugin, MixedPrecision) and unit_dtypes(model):
+        plugin.forward_context = nullcontext  # type: ignore[assignment,method-assign]
+
+
+def unit_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """The dtypes that policies of FSDP2 units at or below ``model`` compute in."""
+    policies = [group.mp_policy for group in _compat.fsdp_param_groups(model)]
+    return {policy.param_dtype for policy in policies if policy.param_dtype is not None}
+
+
+def computes_in_float16(plugin: Precision, model: nn.Module) -> bool:
+    """Whether gradients may pass through float16, whose range ends at 65504."""
+    dtypes = unit_dtypes(model) | {p.dtype for p in model.parameters() if p.requires_grad}
+    return plugin.precision in ("16-mixed", "16-true") or torch.float16 in dtypes
+
+
+def is_applied(policy: MixedPrecisionPolicy, model: nn.Module) -> bool:
+    """Whether any FSDP2 unit at or below ``model`` was made with this policy."""
+    forms = (policy, unit_policy(policy), step_policy(policy))
+    return any(group.mp_policy in forms for group in _compat.fsdp_param_groups(model))
+
+
+def describe_dtypes(plugin: Precision, model: nn.Module, policy: MixedPrecisionPolicy | None) -> dict[str, str]:
+    """What the Trainer was told, and which dtypes came of it.
+
+    Args:
+        plugin: The Trainer's precision plugin.
+        model: The module, distributed.
+        policy: The policy that the units were made with; None where this strategy made none.
+    """
+    parameters = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    autocast = {FSDP2_PRECISIONS[plugin.precision]} if isinstance(plugin, MixedPrecision) else set()
+    reductions = {_compat.reduction_dtype(group) for group in _compat.fsdp_param_groups(model)} - {None}
+    trainable = {p.dtype for p in model.parameters() if p.requires_grad}
+    by_units = unit_dtypes(model)
+    output = policy.output_dtype if policy is not None else None
+    way = "the units' policy" if by_units else "torch.autocast" if autocast else "the parameters' own"
+    return {
+        "trainer": str(plugin.precision),
+        "parameters": _names(parameters),
+        "computation": f"{_names(by_units or autocast or parameters)} ({way})",
+        "reduction": _names(reductions or trainable),
+        "output": str(output) if output is not None else "as computed",
+    }
+
+
+def _names(dtypes: Iterable[torch.dtype | None]) -> str:
+    return ", ".join(sorted(map(str, dtypes))) or "none"

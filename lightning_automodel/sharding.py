@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
@@ -21,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from lightning_automodel import _compat
+from lightning_automodel.mesh import RunMesh
+from lightning_automodel.precision import cast_around, step_policy, unit_policy
 
 WrapPolicy = set[type[nn.Module]] | Callable[[nn.Module], bool] | None
 
@@ -45,9 +48,12 @@ class ShardingPlan:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether anything at or below ``model`` is an FSDP2 module or holds a DTensor parameter."""
-    return any(isinstance(m, FSDPModule) for m in model.modules()) or any(
-        isinstance(p, DTensor) for p in model.parameters()
-    )
+    return has_fsdp_units(model) or any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def has_fsdp_units(model: nn.Module) -> bool:
+    """Whether anything at or below ``model`` is an FSDP2 module."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> ShardingPlan:
@@ -73,13 +79,21 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
     return ShardingPlan(roots=roots, units=units, replicated=_find_replicated(model, roots))
 
 
+def units_of(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> list[nn.Module]:
+    """FSDP2 modules below the roots of a model that is sharded; for any other, the units that it would get."""
+    if not is_sharded(model):
+        return plan_sharding(model, policy, root_is_model).units
+    roots = {id(root) for root in fsdp_roots(model)}
+    return [module for module in model.modules() if isinstance(module, FSDPModule) and id(module) not in roots]
+
+
 def _find_units(module: nn.Module, policy: WrapPolicy) -> Iterator[nn.Module]:
     """Yield the outermost units at or below ``module`` in registration order."""
     if policy is not None:
         yield from _outermost(module, _as_predicate(policy))
         return
     names = getattr(module, "_no_split_modules", None) or ()
-    if named := list(_outermost(module, lambda candidate: type(candidate).__name__ in names)):
+    if named := list(_outermost(module, lambda candidate: class_name(candidate) in names)):
         yield from named
         return
     for child in module.children():
@@ -97,16 +111,33 @@ def _outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> Itera
         yield from _outermost(child, matches)
 
 
+def outermost_instances(model: nn.Module, classes: Iterable[type[nn.Module]]) -> list[nn.Module]:
+    """Outermost modules below ``model`` of these classes that have a forward, with parameters or not, each once."""
+    wanted, found = tuple(classes), []
+    to_visit = list(model.children())[::-1]
+    while to_visit:
+        module = to_visit.pop()
+        if isinstance(uncompiled(module), wanted) and _has_forward(module):
+            found.append(module)
+        else:
+            to_visit.extend(list(module.children())[::-1])
+    return _distinct(found)
+
+
 def _as_predicate(policy: set[type[nn.Module]] | Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
     if isinstance(policy, (set, frozenset)):
         classes = tuple(policy)
-        return lambda module: isinstance(module, classes)
-    return policy
+        return lambda module: isinstance(uncompiled(module), classes)
+    return lambda module: policy(uncompiled(module))
 
 
 def _can_be_unit(module: nn.Module) -> bool:
     """FSDP2 needs a module with parameters and a forward of its own."""
-    return type(module).forward is not nn.Module.forward and any(True for _ in module.parameters())
+    return _has_forward(module) and any(True for _ in module.parameters())
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(uncompiled(module)).forward is not nn.Module.forward
 
 
 def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
@@ -163,6 +194,7 @@ def apply_fsdp2(
     mesh: DeviceMesh,
     reshard_after_forward: bool | int,
     cpu_offload: bool,
+    mp_policy: MixedPrecisionPolicy,
 ) -> None:
     """Shard ``model`` in place by the plan.
 
@@ -174,6 +206,8 @@ def apply_fsdp2(
         mesh: 1-D to shard over, or 2-D (replicate, shard).
         reshard_after_forward: For the units, as ``fully_shard`` has it. Roots keep their parameters through a step.
         cpu_offload: Keep shards, gradients and optimizer state in host memory.
+        mp_policy: What units compute and reduce in. Where a root's forward is a Lightning step, inputs and outputs are
+            cast around the modules that it calls.
     """
     offload: OffloadPolicy = OffloadPolicy()
     if cpu_offload:
@@ -185,13 +219,17 @@ def apply_fsdp2(
         "ignored_params": {by_name[name] for name in plan.replicated},
     }
     for unit in plan.units:
-        fully_shard(unit, reshard_after_forward=reshard_after_forward, **kwargs)
+        fully_shard(unit, reshard_after_forward=reshard_after_forward, mp_policy=unit_policy(mp_policy), **kwargs)
     for root in plan.roots:
         # A root's parameters are needed again at once in backward; with roots below the model there is no such
         # moment, and parameters that stay gathered would miss the next optimizer step.
-        fully_shard(root, reshard_after_forward=root is not model, **kwargs)
-        if root is model:
-            _run_steps_as_forward(root)
+        if root is not model:
+            fully_shard(root, reshard_after_forward=True, mp_policy=mp_policy, **kwargs)
+            continue
+        fully_shard(root, reshard_after_forward=False, mp_policy=step_policy(mp_policy), **kwargs)
+        _run_steps_as_forward(root)
+        for child in _distinct(_callable_children(model)):
+            cast_around(child, mp_policy)
 
 
 class _RootForward:
@@ -225,13 +263,20 @@ class _RootForward:
 
 
 def _run_steps_as_forward(model: nn.Module) -> None:
-    """Gather the root's parameters for each Lightning step as for a forward, and for a child called outside of any."""
+    """Gather the root's parameters for each Lightning step as for a forward, and for parts called outside of any."""
     root_forward = _RootForward(cast(FSDPModule, model))
     for name in ("forward", *_STEP_METHODS):
         setattr(model, name, root_forward.around(getattr(model, name)))
-    for child in _distinct(_callable_children(model)):
-        if not isinstance(child, FSDPModule):
-            child.forward = root_forward.around(child.forward)
+    for part in _distinct((*_callable_children(model), *_around_units(model))):
+        if not isinstance(part, FSDPModule):
+            part.forward = root_forward.around(part.forward)
+
+
+def _around_units(model: nn.Module) -> Iterator[nn.Module]:
+    """Callable modules below ``model`` that hold FSDP units: what a wrapper calls past its own forward (`generate`)."""
+    for module in model.modules():
+        if module is not model and _can_be_unit(module) and any(isinstance(m, FSDPModule) for m in module.modules()):
+            yield module
 
 
 def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
@@ -293,29 +338,32 @@ def apply_ddp(
     return DistributedDataParallel(model, device_ids=device_ids, process_group=group, **ddp_kwargs)
 
 
-def broadcast_states(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make copies equal: every rank gets the first rank's plain parameters and buffers, every replica its shards.
+def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:
+    """Make copies equal: every rank gets rank 0's plain parameters and buffers, every replica its shards.
 
-    A collective over ``group`` and, for what is sharded already, over the groups of its replicas. If shapes of plain
-    tensors differ between ranks, every rank raises.
+    A collective over the world and, for what is sharded already, over the groups of its replicas: the axes of its mesh
+    along which it is replicated, and all data-parallel ranks where only tensor parallelism has sharded it. If shapes of
+    plain tensors differ between ranks, every rank raises. What has no values (meta device) is left alone.
     """
-    copies: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
-    groups = {tuple(dist.get_process_group_ranks(group)): group}
-    everybody = next(iter(groups))
+    world = dist.group.WORLD
+    assert world is not None
+    copies: dict[dist.ProcessGroup, list[Tensor]] = defaultdict(list)
     for tensor in (*model.parameters(), *model.buffers()):
-        if not isinstance(tensor, DTensor):
-            copies[everybody].append(tensor.detach())
+        if tensor.device.type == "meta":
             continue
+        if not isinstance(tensor, DTensor):
+            copies[world].append(tensor.detach())
+            continue
+        local = _compat.local_tensor(tensor).detach()
         for axis, placement in enumerate(tensor.placements):
             if placement.is_replicate():
-                replicas = tensor.device_mesh.get_group(axis)
-                ranks = tuple(dist.get_process_group_ranks(replicas))
-                groups.setdefault(ranks, replicas)
-                copies[ranks].append(_compat.local_tensor(tensor).detach())
-    if copies[everybody]:
-        _compat.verify_shapes_across_ranks(group, copies[everybody])
-    for ranks, tensors in copies.items():
-        _broadcast(tensors, groups[ranks])
+                copies[tensor.device_mesh.get_group(axis)].append(local)
+        if tensor.device_mesh == mesh.tensor_parallel:
+            copies[mesh.group].append(local)
+    if copies[world]:
+        _compat.verify_shapes_across_ranks(world, copies[world])
+    for group, tensors in copies.items():
+        _broadcast(tensors, group)
 
 
 def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
@@ -330,19 +378,14 @@ def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
         _compat.broadcast_tensors(group, same_device, _BROADCAST_BUCKET_BYTES, 0)
 
 
-def check_initialised(parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError where parameters or buffers are on the meta device, naming them."""
-    meta = [name for name, tensor in parameters if tensor.is_meta]
-    if meta:
-        shown = ", ".join(meta[:5]) + (f" and {len(meta) - 5} more" if len(meta) > 5 else "")
-        raise ValueError(
-            f"{len(meta)} parameters or buffers have no values yet (meta device): {shown}."
-            " Give them values in configure_model, or create the model on a real device."
-        )
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile(module)`` has wrapped, else the module."""
+    return module._orig_mod if isinstance(module, _compat.OptimizedModule) else module
 
 
 def class_name(module: nn.Module) -> str:
-    """Name of the user's class: FSDP2 puts a class of its own in front."""
+    """Name of the user's class: FSDP2 puts a class of its own in front, ``torch.compile`` one around."""
+    module = uncompiled(module)
     name = type(module).__name__
     return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
 

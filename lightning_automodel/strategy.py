@@ -1,8 +1,9 @@
 """The strategy: hooks in the order in which the Trainer calls them, each handing over to the room of its concern."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,23 +24,39 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel import _compat, collectives, gradients, process_group, sharding
+from lightning_automodel import (
+    _compat,
+    collectives,
+    gradients,
+    materialize,
+    precision,
+    process_group,
+    sharding,
+    weight_callbacks,
+)
 from lightning_automodel import checkpoint as checkpoints
+from lightning_automodel.activations import RecomputedBlocks
 from lightning_automodel.advice import Advice
+from lightning_automodel.caller_mesh import adopt_mesh
 from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine
 from lightning_automodel.first_rank import FirstRankPerNode
 from lightning_automodel.guard import RunGuard
-from lightning_automodel.launchers import InPlaceLauncher, SubprocessLauncher
-from lightning_automodel.mesh import DataParallelMesh, build_mesh, resolve_sizes
+from lightning_automodel.launchers import ChildrenLauncher, InPlaceLauncher, SubprocessLauncher, refuse_in_notebook
+from lightning_automodel.mesh import RunMesh, build_mesh, resolve_sizes
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.precision import check_precision
+from lightning_automodel.scaling import LossScaling, RangeScale
 from lightning_automodel.token_loss import Count, StepReport, TokenWeighting
+from lightning_automodel.weight_callbacks import ShardedAverages
 from lightning_automodel.windows import GradientFinisher, OptimizerWindows, optimizer_parameters, unwrap
+
+log = logging.getLogger(__name__)
 
 
 class AutomodelStrategy(ParallelStrategy):
@@ -54,6 +71,10 @@ class AutomodelStrategy(ParallelStrategy):
         data_parallel_size: Ranks that hold different data, replicas included. ``"auto"``: the world size.
         data_parallel_replicate_size: More than 1 is HSDP: that many replicas, each sharded over the ranks of one.
             ``"auto"``: the number of nodes.
+        tensor_parallel_size: Ranks that compute each micro-batch together, by the plan that ``configure_model`` applies
+            over ``self.device_mesh["tensor_parallel"]``, or by a Hugging Face model's own ``tp_plan``.
+        device_mesh: A mesh over all ranks that the caller built; the sizes are read from it. What its dimensions may be
+            called: :func:`~lightning_automodel.caller_mesh.adopt_mesh`.
         ddp_kwargs: For ``DistributedDataParallel`` (``find_unused_parameters``, ``bucket_cap_mb``, ...).
         per_token_loss: False weighs every micro-batch the same, so that no count is needed.
         loss_reduction: Whether ``training_step`` returns the mean over its label tokens, or their sum.
@@ -69,12 +90,21 @@ class AutomodelStrategy(ParallelStrategy):
             outermost repeated blocks.
         reshard_after_forward: Whether FSDP units free their parameters between forward and backward (or the size of
             the group to reshard to), where parameters are not kept for the window.
+        mp_policy: What FSDP2 units compute and reduce in, in place of what ``Trainer(precision=...)`` says;
+            ``output_dtype`` is that of what the LightningModule's own code gets back from its modules.
         cpu_offload: Keep shards and optimizer state in host memory.
+        activation_checkpointing: Compute activations again in the backward instead of keeping them. True: those of
+            each FSDP unit (``auto_wrap_policy``), of the same modules under DDP. A set: those of the outermost
+            instances of these classes.
         track_grad_norm: Compute ``last_step.grad_norm`` also where nothing else needs it.
         error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not finite.
             Reads one number on the host each step.
         process_group_backend: Backend of the default process group. None: gloo for CPU, nccl for CUDA.
         init_method: Where the ranks meet: ``"tcp://host:port"`` or ``"file:///path"``. None: as the environment says.
+        start_method: How the ranks of a node come about where nothing else has started them. ``"popen"``: this process
+            is rank 0 and runs the script again for each other one. ``"fork"`` (also in notebooks), ``"spawn"`` and
+            ``"forkserver"``: as its children, which end with the run; trained weights and metrics come back. A forked
+            rank computes with one CPU thread.
         timeout: How long a collective may wait, and a rank give no sign of life: ``timedelta`` or minutes.
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
 
@@ -92,6 +122,8 @@ class AutomodelStrategy(ParallelStrategy):
         data_parallel: Literal["fsdp2", "ddp"] = "fsdp2",
         data_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_replicate_size: int | Literal["auto"] = 1,
+        tensor_parallel_size: int = 1,
+        device_mesh: DeviceMesh | None = None,
         ddp_kwargs: dict[str, Any] | None = None,
         per_token_loss: bool = True,
         loss_reduction: Literal["mean", "sum"] = "mean",
@@ -103,12 +135,15 @@ class AutomodelStrategy(ParallelStrategy):
         reshard_during_accumulation: bool | Literal["auto"] = "auto",
         auto_wrap_policy: set[type[Module]] | Callable | None = None,
         reshard_after_forward: bool | int = True,
+        mp_policy: MixedPrecisionPolicy | None = None,
         cpu_offload: bool = False,
+        activation_checkpointing: bool | set[type[Module]] = False,
         track_grad_norm: bool = False,
         error_if_nonfinite: bool = False,
         process_group_backend: str | None = None,
         init_method: str | None = None,
         timeout: timedelta | float = 30,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         first_rank_setup: bool = False,
     ) -> None:
         super().__init__()
@@ -116,6 +151,8 @@ class AutomodelStrategy(ParallelStrategy):
             data_parallel=data_parallel,
             data_parallel_size=data_parallel_size,
             data_parallel_replicate_size=data_parallel_replicate_size,
+            tensor_parallel_size=tensor_parallel_size,
+            device_mesh=device_mesh,
             ddp_kwargs=ddp_kwargs,
             per_token_loss=per_token_loss,
             loss_reduction=loss_reduction,
@@ -127,12 +164,15 @@ class AutomodelStrategy(ParallelStrategy):
             reshard_during_accumulation=reshard_during_accumulation,
             auto_wrap_policy=auto_wrap_policy,
             reshard_after_forward=reshard_after_forward,
+            mp_policy=mp_policy,
             cpu_offload=cpu_offload,
+            activation_checkpointing=activation_checkpointing,
             track_grad_norm=track_grad_norm,
             error_if_nonfinite=error_if_nonfinite,
             process_group_backend=process_group_backend,
             init_method=init_method,
             timeout=timeout,
+            start_method=start_method,
             first_rank_setup=first_rank_setup,
         )
         self._options = options
@@ -147,15 +187,22 @@ class AutomodelStrategy(ParallelStrategy):
         )
         self._guard = RunGuard()
         self._setup_turn: FirstRankPerNode | None = None
+        self._averages = ShardedAverages()
         self._evaluation_steps = 0
         self._forward_redirection = _compat.DDPForwardRedirection()
-        self._mesh: DataParallelMesh | None = None
+        self._mesh: RunMesh | None = None
         self._engine: Engine | None = None
+        self._recomputed: RecomputedBlocks | None = None
+        self._created_as: dict[str, torch.dtype] = {}
+        self._untouched: list[str] = []
         self._windows = OptimizerWindows(self._on_zero_grad, self._is_misplaced_zero_grad)
         self._batch: Any = None
         self._count: Count | None = None
+        self._policy: MixedPrecisionPolicy | None = None
+        self._scaling: LossScaling | None = None
         self._finisher: GradientFinisher | None = None
         self._advice = Advice()
+        self._report_of_children: Mapping[str, Any] = {}
 
     @classmethod
     @override
@@ -192,8 +239,11 @@ class AutomodelStrategy(ParallelStrategy):
 
     @property
     def last_step(self) -> StepReport | None:
-        """Report on the newest optimizer step; None before the first. Its tensors stay on the device."""
-        return None if self._finisher is None else self._finisher.last_step
+        """Report on the newest optimizer step; None before the first. Its tensors stay on the device.
+
+        In a process that started the ranks as its children, it is on the CPU and of the newest run that has ended.
+        """
+        return self._report_of_children.get("last_step") if self._finisher is None else self._finisher.last_step
 
     @property
     def num_processes(self) -> int:
@@ -222,10 +272,26 @@ class AutomodelStrategy(ParallelStrategy):
         mesh = self._joined_mesh().data_parallel
         return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
 
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Where ``configure_model`` and ``trainer.init_module()`` create tensors: on the device of this rank.
+
+        Args:
+            empty_init: True creates them without values (meta device): set-up shards them first and then gives each
+                rank the values of its shards alone, by the initialisers of the modules or from a checkpoint.
+        """
+        with super().tensor_init_context(empty_init=False), torch.device("meta") if empty_init else nullcontext():
+            yield
+
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return self._shards_model
+        """Also for a replicated model that has no values yet (meta device): they would replace the loaded ones."""
+        module = self.lightning_module
+        return (
+            self._shards_model or bool(self._created_as) or (module is not None and bool(materialize.waiting(module)))
+        )
 
     @property
     @override
@@ -236,7 +302,7 @@ class AutomodelStrategy(ParallelStrategy):
     def _shards_model(self) -> bool:
         return self._options.data_parallel == "fsdp2"
 
-    def _joined_mesh(self) -> DataParallelMesh:
+    def _joined_mesh(self) -> RunMesh:
         if self._mesh is None:
             raise RuntimeError(
                 f"{type(self).__name__}.device_mesh exists once the processes have joined: use it from"
@@ -249,12 +315,37 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        start_method = self._options.start_method
         if self.cluster_environment.creates_processes_externally:
             self._launcher = InPlaceLauncher(self._guard)
-        else:
+            if start_method != "popen":
+                self._advice.say_once(
+                    f"start_method={start_method!r} has no effect: {type(self.cluster_environment).__name__} says that"
+                    " something else has started the processes."
+                )
+        elif start_method == "popen":
             self._launcher = SubprocessLauncher(
                 self._guard, self.cluster_environment, self.num_processes, self.num_nodes
             )
+            refuse_in_notebook(self._launcher)
+        else:
+            self._launcher = ChildrenLauncher(
+                self,
+                start_method,
+                self.num_processes,
+                self.num_nodes,
+                self._guard,
+                get_report=self._tell_parent,
+                set_report=self._hear_children,
+            )
+
+    def _tell_parent(self) -> dict[str, Any]:
+        """What a rank sends to the process that started it."""
+        described = {name: value for name, value in self.describe().items() if name != "options"}
+        return {"last_step": self.last_step, "description": described}
+
+    def _hear_children(self, report: Mapping[str, Any]) -> None:
+        self._report_of_children = report
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and the rank-zero helpers which rank this process is."""
@@ -275,32 +366,51 @@ class AutomodelStrategy(ParallelStrategy):
         self._evaluation_steps = 0
         self._guard.watch(timeout, self._where)
         collectives.host_group(timeout)
+        self._mesh = self._make_mesh(timeout)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._mesh.mesh
+
+    def _make_mesh(self, timeout: timedelta) -> RunMesh:
+        options, device_type = self._options, self.root_device.type
+        if options.device_mesh is not None:
+            return adopt_mesh(options.device_mesh, device_type, options.data_parallel, options.told_sizes())
         sizes = resolve_sizes(
-            self._options.data_parallel,
-            self._options.data_parallel_size,
-            self._options.data_parallel_replicate_size,
+            options.data_parallel,
+            options.data_parallel_size,
+            options.data_parallel_replicate_size,
+            options.tensor_parallel_size,
             self.world_size,
             self.num_nodes,
         )
-        self._mesh = build_mesh(self.root_device.type, sizes, timeout)
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._mesh.mesh
+        return build_mesh(device_type, sizes, timeout)
 
     @override
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank, on the host; a collective. If ranks do not come, the error names them and the barrier.
 
+        Once a rank has failed, nobody waits: ranks leave one by one then.
+
         The Trainer puts ``"pre_setup"`` and ``"post_setup"`` around the ``setup`` hooks; where ``first_rank_setup``
         asks for it, the first rank of each node leaves the former alone at first, and the others when it comes to the
-        latter.
+        latter. After ``"run-stage"``, which follows the loading of checkpoints, every parameter must have values.
         """
         if name == "post_setup":
+            self._averages.end_setup_hooks()
             self._end_setup_turn()
+        if self._guard.has_failed:
+            return
         collectives.named_barrier(name or "unnamed", process_group.parse_timeout(self._options.timeout))
+        if name == "pre_setup" and self._shards_model and self.lightning_module is not None:
+            weight_callbacks.refuse_pruning(self.lightning_module)
+            self._averages.prepare(self.lightning_module)
         if name == "pre_setup" and self._options.first_rank_setup:
             turn = self.first_rank_per_node()
             turn.__enter__()
             self._setup_turn = turn
+        if name == "run-stage" and self._untouched:
+            assert self.lightning_module is not None
+            untouched, self._untouched = self._untouched, []
+            materialize.check_filled(self.lightning_module, untouched, self.root_device)
 
     def _end_setup_turn(self, exception: BaseException | None = None) -> None:
         turn, self._setup_turn = self._setup_turn, None
@@ -338,8 +448,8 @@ class AutomodelStrategy(ParallelStrategy):
         if self.world_size > 1:
             _compat.take_over_sigterm(trainer)
         self.accelerator.setup(trainer)
-        check_precision(self.precision_plugin, self._options.data_parallel)
-        sharding.check_initialised([*module.named_parameters(), *module.named_buffers()])
+        precision.check_precision(self.precision_plugin, self._options.data_parallel)
+        self._created_as, self._untouched = materialize.waiting(module), []
         for note in self._options.without_effect():
             self._advice.say_once(note)
         if fitting and self._layer_sync is not None:
@@ -347,10 +457,20 @@ class AutomodelStrategy(ParallelStrategy):
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         sharding.check_hooks(module)
-        engine = self._make_engine()
-        self.model = engine.setup(module, fitting)
+        if fitting:
+            self._recomputed = RecomputedBlocks(
+                module,
+                self._options.activation_checkpointing,
+                self._options.auto_wrap_policy,
+                module.automatic_optimization,
+            )
+        engine = self._make_engine(module)
+        self.model = engine.setup(module, fitting, self._give_values)
+        if self._shards_model:
+            self._averages.fill(module)
         self._engine = engine
-        self._finisher = self._make_finisher(engine)
+        self._scaling = self._make_scaling(module)
+        self._finisher = self._make_finisher(engine, self._scaling)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -359,26 +479,57 @@ class AutomodelStrategy(ParallelStrategy):
             _compat.optimizers_to_device(self.optimizers, self.root_device)
         self._log_description()
 
-    def _make_engine(self) -> Engine:
+    def _give_values(self) -> None:
+        """Initialise what was created on the meta device, now that it is sharded or is going to be copied."""
+        module = self.lightning_module
+        assert module is not None
+        if not self._created_as:
+            return
+        offloads = self._shards_model and self._options.cpu_offload
+        self._untouched = materialize.materialize(module, self._created_as, self.root_device, offloads)
+        self.model_to_device()
+
+    def _make_engine(self, module: "pl.LightningModule") -> Engine:
+        self._advice.about_master_weights(str(self.precision_plugin.precision), module)
         if not self._shards_model:
             return DDPEngine(self._joined_mesh(), self.root_device, self._options)
-        return FSDP2Engine(self._joined_mesh(), self.root_device, self._options, self.num_processes)
+        policy = precision.resolve_policy(self.precision_plugin, self._options.mp_policy, module.parameters())
+        is_made_elsewhere = sharding.is_sharded(module) and not precision.is_applied(policy, module)
+        if is_made_elsewhere and self._options.mp_policy is not None:
+            self._advice.say_once("mp_policy has no effect on a model that was sharded before, with another policy.")
+        self._policy = None if is_made_elsewhere else policy
+        return FSDP2Engine(self._joined_mesh(), self.root_device, self._options, self.num_processes, policy)
 
-    def _make_finisher(self, engine: Engine) -> GradientFinisher:
-        has_scaler = getattr(self.precision_plugin, "scaler", None) is not None
+    def _make_scaling(self, module: "pl.LightningModule") -> LossScaling:
+        plugin = self.precision_plugin
+        scaler = getattr(plugin, "scaler", None)
+        is_half = precision.computes_in_float16(plugin, module)
+        return LossScaling(
+            scaler=scaler if scaler is not None and scaler.is_enabled() else None,
+            range_scale=RangeScale(is_half, self._options.per_token_loss, self.root_device),
+            window_of=self._windows.__getitem__,
+            device=self.root_device,
+            is_sharded=self._shards_model,
+        )
+
+    def _make_finisher(self, engine: Engine, scaling: LossScaling) -> GradientFinisher:
         return GradientFinisher(
             windows=self._windows,
             weighting=self._weighting,
+            scaling=scaling,
             mesh=self._joined_mesh(),
             device=self.root_device,
             complete=engine.complete_gradients,
             track_norm=self._options.track_grad_norm,
-            error_if_nonfinite=self._options.error_if_nonfinite and not has_scaler,
+            error_if_nonfinite=self._options.error_if_nonfinite and scaling.scaler is None,
         )
 
     @override
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
+        if materialize.waiting(self.lightning_module):
+            _compat.move_what_has_values(self.lightning_module, self.root_device)
+            return
         if self._options.cpu_offload and sharding.is_sharded(self.lightning_module):
             return
         self.lightning_module.to(self.root_device)
@@ -407,9 +558,10 @@ class AutomodelStrategy(ParallelStrategy):
     def _adapt_precision_plugin(self) -> None:
         """Let all ways of clipping rescale first and know sharded gradients; measure norms after hooks and clipping."""
         plugin, finisher = self.precision_plugin, self._require_finisher()
-        if getattr(plugin, "scaler", None) is None:
-            # Lightning 2.6.6 refuses to clip for fused optimizers under autocast, where only a scaler would mind.
-            plugin.clip_gradients = partial(Precision.clip_gradients, plugin)  # type: ignore[method-assign]
+        assert self.lightning_module is not None
+        precision.leave_casting_to_units(plugin, self.lightning_module)
+        # Lightning 2.6.6 refuses to clip for fused optimizers, which unscale for themselves; here that is done before.
+        plugin.clip_gradients = partial(Precision.clip_gradients, plugin)  # type: ignore[method-assign]
         plugin.clip_grad_by_norm = finisher.clip_norm  # type: ignore[assignment,method-assign]
         plugin.clip_grad_by_value = finisher.clip_value  # type: ignore[method-assign]
         after_closure = plugin._after_closure
@@ -431,8 +583,8 @@ class AutomodelStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
         self._begin_step(self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True)
-        self._require_engine().start_forward()
         self._batch = args[0] if args else next(iter(kwargs.values()), None)
+        self._require_engine().start_forward(self._batch)
         output = super().training_step(*args, **kwargs)
         if self.lightning_module.automatic_optimization and output is not None:
             self._count = self._weighting.count(self._batch, output)
@@ -445,12 +597,18 @@ class AutomodelStrategy(ParallelStrategy):
             assert self.lightning_module is not None
             _compat.tell_sigterm(self.lightning_module.trainer)
 
-    def _begin_evaluation_step(self) -> None:
-        """Ranks may evaluate unequal numbers of batches, so a fit stops in training steps alone."""
+    def _evaluation_step(self, step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Evaluate one batch and leave nothing gathered: a callback may be about to swap weights.
+
+        Ranks may evaluate unequal numbers of batches, so a fit stops in training steps alone.
+        """
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             self._evaluation_steps += 1
             self._begin_step(self._evaluation_steps, is_training=False)
+        output = step(*args, **kwargs)
+        self._require_engine().release()
+        return output
 
     @contextmanager
     @override
@@ -474,8 +632,9 @@ class AutomodelStrategy(ParallelStrategy):
         Returns:
             [] the detached loss, as it came.
         """
-        module, engine = self.lightning_module, self._require_engine()
+        module, engine, scaling = self.lightning_module, self._require_engine(), self._scaling
         assert module is not None
+        assert scaling is not None
         if module.automatic_optimization:
             owner, count, accumulate = optimizer, self._count, module.trainer.accumulate_grad_batches
             self._count = None
@@ -487,12 +646,15 @@ class AutomodelStrategy(ParallelStrategy):
         engine.start_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         self._advice.about_half_precision(closure_loss)
-        objective = self._weighting.objective(loss, count) * accumulate
+        self._advice.about_rounded_count(count)
+        told = objective = self._weighting.objective(closure_loss, count) * accumulate
+        if scaling.scaler is None and loss is not closure_loss:
+            objective = self._weighting.objective(loss, count) * accumulate
         with engine.micro_batch(is_last=True):
+            objective = scaling.apply(objective, window)
             self.precision_plugin.backward(objective, module, optimizer, *args, **kwargs)
             engine.end_backward()
-        unscaled = objective if loss is closure_loss else self._weighting.objective(closure_loss, count) * accumulate
-        window.add(unscaled, count)
+        window.add(told, count)
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def _manual_count(self, kwargs: dict[str, Any]) -> Count:
@@ -582,18 +744,15 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._begin_evaluation_step()
-        return super().validation_step(*args, **kwargs)
+        return self._evaluation_step(super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._begin_evaluation_step()
-        return super().test_step(*args, **kwargs)
+        return self._evaluation_step(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._begin_evaluation_step()
-        return super().predict_step(*args, **kwargs)
+        return self._evaluation_step(super().predict_step, *args, **kwargs)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
@@ -634,7 +793,19 @@ class AutomodelStrategy(ParallelStrategy):
                 f"{type(self).__name__} writes sharded checkpoints without a CheckpointIO, so storage_options"
                 f" ({storage_options!r}) would have no effect; leave it out."
             )
-        checkpoints.save_sharded(checkpoint, Path(self.broadcast(filepath)), self.is_global_zero)
+        try:
+            if self._guard.has_failed and self._engine is None:
+                raise RuntimeError("the run failed before the model was sharded")
+            checkpoints.save_sharded(checkpoint, Path(self.broadcast(filepath)), self.is_global_zero)
+        except (RuntimeError, CheckpointException) as error:
+            if not self._guard.has_failed:
+                raise
+            log.error(
+                "No checkpoint at %s: a sharded model is saved by all ranks together, and after a failure they were not"
+                " (%s). Save regularly, with ModelCheckpoint.",
+                filepath,
+                str(error).splitlines()[0],
+            )
         return None
 
     @override
@@ -646,7 +817,10 @@ class AutomodelStrategy(ParallelStrategy):
         assert module is not None
         self._require_engine().release()
         path = Path(self.broadcast(checkpoint_path))
-        return checkpoints.load_into(path, module, self.optimizers, module.strict_loading, weights_only)
+        checkpoint = checkpoints.load_into(path, module, self.optimizers, module.strict_loading, weights_only)
+        if weight_callbacks.keeps_average(module):
+            checkpoint["state_dict"] = checkpoints.model_state(module)
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -662,6 +836,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._averages.end_setup_hooks()
         self._end_setup_turn(exception)
         self._windows.reset()
         self._count = None
@@ -679,14 +854,25 @@ class AutomodelStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self._windows.close()
-        for method in ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value", "_after_closure"):
+        for method in (
+            "clip_gradients",
+            "clip_grad_by_norm",
+            "clip_grad_by_value",
+            "_after_closure",
+            "forward_context",
+        ):
             self.precision_plugin.__dict__.pop(method, None)
+        if self._scaling is not None:
+            self._scaling.close()
         if self._engine is not None:
             self._engine.close()
+        if self._recomputed is not None:
+            self._recomputed.undo()
         self._batch = None
         self.model = self.lightning_module
-        if self.lightning_module is not None:
-            _compat.give_back_sigterm(self.lightning_module.trainer)
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is not None:
+            _compat.give_back_sigterm(trainer)
         if not self._shards_model and self._engine is not None:
             if self._layer_sync is not None and self.model is not None:
                 self._layer_sync.revert(self.model)
@@ -707,17 +893,17 @@ class AutomodelStrategy(ParallelStrategy):
         """
         options = {field.name: getattr(self._options, field.name) for field in dataclasses.fields(self._options)}
         if self._mesh is None or self._engine is None:
-            return {"options": options}
+            return {"options": options, **self._report_of_children.get("description", {})}
         module = self.lightning_module
-        parameters = [] if module is None else list(module.parameters())
+        dtypes = {} if module is None else precision.describe_dtypes(self.precision_plugin, module, self._policy)
         return {
             "options": options,
             "data_parallel": self._options.data_parallel,
             "mesh": self._mesh.sizes_by_name(),
             "gradient_divisor": self._mesh.sizes.data_parallel,
             "gradient_denominator": "label tokens" if self._options.per_token_loss else "micro-batches",
-            "precision": self.precision_plugin.precision,
-            "parameter_dtypes": sorted({str(parameter.dtype) for parameter in parameters}),
+            "precision": dtypes,
+            "activation_checkpointing": [] if self._recomputed is None else self._recomputed.names,
             **self._engine.describe(),
         }
 

@@ -150,12 +150,17 @@ def _is_told(output: Any) -> bool:
 
 
 def contains_hugging_face_causal_lm(module: nn.Module) -> bool:
-    """Whether a model that shifts its labels by one is at or below ``module``. Does not import transformers."""
-    return any(
-        type(submodule).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-        and any(cls.__name__ == "PreTrainedModel" for cls in type(submodule).__mro__)
-        for submodule in module.modules()
-    )
+    """Whether a model whose own loss shifts the labels by one is at or below ``module``. Does not import transformers.
+
+    Of models within each other the outermost decides: it computes the loss. A ``...ForConditionalGeneration`` that is
+    no encoder-decoder sees images or hears, and shifts like the language model inside of it.
+    """
+    if not any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
+        return any(contains_hugging_face_causal_lm(child) for child in module.children())
+    name = type(module).__name__
+    if name.endswith("ForConditionalGeneration"):
+        return not getattr(module.config, "is_encoder_decoder", False)
+    return name.endswith(("ForCausalLM", "LMHeadModel"))
 
 
 def check_count(count: Any, source: str) -> Count:
@@ -194,6 +199,9 @@ class LossWindow:
         self.num_micro_batches = 0
         self.is_rescaled = False
         self.is_measured = False
+        self.range_scale: Tensor | None = None
+        self.loss_scale: Tensor | None = None
+        self.found_inf: dict[torch.device, Tensor] | None = None
 
     def add(self, objective: Tensor, count: Count) -> None:
         """Take in one backward.

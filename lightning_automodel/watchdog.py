@@ -165,6 +165,17 @@ class Watchdog:
             if not sign.finished:
                 self._post(RankFailure(rank, sign.host, sign.where, NO_SIGN_OF_LIFE, f"its process {how}"))
 
+    def report_launcher(self, how: str) -> None:
+        """Post that what started the ranks is gone or gives up.
+
+        Args:
+            how: What is known, such as ``"which started the ranks, ended"``.
+        """
+        if not self._is_open.wait(self._silence_s):
+            return
+        with contextlib.suppress(dist.DistError):
+            self._post(RankFailure(LAUNCHER, self._host, "", NO_SIGN_OF_LIFE, how))
+
     def wait_for_all(self) -> int | None:
         """Wait until every rank is through its last hook, or one has failed. A collective, through the store alone.
 

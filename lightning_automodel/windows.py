@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_automodel import gradients
-from lightning_automodel.mesh import DataParallelMesh
+from lightning_automodel.mesh import RunMesh
+from lightning_automodel.scaling import LossScaling
 from lightning_automodel.token_loss import LossWindow, StepReport, TokenWeighting
 
 OneOptimizer = Optimizer | LightningOptimizer
@@ -173,6 +174,7 @@ class GradientFinisher:
     Args:
         windows: The windows to end.
         weighting: What their totals mean.
+        scaling: What their losses were multiplied by.
         mesh: Mesh of the run.
         device: Where totals are summed.
         complete: Averages, for these parameters, the gradients that the engine itself does not.
@@ -184,20 +186,23 @@ class GradientFinisher:
         self,
         windows: OptimizerWindows,
         weighting: TokenWeighting,
-        mesh: DataParallelMesh,
+        scaling: LossScaling,
+        mesh: RunMesh,
         device: torch.device,
         complete: Callable[[list[nn.Parameter]], None],
         track_norm: bool,
         error_if_nonfinite: bool,
     ) -> None:
         self.last_step: StepReport | None = None
-        self._windows, self._weighting, self._mesh, self._device = windows, weighting, mesh, device
+        self._windows, self._weighting, self._scaling = windows, weighting, scaling
+        self._mesh, self._device = mesh, device
         self._complete, self._track_norm, self._error_if_nonfinite = complete, track_norm, error_if_nonfinite
 
     def finish(self, optimizer: OneOptimizer) -> list[nn.Parameter]:
         """Rescale the gradients of ``optimizer`` and report on its window, unless that is done.
 
-        One all-reduce of three numbers, and one of a few more where a norm is asked for.
+        One all-reduce of three numbers, one more of one where a gradient scaler looks for overflow in shards, and one
+        of a few where a norm is asked for.
 
         Returns:
             The parameters of the optimizer.
@@ -211,7 +216,11 @@ class GradientFinisher:
         divisor = self._mesh.sizes.data_parallel
         if divisor > 1:
             dist.all_reduce(totals, group=self._mesh.group)
-        gradients.scale_gradients_(parameters, gradients.gradient_factor(self._weighting.denominator(totals), divisor))
+        denominator = self._weighting.denominator(totals)
+        factor = gradients.gradient_factor(denominator, divisor) * self._scaling.correction(window)
+        gradients.scale_gradients_(parameters, factor)
+        self._scaling.follow(denominator, divisor)
+        self._scaling.unscale(unwrap(optimizer))
         self.last_step = self._weighting.report(totals)
         return parameters
 
@@ -245,8 +254,9 @@ class GradientFinisher:
         parameters = self.finish(optimizer)
         norm = gradients.total_norm(parameters)
         if self._error_if_nonfinite:
-            measured_together = self._mesh.sizes.replicate == 1 and gradients.any_sharded(parameters)
-            gradients.check_finite(norm, None if measured_together else self._mesh.group)
+            only_shards = self._mesh.sizes.replicate == self._mesh.sizes.tensor == 1
+            measured_together = only_shards and gradients.any_sharded(parameters)
+            gradients.check_finite(norm, () if measured_together else self._mesh.groups)
         window = self._windows[optimizer]
         if not window.is_measured:
             window.is_measured = True

@@ -16,13 +16,22 @@ from tests.rank_pool import RankPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the table of faults be written by the run that measures it."""
+    """Let tables be written by the runs that measure them."""
     parser.addoption("--fault-table", metavar="PATH", help="write what each fault led to as a Markdown table")
+    parser.addoption("--support-table", metavar="PATH", help="write what works with what as Markdown tables")
 
 
 def pytest_configure() -> None:
     """One thread for the references: with more, waiting for each other costs far more than these tiny tensors do."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pool1() -> Iterator[RankPool]:
+    """One gloo rank, started at the first call and shared by the whole run."""
+    pool = RankPool(1)
+    yield pool
+    pool.stop()
 
 
 @pytest.fixture(scope="session")

@@ -283,7 +283,9 @@ class _Membership:
             return
         self.leave()
         store = dist.PrefixStore(f"group{number}", self._store)
-        dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._num_ranks)
+        has_devices = torch.cuda.device_count() >= self._num_ranks
+        backend = "cpu:gloo,cuda:nccl" if has_devices else "gloo"
+        dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._num_ranks)
         self._number, self._group = number, dist.group.WORLD
 
     def leave(self) -> None:

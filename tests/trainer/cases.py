@@ -15,6 +15,7 @@ Engine = Literal["fsdp2", "ddp"]
 Telling = Literal["returned_int", "returned_tensor", "callable_int", "callable_tensor", "labels", "label_key"]
 Gap = Literal["none", "micro_batches", "rank", "window", "everything"]
 Clipping = Literal["none", "norm", "value"]
+Layout = Literal["fsdp2", "hsdp", "tensor_parallel", "own_mesh", "offload", "ddp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class Case:
 
     Attributes:
         seed: of the initial weights and of the data.
-        engine: what `AutomodelStrategy(data_parallel=...)` gets.
+        layout: how the ranks hold the model; `engine`, `replicas` and `tensor` say what that means.
         accumulation: micro-batches a window, for each epoch; different values bring a `GradientAccumulationScheduler`.
         num_batches: micro-batches of an epoch on each rank; not a multiple of `accumulation`: the last window is short.
         ragged: shapes and label counts differ by rank, step and row; otherwise all are equal and fully labelled.
@@ -33,16 +34,18 @@ class Case:
         label_shift: leading label positions of each row that the loss drops.
         ignore_index: label of a position that the loss ignores.
         per_token_loss: False weighs every micro-batch the same.
-        defer: `defer_fsdp_grad_sync`.
+        defer: `defer_fsdp_grad_sync`; "all_reduce" has an effect of its own with replicas only.
+        reshard_after_forward: between forward and backward of a unit, where parameters are not kept for the window.
         reshard: `reshard_during_accumulation`, where there is something to reshard.
         clipping: the Trainer's gradient clipping.
         clip_val: its threshold, small enough to change the gradients of most windows.
         precision: the Trainer's; with "32-true" the module makes itself double.
         num_ranks: data-parallel ranks.
+        tensor: ranks that compute each micro-batch together.
     """
 
     seed: int
-    engine: Engine = "fsdp2"
+    layout: Layout = "fsdp2"
     accumulation: tuple[int, ...] = (1,)
     num_batches: int = 3
     ragged: bool = True
@@ -52,12 +55,24 @@ class Case:
     label_shift: int = 0
     ignore_index: int = -100
     per_token_loss: bool = True
-    defer: bool = True
+    defer: bool | Literal["all_reduce"] = True
+    reshard_after_forward: bool = True
     reshard: bool | Literal["auto"] = "auto"
     clipping: Clipping = "none"
     clip_val: float | None = None
     precision: Literal["64-true", "32-true"] = "64-true"
     num_ranks: int = 2
+    tensor: int = 1
+
+    @property
+    def engine(self) -> Engine:
+        """What `AutomodelStrategy(data_parallel=...)` gets."""
+        return "ddp" if self.layout == "ddp" else "fsdp2"
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run."""
+        return self.num_ranks * self.tensor
 
     @property
     def label_key(self) -> str:
@@ -73,10 +88,10 @@ class Case:
         return (self.used_labels(batch) != self.ignore_index).sum()
 
     def __str__(self) -> str:
-        words = [self.engine, "k" + "".join(map(str, self.accumulation)), f"n{self.num_batches}", self.telling]
+        words = [self.layout, "k" + "".join(map(str, self.accumulation)), f"n{self.num_batches}", self.telling]
         words += [self.loss_reduction, f"shift{self.label_shift}", f"gap_{self.gap}", f"clip_{self.clipping}"]
         words += [] if self.per_token_loss else ["per_micro_batch"]
-        words += [] if self.defer else ["undeferred"]
+        words += {True: [], False: ["undeferred"], "all_reduce": ["all_reduce"]}[self.defer]
         words += [f"reshard_{self.reshard}"] if self.engine == "fsdp2" else []
         return "-".join(words).lower()
 
@@ -91,7 +106,7 @@ def draw_cases(seed: int, count: int) -> list[Case]:
         return column
 
     columns = zip(
-        column(["fsdp2", "ddp", "fsdp2"]),
+        column(["fsdp2", "ddp", "hsdp", "tensor_parallel", "offload", "own_mesh"]),
         column([1, 2, 3, 4, 5]),
         column(["one_epoch", "two_epochs", "scheduler"]),
         column(["none", "micro_batches", "rank", "window", "none", "micro_batches", "window", "everything"]),
@@ -100,15 +115,16 @@ def draw_cases(seed: int, count: int) -> list[Case]:
         column([0, 1]),
         column([-100, -1]),
         column([True, True, True, True, True, False]),
-        column([True, False, True]),
+        column([True, False, True, "all_reduce"]),
         column(["auto", False, True]),
+        column([True, False]),
         column(["none", "norm", "value", "norm"]),
         column(["64-true", "32-true"]),
         strict=True,
     )
     cases = []
     for (
-        engine,
+        layout,
         window,
         epochs,
         gap,
@@ -119,13 +135,14 @@ def draw_cases(seed: int, count: int) -> list[Case]:
         weighted,
         defer,
         reshard,
+        reshard_after_forward,
         clipping,
         bits,
     ) in columns:
         cases.append(
             Case(
                 seed=rng.randrange(2**31),
-                engine=engine,
+                layout=layout,
                 accumulation=_accumulation(rng, window, epochs),
                 num_batches=_num_batches(rng, window),
                 gap=gap if weighted else "none",
@@ -136,9 +153,12 @@ def draw_cases(seed: int, count: int) -> list[Case]:
                 per_token_loss=weighted,
                 defer=defer,
                 reshard=reshard,
+                reshard_after_forward=reshard_after_forward,
                 clipping=clipping,
                 clip_val={"none": None, "norm": rng.choice([0.05, 0.2]), "value": rng.choice([0.005, 0.02])}[clipping],
                 precision=bits,
+                num_ranks=4 if layout == "hsdp" else 2,
+                tensor=2 if layout in ("tensor_parallel", "own_mesh") else 1,
             )
         )
     return cases

@@ -24,7 +24,8 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 from tests.trainer.cases import Case
@@ -33,6 +34,12 @@ TOLERANCE = 1e-12
 VOCABULARY = 11
 WIDTH = 7  # odd, so that shards on two ranks are uneven
 LEARNING_RATE, MOMENTUM = 0.1, 0.9
+PLAN = {
+    "embedding": RowwiseParallel(input_layouts=Replicate()),
+    "blocks.*.linear": ColwiseParallel(output_layouts=Replicate()),
+    "head": ColwiseParallel(output_layouts=Replicate()),
+}
+"""How tensor-parallel ranks share a `TinyDecoder`; its norms stay plain."""
 
 Batch = dict[str, Tensor]
 
@@ -107,6 +114,11 @@ class TinyModule(LightningModule):
         self.model = TinyDecoder(case.seed)
         if case.precision == "32-true":
             self.model.double()
+
+    def configure_model(self) -> None:
+        if self.case.tensor > 1:
+            dimension = "tp" if self.case.layout == "own_mesh" else "tensor_parallel"
+            parallelize_module(self.model, self.device_mesh[dimension], PLAN)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | dict[str, Any]:
         case = self.case
@@ -193,7 +205,7 @@ def fit(case: Case, make_strategy: Callable[[Case], Strategy], make_module: type
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
-        devices=case.num_ranks,
+        devices=case.world_size,
         plugins=[LightningEnvironment()],
         precision=case.precision,
         max_epochs=len(case.accumulation),
@@ -208,7 +220,7 @@ def fit(case: Case, make_strategy: Callable[[Case], Strategy], make_module: type
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
     )
-    trainer.fit(module, DataLoader(micro_batches(case)[dist.get_rank()], batch_size=None))
+    trainer.fit(module, DataLoader(micro_batches(case)[dist.get_rank() // case.tensor], batch_size=None))
     return Outcome(full_weights(module.model), _last_step(strategy))
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_automodel import AutomodelStrategy
@@ -34,8 +35,8 @@ from tests.trainer.exactness import (
 
 WRONG = 1e-6
 
-SAMPLE = draw_cases(seed=0, count=24)
-SWEEP = draw_cases(seed=1, count=96)
+SAMPLE = draw_cases(seed=0, count=30)
+SWEEP = draw_cases(seed=2, count=120)
 UNEVEN = Case(seed=6, num_batches=5, accumulation=(2,), gap="micro_batches", label_shift=1, telling="labels")
 
 
@@ -44,6 +45,15 @@ def automodel(case: Case) -> Strategy:
     options: dict[str, Any] = {}
     if case.engine == "fsdp2":
         options["reshard_during_accumulation"] = case.reshard
+        options["reshard_after_forward"] = case.reshard_after_forward
+        options["defer_fsdp_grad_sync"] = case.defer
+        options["cpu_offload"] = case.layout == "offload"
+    if case.layout == "hsdp":
+        options["data_parallel_replicate_size"] = 2
+    if case.layout == "tensor_parallel":
+        options["tensor_parallel_size"] = case.tensor
+    if case.layout == "own_mesh":
+        options["device_mesh"] = init_device_mesh("cpu", (case.num_ranks, case.tensor), mesh_dim_names=("dp", "tp"))
     if case.telling == "callable_tensor":
         options["count_label_tokens"] = case.num_label_tokens
     if case.telling == "callable_int":
@@ -54,7 +64,6 @@ def automodel(case: Case) -> Strategy:
         data_parallel=case.engine,
         per_token_loss=case.per_token_loss,
         loss_reduction=case.loss_reduction,
-        defer_fsdp_grad_sync=case.defer,
         **options,
     )
 
@@ -112,23 +121,29 @@ def assert_last_step(actual: LastStep | None, expected: LastStep | None, case: C
         assert math.isnan(actual.grad_norm)
 
 
+@pytest.fixture
+def pool(request: pytest.FixtureRequest, case: Case) -> RankPool:
+    """As many ranks as the case needs."""
+    return request.getfixturevalue(f"pool{case.world_size}")
+
+
 @pytest.mark.parametrize("case", SAMPLE, ids=ids(SAMPLE))
-def test_weights_equal_one_process(pool2: RankPool, case: Case) -> None:
+def test_weights_equal_one_process(pool: RankPool, case: Case) -> None:
     """A sample in which every option takes every value."""
-    assert_exact(pool2, case)
+    assert_exact(pool, case)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("case", SWEEP, ids=ids(SWEEP))
-def test_weights_equal_one_process_everywhere(pool2: RankPool, case: Case) -> None:
+def test_weights_equal_one_process_everywhere(pool: RankPool, case: Case) -> None:
     """The same over many more combinations of the options."""
-    assert_exact(pool2, case)
+    assert_exact(pool, case)
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
 def test_all_ranks_start_from_the_weights_of_rank_0(pool2: RankPool, engine: Engine) -> None:
     """A model that was initialised differently on every rank trains like rank 0's."""
-    assert_exact(pool2, replace(UNEVEN, engine=engine), DifferentStartTinyModule)
+    assert_exact(pool2, replace(UNEVEN, layout=engine), DifferentStartTinyModule)
 
 
 @pytest.mark.parametrize("make_module", [ShardedTinyModule, PartlyShardedTinyModule])
@@ -141,7 +156,7 @@ def test_a_model_that_shards_itself_is_exact(pool2: RankPool, make_module: type[
 @pytest.mark.parametrize("make_strategy", [per_micro_batch, blind_to_the_shift])
 def test_a_wrong_weight_is_caught(pool2: RankPool, make_strategy: Callable[[Case], Strategy], engine: Engine) -> None:
     """The harness bites: means of micro-batches, and a count that takes in dropped labels, are far off."""
-    case = replace(UNEVEN, engine=engine, gap="none")
+    case = replace(UNEVEN, layout=engine, gap="none")
     for outcome in pool2.run(fit, case, make_strategy):
         assert weight_error(outcome, reference(case)) > WRONG
 
@@ -154,8 +169,10 @@ OPTIONS = {
     "label_shift": [0, 1],
     "ignore_index": [-100, -1],
     "per_token_loss": [True, False],
-    "defer": [True, False],
+    "layout": ["fsdp2", "hsdp", "tensor_parallel", "own_mesh", "offload", "ddp"],
+    "defer": [True, False, "all_reduce"],
     "reshard": [True, False, "auto"],
+    "reshard_after_forward": [True, False],
     "clipping": ["none", "norm", "value"],
     "precision": ["64-true", "32-true"],
 }
@@ -172,7 +189,8 @@ def test_cases_cover_the_space() -> None:
     wanted = {(name, value) for name, values in OPTIONS.items() for value in values}
     assert wanted <= values_met(SAMPLE)
     for engine in ("fsdp2", "ddp"):
-        assert wanted <= values_met([case for case in SWEEP if case.engine == engine])
+        of_engine = {wish for wish in wanted if wish[0] != "layout"}
+        assert of_engine <= values_met([case for case in SWEEP if case.engine == engine])
     assert {len(set(case.accumulation)) for case in SAMPLE} == {1, 2}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_automodel.launchers import ended_with
+from lightning_automodel.children import ended_with
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """

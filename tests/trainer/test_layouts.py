@@ -234,7 +234,7 @@ def test_describe_replicas(pool4: RankPool) -> None:
             "data_parallel": 4,
         }
         assert described["defer_fsdp_grad_sync"] == "all_reduce"
-        assert described["parameter_dtypes"] == ["torch.float64"]
+        assert described["precision"]["parameters"] == "torch.float64"
         assert described["units"] == [f"model.blocks.{i} (Block)" for i in range(3)]
         assert described["roots"] == ["ModelModule"]
 

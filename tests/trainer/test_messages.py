@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
@@ -49,12 +47,6 @@ class Returns(ModelModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         return {"loss": self(batch), "num_label_tokens": self.count}
-
-
-class OnMeta(ModelModule):
-    def configure_model(self) -> None:
-        with torch.device("meta"):
-            self.model.head = nn.Linear(7, 11)
 
 
 class ShardsItself(ModelModule):
@@ -110,10 +102,6 @@ def _error(
     """Kind and text of what a fit raises."""
     module = make_module(decoder())
     module.count = count
-    if trainer_options.get("precision") == "plugin":
-        scaler = torch.amp.GradScaler("cpu")
-        plugins = [LightningEnvironment(), MixedPrecision("16-mixed", "cpu", scaler=scaler)]
-        trainer_options = {"plugins": plugins}
     try:
         make_trainer(AutomodelStrategy(**options), **trainer_options).fit(module, loader())
     except (ValueError, TypeError, RuntimeError) as error:
@@ -132,23 +120,6 @@ def _error(
             ["returned 'aux_loss'", "not known at its first backward", "Pass per_token_loss=False, or leave"],
             id="aux_loss",
         ),
-        pytest.param(
-            ModelModule,
-            {},
-            {"precision": "plugin"},
-            "ValueError",
-            ["precision='16-mixed' uses a gradient scaler", "32-true, 64-true, bf16-mixed", "data_parallel='ddp'"],
-            id="scaler",
-        ),
-        pytest.param(
-            OnMeta,
-            {},
-            {},
-            "ValueError",
-            ["2 parameters or buffers have no values yet (meta device): model.head.weight, model.head.bias."],
-            id="meta-fsdp2",
-        ),
-        pytest.param(OnMeta, DDP, {}, "ValueError", ["model.head.weight", "in configure_model"], id="meta-ddp"),
         pytest.param(
             ShardsItself,
             DDP,

@@ -105,7 +105,9 @@ EVERY_OPTION = """
       reshard_during_accumulation: auto
       auto_wrap_policy: null
       reshard_after_forward: true
+      mp_policy: {cast_forward_inputs: false}
       cpu_offload: false
+      activation_checkpointing: [tests.trainer.exactness.Block, torch.nn.LayerNorm]
       track_grad_norm: true
       error_if_nonfinite: true
       process_group_backend: gloo
@@ -136,7 +138,18 @@ def _fit_from_yaml(text: str, folder: str) -> tuple[dict[str, Any], dict[str, An
         (BY_CLASS.format(data_parallel="fsdp2", timeout=5), {"data_parallel": "fsdp2"}, 300),
         (BY_CLASS.format(data_parallel="fsdp2", timeout="'0:02:00'"), {"reshard_during_accumulation": False}, 120),
         (BY_NAME, {"data_parallel": "ddp", "ddp_kwargs": {}}, 1800),
-        (EVERY_OPTION, {"mesh": {"data_parallel_replicate": 2, "data_parallel_shard": 1}}, 30),
+        (
+            EVERY_OPTION,
+            {
+                "mesh": {"data_parallel_replicate": 2, "data_parallel_shard": 1},
+                "activation_checkpointing": [
+                    "model.blocks.0 (Block)",
+                    "model.blocks.1 (Block)",
+                    "model.norm (LayerNorm)",
+                ],
+            },
+            30,
+        ),
     ],
     ids=["class", "class-timedelta", "name", "every-option"],
 )

@@ -57,9 +57,11 @@ def test_this_host_has_memory() -> None:
     assert free > 2**20
 
 
-def test_estimate_without_units() -> None:
-    """Gradients and two float32 moments of every trainable parameter, and nothing to gather."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, bias=False).requires_grad_(False)).to(torch.bfloat16)
+@pytest.mark.parametrize(("dtype", "moments"), [(torch.bfloat16, 8), (torch.float32, 8), (torch.float64, 16)])
+def test_estimate_without_units(dtype: torch.dtype, moments: int) -> None:
+    """Gradients and two moments, float32 at least, of every trainable parameter, and nothing to gather."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, bias=False).requires_grad_(False)).to(dtype)
     estimate = memory.estimate(model, defers_gradients=True)
-    assert estimate == memory.MemoryEstimate(gathered_parameters=0, deferred_gradients=0, sharded_state=16 * (2 + 8))
-    assert estimate.total == 160
+    state = 16 * (dtype.itemsize + moments)
+    assert estimate == memory.MemoryEstimate(gathered_parameters=0, deferred_gradients=0, sharded_state=state)
+    assert estimate.total == state

@@ -14,6 +14,7 @@ from lightning_automodel.options import StrategyOptions
 from lightning_automodel.process_group import parse_timeout
 
 SIZE = "must be an integer of at least 1 or 'auto', got"
+RECOMPUTED = "activation_checkpointing must be True, False or a set of nn.Module classes, got"
 POLICY = "auto_wrap_policy must be a set of nn.Module classes or a function of a module, got"
 
 
@@ -36,6 +37,7 @@ POLICY = "auto_wrap_policy must be a set of nn.Module classes or a function of a
         ({"data_parallel_size": True}, f"data_parallel_size {SIZE} True."),
         ({"data_parallel_replicate_size": -1}, f"data_parallel_replicate_size {SIZE} -1."),
         ({"data_parallel_replicate_size": 2.0}, f"data_parallel_replicate_size {SIZE} 2.0."),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1, got 0."),
         ({"label_shift": -1}, "label_shift must be an integer of at least 0, got -1."),
         ({"label_shift": True}, "label_shift must be an integer of at least 0, got True."),
         ({"per_token_loss": 1}, "per_token_loss must be one of True, False, got 1."),
@@ -60,11 +62,19 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            {"device_mesh": (2, 2)},
+            "device_mesh must be a DeviceMesh (init_device_mesh makes one), got (2, 2).",
+        ),
         ({"count_label_tokens": 3}, "count_label_tokens must be a function of the batch, got 3."),
         ({"auto_wrap_policy": nn.Linear}, f"{POLICY} <class 'torch.nn.modules.linear.Linear'>."),
         ({"auto_wrap_policy": {"Linear"}}, f"{POLICY} {{'Linear'}}."),
         ({"auto_wrap_policy": [nn.Linear]}, f"{POLICY} [<class 'torch.nn.modules.linear.Linear'>]."),
         ({"auto_wrap_policy": {int}}, f"{POLICY} {{<class 'int'>}}."),
+        ({"activation_checkpointing": "all"}, f"{RECOMPUTED} 'all'."),
+        ({"activation_checkpointing": 1}, f"{RECOMPUTED} 1."),
+        ({"activation_checkpointing": {"Linear"}}, f"{RECOMPUTED} {{'Linear'}}."),
+        ({"activation_checkpointing": nn.Linear}, f"{RECOMPUTED} <class 'torch.nn.modules.linear.Linear'>."),
         ({"timeout": "30"}, "timeout must be a timedelta or a number of minutes, got '30'."),
         ({"timeout": True}, "timeout must be a timedelta or a number of minutes, got True."),
         ({"timeout": None}, "timeout must be a timedelta or a number of minutes, got None."),
@@ -90,6 +100,8 @@ def test_wrong_types(options: dict[str, Any], message: str) -> None:
         {"auto_wrap_policy": frozenset({nn.Linear, nn.Embedding})},
         {"auto_wrap_policy": set()},
         {"auto_wrap_policy": lambda module: True},
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": {nn.Linear}},
         {"timeout": 0.5},
         {"timeout": timedelta(seconds=1)},
         {"count_label_tokens": len, "label_shift": 0},
@@ -129,39 +141,59 @@ def test_timeout_that_no_clock_can_hold(timeout: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "size", "replicas", "world_size", "num_nodes", "sizes"),
+    ("engine", "size", "replicas", "tensor", "world_size", "num_nodes", "sizes"),
     [
-        ("fsdp2", "auto", 1, 8, 2, MeshSizes(replicate=1, shard=8)),
-        ("fsdp2", 8, 2, 8, 1, MeshSizes(replicate=2, shard=4)),
-        ("fsdp2", "auto", "auto", 8, 2, MeshSizes(replicate=2, shard=4)),
-        ("fsdp2", "auto", 8, 8, 1, MeshSizes(replicate=8, shard=1)),
-        ("fsdp2", "auto", "auto", 1, 1, MeshSizes(replicate=1, shard=1)),
-        ("ddp", "auto", 1, 4, 2, MeshSizes(replicate=4, shard=1)),
+        ("fsdp2", "auto", 1, 1, 8, 2, MeshSizes(replicate=1, shard=8)),
+        ("fsdp2", 8, 2, 1, 8, 1, MeshSizes(replicate=2, shard=4)),
+        ("fsdp2", "auto", "auto", 1, 8, 2, MeshSizes(replicate=2, shard=4)),
+        ("fsdp2", "auto", 8, 1, 8, 1, MeshSizes(replicate=8, shard=1)),
+        ("fsdp2", "auto", "auto", 1, 1, 1, MeshSizes(replicate=1, shard=1)),
+        ("fsdp2", "auto", 1, 2, 8, 1, MeshSizes(replicate=1, shard=4, tensor=2)),
+        ("fsdp2", 4, "auto", 2, 8, 2, MeshSizes(replicate=2, shard=2, tensor=2)),
+        ("fsdp2", "auto", 1, 8, 8, 1, MeshSizes(replicate=1, shard=1, tensor=8)),
+        ("ddp", "auto", 1, 1, 4, 2, MeshSizes(replicate=4, shard=1)),
     ],
 )
-def test_sizes(engine: Any, size: Any, replicas: Any, world_size: int, num_nodes: int, sizes: MeshSizes) -> None:
+def test_sizes(
+    engine: Any, size: Any, replicas: Any, tensor: int, world_size: int, num_nodes: int, sizes: MeshSizes
+) -> None:
     """`auto` and numbers become sizes that multiply to the world; replicas hold different data too."""
-    resolved = resolve_sizes(engine, size, replicas, world_size, num_nodes)
+    resolved = resolve_sizes(engine, size, replicas, tensor, world_size, num_nodes)
     assert resolved == sizes
-    assert resolved.data_parallel == world_size
+    assert resolved.data_parallel * resolved.tensor == world_size
 
 
+@pytest.mark.parametrize(
+    ("size", "tensor", "message"),
+    [
+        (
+            3,
+            1,
+            "data_parallel_size=3 does not match the world size 4: pass data_parallel_size=4 or 'auto', or start 3"
+            " processes.",
+        ),
+        (
+            4,
+            2,
+            "data_parallel_size=4 times tensor_parallel_size=2 does not match the world size 4: pass"
+            " data_parallel_size=2 or 'auto', or start 8 processes.",
+        ),
+        ("auto", 3, "tensor_parallel_size=3 does not divide the world size 4; valid sizes are 1, 2, 4."),
+    ],
+)
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
-def test_size_that_is_not_the_world(engine: Any) -> None:
+def test_sizes_that_are_not_the_world(engine: Any, size: Any, tensor: int, message: str) -> None:
     """The message says both ways out."""
-    with pytest.raises(ValueError, match="does not match") as raised:
-        resolve_sizes(engine, 3, 1, world_size=2, num_nodes=1)
-    assert str(raised.value) == (
-        "data_parallel_size=3 does not match the world size 2: pass data_parallel_size=2 or 'auto', or start 3"
-        " processes."
-    )
+    with pytest.raises(ValueError, match="does not") as raised:
+        resolve_sizes(engine, size, 1, tensor, world_size=4, num_nodes=1)
+    assert str(raised.value) == message
 
 
 @pytest.mark.parametrize(("replicas", "num_nodes", "shown"), [(4, 1, 4), ("auto", 5, 5), (12, 1, 12)])
 def test_replicas_that_do_not_divide(replicas: Any, num_nodes: int, shown: int) -> None:
     """The message lists the sizes that do."""
     with pytest.raises(ValueError, match="does not divide") as raised:
-        resolve_sizes("fsdp2", "auto", replicas, world_size=6, num_nodes=num_nodes)
+        resolve_sizes("fsdp2", "auto", replicas, 1, world_size=6, num_nodes=num_nodes)
     assert str(raised.value) == (
         f"data_parallel_replicate_size={shown} does not divide the 6 data-parallel ranks; valid sizes are 1, 2, 3, 6."
     )
@@ -206,6 +238,11 @@ UNREPLICATED = (
                     "reshard_after_forward",
                 )
             ],
+        ),
+        ({"data_parallel": "ddp", "activation_checkpointing": True, "auto_wrap_policy": {nn.Linear}}, []),
+        (
+            {"data_parallel": "ddp", "activation_checkpointing": {nn.Linear}, "auto_wrap_policy": {nn.Linear}},
+            ["auto_wrap_policy has no effect with data_parallel='ddp'."],
         ),
         ({"ddp_kwargs": {"bucket_cap_mb": 1}}, ["ddp_kwargs has no effect with data_parallel='fsdp2'."]),
         ({"defer_fsdp_grad_sync": "all_reduce"}, [UNREPLICATED]),

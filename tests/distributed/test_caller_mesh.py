@@ -1,0 +1,132 @@
+"""A mesh that the caller built: what its dimensions may be called, and what does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_automodel.caller_mesh import adopt_mesh
+from lightning_automodel.mesh import MeshSizes
+from tests.rank_pool import RankPool
+
+Spec = tuple[tuple[int, ...], tuple[str, ...] | None]
+
+
+def adopt(spec: Spec, engine: Any = "fsdp2", told: dict[str, Any] | None = None, type_: str = "cpu") -> Any:
+    """Sizes, names and sizes of what FSDP2 takes, and ranks with different data; or the error."""
+    shape, names = spec
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    try:
+        adopted = adopt_mesh(mesh, type_, engine, told or {})
+    except ValueError as error:
+        return str(error)
+    ranks = adopted.data_parallel.mesh.tolist()
+    assert adopted.mesh is mesh
+    assert adopted.group.size() == len(ranks) == adopted.sizes.data_parallel
+    assert (adopted.tensor_parallel is None) == ("tp" not in " ".join(names or ()))
+    return adopted.sizes, adopted.fsdp.mesh_dim_names, tuple(adopted.fsdp.shape), ranks
+
+
+def adopt_all(arguments: list[tuple[Any, ...]]) -> list[Any]:
+    return [adopt(*each) for each in arguments]
+
+
+FITTING: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = [
+    ((((4,), None),), (MeshSizes(1, 4), None, (4,), [0, 1, 2, 3])),
+    ((((4,), ("dp",)),), (MeshSizes(1, 4), ("dp",), (4,), [0, 1, 2, 3])),
+    ((((2, 2), ("dp", "tp")),), (MeshSizes(1, 2, 2), ("dp",), (2,), [0, 2])),
+    (
+        (((2, 2), ("dp_replicate", "dp_shard")),),
+        (MeshSizes(2, 2), ("dp_replicate", "dp_shard"), (2, 2), [0, 1, 2, 3]),
+    ),
+    ((((1, 4), ("replicate", "fsdp")),), (MeshSizes(1, 4), ("fsdp",), (4,), [0, 1, 2, 3])),
+    (
+        (((1, 2, 2, 1), ("pp", "dp_replicate", "shard", "tp")),),
+        (MeshSizes(2, 2), ("dp_replicate", "shard"), (2, 2), [0, 1, 2, 3]),
+    ),
+    (
+        (((2, 1, 2), ("dp_replicate", "dp_shard", "tp")),),
+        (MeshSizes(2, 1, 2), ("dp_replicate", "dp_shard"), (2, 1), [0, 2]),
+    ),
+    ((((2, 2), ("replicate", "shard")), "ddp"), (MeshSizes(4, 1), ("replicate", "shard"), (2, 2), [0, 1, 2, 3])),
+    ((((4,), ("replicate",)), "ddp"), (MeshSizes(4, 1), ("replicate",), (4,), [0, 1, 2, 3])),
+    (
+        (((2, 2), ("dp", "tp")), "fsdp2", {"tensor_parallel_size": 2, "data_parallel_size": "auto"}),
+        (MeshSizes(1, 2, 2), ("dp",), (2,), [0, 2]),
+    ),
+]
+
+NAMES = (
+    "'data_parallel_replicate', 'data_parallel_shard', 'data_parallel', 'tensor_parallel' (or dp_replicate, replicate,"
+    " dp_shard, fsdp, shard, dp, data, tp, tensor)"
+)
+UNFIT: list[tuple[tuple[Any, ...], str]] = [
+    (
+        (((2, 2), None),),
+        f"device_mesh has 2 dimensions without names: pass mesh_dim_names, {NAMES}.",
+    ),
+    (
+        (((2, 2), ("dp", "pp")),),
+        "device_mesh has a dimension 'pp' of size 2, of which this strategy knows no meaning: name dimensions"
+        f" {NAMES}; others must have size 1.",
+    ),
+    ((((2, 2), ("dp", "data")),), "device_mesh has two dimensions that mean the same, 'dp' and 'data'."),
+    (
+        (((4,), ("tp",)),),
+        "device_mesh has the dimensions 'tp' (4), but exactly one that holds different data is needed, or replicas and"
+        f" shards: {NAMES}; for no data parallelism, one of size 1.",
+    ),
+    (
+        (((2, 2), ("dp", "shard")),),
+        "device_mesh has the dimensions 'dp' (2), 'shard' (2), but exactly one that holds different data is needed, or"
+        f" replicas and shards: {NAMES}; for no data parallelism, one of size 1.",
+    ),
+    (
+        (((2, 2), ("tp", "dp")),),
+        "device_mesh has the dimensions 'tp' (2), 'dp' (2), but needs them in the order dp, tp.",
+    ),
+    (
+        (((4,), ("replicate",)),),
+        "device_mesh has the dimensions 'replicate' (4), none of which FSDP2 could shard over: add one called"
+        " 'data_parallel_shard', or pass data_parallel='ddp'.",
+    ),
+    (
+        (((2, 2), ("dp", "tp")), "ddp"),
+        "Tensor parallelism (size 2) does not go with data_parallel='ddp', which copies whole parameters: pass"
+        " data_parallel='fsdp2', with data_parallel_replicate_size for copies.",
+    ),
+    (
+        (((2, 2), ("dp", "tp")), "fsdp2", {"tensor_parallel_size": 4}),
+        "tensor_parallel_size=4 contradicts device_mesh, where it is 2: leave it out.",
+    ),
+    (
+        (((4,), ("dp",)), "fsdp2", {}, "cuda"),
+        "device_mesh is for devices of type 'cpu', but this run's are of type 'cuda': build it with"
+        " init_device_mesh('cuda', ...).",
+    ),
+]
+
+
+def test_meshes_that_fit(pool4: RankPool) -> None:
+    """Names give the meaning; rank 0's view of the ranks with different data is asserted."""
+    outcomes = pool4.run(adopt_all, [arguments for arguments, _ in FITTING])[0]
+    assert outcomes == [expected for _, expected in FITTING]
+
+
+def test_meshes_that_do_not_fit(pool4: RankPool) -> None:
+    """One sentence on every rank: what was given, what would do."""
+    for outcomes in pool4.run(adopt_all, [arguments for arguments, _ in UNFIT]):
+        assert outcomes == [message for _, message in UNFIT]
+
+
+def adopt_part_of_the_world() -> str:
+    with pytest.raises(ValueError, match="world") as raised:
+        adopt_mesh(DeviceMesh("cpu", [0, 1]), "cpu", "fsdp2", {})
+    return str(raised.value)
+
+
+def test_a_mesh_over_some_ranks(pool4: RankPool) -> None:
+    for message in pool4.run(adopt_part_of_the_world):
+        assert message == "device_mesh holds the ranks [0, 1], but must hold each of the 4 ranks of the world once."

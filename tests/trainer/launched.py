@@ -1,0 +1,188 @@
+"""What a user's program does, for tests of how its processes come about: it trains, and writes what came back.
+
+The program runs in a process that is forked from one that has imported everything, so that it starts at once; the
+processes that the strategy starts in turn come about as they do for a user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from tests.trainer.exactness import Batch, micro_batches
+from tests.trainer.runs import CASE, SILENT, LabelledModule, mean_loss
+
+ACCUMULATE = 3
+FAULT_AT_STEP = 3
+FAILING_RANK = 1
+PATIENCE_S = 250.0
+TIMEOUT_S = 20.0
+NOT_FROM_OUTSIDE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK")
+
+
+class Launched(LabelledModule):
+    """Brings each rank its own data, and meets `fault` on one of them.
+
+    Args:
+        fault: What happens; None for nothing.
+        folder: Where ranks note their process ids.
+        repeat: How often an epoch goes through the data.
+    """
+
+    def __init__(self, folder: Path, fault: str | None = None, repeat: int = 1) -> None:
+        super().__init__()
+        self.folder, self.fault, self.repeat = folder, fault, repeat
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(micro_batches(CASE)[self.global_rank] * self.repeat, batch_size=None)
+
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(micro_batches(CASE)[self.global_rank], batch_size=None)
+
+    def on_train_start(self) -> None:
+        (self.folder / f"rank{self.global_rank}.pid").write_text(str(os.getpid()))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        if self.fault and batch_idx == FAULT_AT_STEP and self.global_rank == FAILING_RANK:
+            happen(self.fault)
+        if batch_idx == FAULT_AT_STEP + 1:
+            (self.folder / f"rank{self.global_rank}.on").touch()
+        use_threads()
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, batch_size=1, sync_dist=True)
+        return loss
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        loss = mean_loss(self.model, batch, "sum")
+        self.log("test_loss", loss, on_epoch=True, reduce_fx="sum", sync_dist=True)
+
+
+def happen(fault: str) -> None:
+    """Make the fault happen to this process."""
+    if fault == "exception":
+        raise ValueError("no labels here")
+    if fault == "exit":
+        sys.exit(3)
+    os.kill(os.getpid(), signal.Signals[fault])
+
+
+def use_threads() -> None:
+    """Compute what torch splits over its threads, if it has several."""
+    torch.ones(100_000).exp()
+
+
+def make_trainer(folder: Path, **options: Any) -> pl.Trainer:
+    """A Trainer of two ranks; further options are the strategy's."""
+    return pl.Trainer(
+        strategy=AutomodelStrategy(timeout=TIMEOUT_S / 60, **options),
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        accumulate_grad_batches=ACCUMULATE,
+        use_distributed_sampler=False,
+        callbacks=[ModelCheckpoint(folder, monitor="loss", filename="best")],
+        **{**SILENT, "enable_checkpointing": True},
+    )
+
+
+def train(folder: Path, tests: bool, **options: Any) -> None:
+    """Train under both engines; write what this process has of it."""
+    found = {}
+    torch.set_num_threads(2)
+    use_threads()
+    for engine in ("fsdp2", "ddp"):
+        module, trainer = Launched(folder), make_trainer(folder / engine, data_parallel=engine, **options)
+        trainer.fit(module)
+        found[engine] = {
+            "weights": {name: tensor.clone() for name, tensor in module.model.state_dict().items()},
+            "loss": float(trainer.callback_metrics["loss"]),
+            "num_label_tokens": float(trainer.strategy.last_step.num_label_tokens),
+            "mesh": trainer.strategy.describe()["mesh"],
+            "best_model_path": trainer.checkpoint_callback.best_model_path,
+        }
+        if tests:
+            found[engine]["tested"] = _test(module, trainer)
+    torch.save(found, folder / "found.pt")
+
+
+def _test(module: Launched, trainer: pl.Trainer) -> list[float]:
+    """Loss of what the module holds, and of what was saved."""
+    of_module = trainer.test(module, verbose=False)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    return [found[0]["test_loss"] for found in (of_module, trainer.test(module, ckpt_path="best", verbose=False))]
+
+
+def fail(folder: Path, fault: str | None = None, **options: Any) -> None:
+    """Train for long, unless a fault ends it; write the error that this process gets."""
+    module, trainer = Launched(folder, fault, repeat=100000), make_trainer(folder, **options)
+    try:
+        trainer.fit(module)
+    except BaseException as error:
+        causes = f"{type(error).__name__}: {error}\n{error.__cause__}"
+        (folder / "error").write_text(causes)
+        raise
+
+
+def _as_program(function: Callable[..., None], folder: Path, options: dict[str, Any]) -> None:
+    with open(folder / "log", "wb", buffering=0) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", 1, closefd=False) for descriptor in (1, 2))
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    multiprocessing.set_forkserver_preload([__name__])
+    for name in NOT_FROM_OUTSIDE:
+        os.environ.pop(name, None)
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    function(folder, **options)
+
+
+@contextlib.contextmanager
+def program(function: Callable[..., None], folder: Path, **options: Any) -> Iterator[BaseProcess]:
+    """Run `function(folder, **options)` as a program; its output goes to `folder / "log"`. Killed at the end."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=_as_program, args=(function, folder, options))
+    process.start()
+    try:
+        yield process
+    finally:
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def run(function: Callable[..., None], folder: Path, **options: Any) -> int | None:
+    """Exit status of the program; None if it had to be killed."""
+    with program(function, folder, **options) as process:
+        process.join(PATIENCE_S)
+        return process.exitcode
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return once the condition holds.
+
+    Raises:
+        TimeoutError: If it does not within `PATIENCE_S`.
+    """
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError
+        time.sleep(0.05)

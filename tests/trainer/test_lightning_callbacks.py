@@ -1,0 +1,343 @@
+"""Lightning's own callbacks under both engines: what each is for comes out right, and training is what it should be.
+
+What changes the training is tested in `test_tuning_callbacks.py` and `test_weight_averaging.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.spike import TrainingSpikeException
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
+    Callback,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LambdaCallback,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    RichModelSummary,
+    SpikeDetection,
+    ThroughputMonitor,
+    Timer,
+)
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.model_summary import ModelSummary
+from torch import Tensor
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import (
+    LEARNING_RATE,
+    Batch,
+    Outcome,
+    TinyDecoder,
+    full_weights,
+    micro_batches,
+    relative_error,
+    weight_error,
+)
+from tests.trainer.plain import ModelModule
+from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, loader, make_trainer, train_plainly
+
+ACCUMULATE = 3
+EPOCH = [[0, 1, 2], [3, 4, 5], [6, 7]]
+ENGINES = ["fsdp2", "ddp"]
+GAPLESS = replace(CASE, gap="none")
+
+
+class Recorder(DummyLogger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.logged.append(dict(metrics))
+
+
+def trainer_with(engine: str, callbacks: list[Callback], **settings: Any) -> Trainer:
+    strategy = AutomodelStrategy(data_parallel=engine)
+    return make_trainer(strategy, **{"accumulate_grad_batches": ACCUMULATE, "callbacks": callbacks, **settings})
+
+
+def assert_trained(weights: dict[str, Tensor], windows: list[list[int]]) -> None:
+    assert weight_error(Outcome(weights, None), Outcome(train_plainly(windows), None)) <= TOLERANCE
+
+
+def _count_lambda_calls(engine: str) -> tuple[dict[str, Tensor], Any]:
+    calls: list[int] = []
+    callback = LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, batch, index: calls.append(index))
+    return _fit(engine, [callback]), calls
+
+
+def _fit(engine: str, callbacks: list[Callback], **settings: Any) -> dict[str, Tensor]:
+    module = LabelledModule()
+    trainer_with(engine, callbacks, **settings).fit(module, loader())
+    return full_weights(module.model)
+
+
+def _monitor_learning_rate(engine: str) -> tuple[dict[str, Tensor], Any]:
+    recorder = Recorder()
+    weights = _fit(engine, [LearningRateMonitor("step")], logger=recorder, log_every_n_steps=1)
+    return weights, {metrics["lr-SGD"] for metrics in recorder.logged if "lr-SGD" in metrics}
+
+
+def _monitor_device(engine: str) -> tuple[dict[str, Tensor], Any]:
+    recorder = Recorder()
+    weights = _fit(engine, [DeviceStatsMonitor(cpu_stats=True)], logger=recorder, log_every_n_steps=1)
+    return weights, any(
+        "DeviceStatsMonitor.on_train_batch_end" in name for logged in recorder.logged for name in logged
+    )
+
+
+def _monitor_throughput(engine: str) -> tuple[dict[str, Tensor], Any]:
+    recorder = Recorder()
+    monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch["labels"]), window_size=2)
+    weights = _fit(engine, [monitor], logger=recorder, log_every_n_steps=1, accumulate_grad_batches=1)
+    seen = [metrics["train/samples"] for metrics in recorder.logged if "train/samples" in metrics]
+    rows = sum(len(batch["labels"]) for batch in micro_batches(CASE)[0])
+    return weights, seen[-1] == rows if dist.get_rank() == 0 else not seen
+
+
+def _show_rich_summary(engine: str) -> tuple[dict[str, Tensor], Any]:
+    return _fit(engine, [RichModelSummary(max_depth=2)], enable_model_summary=True), None
+
+
+WATCHERS: dict[str, tuple[Callable[[str], Any], Any]] = {
+    "LambdaCallback": (_count_lambda_calls, list(range(8))),
+    "LearningRateMonitor": (_monitor_learning_rate, {LEARNING_RATE}),
+    "DeviceStatsMonitor": (_monitor_device, True),
+    "ThroughputMonitor": (_monitor_throughput, True),
+    "RichModelSummary": (_show_rich_summary, None),
+}
+NEEDED = {"DeviceStatsMonitor": "psutil", "RichModelSummary": "rich"}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", WATCHERS)
+def test_watchers(pool2: RankPool, name: str, engine: str) -> None:
+    if name in NEEDED:
+        pytest.importorskip(NEEDED[name])
+    watch, expected = WATCHERS[name]
+    for weights, found in pool2.run(watch, engine):
+        assert_trained(weights, [[index] for index in range(8)] if name == "ThroughputMonitor" else EPOCH)
+        assert found == expected
+
+
+class Summarised(ModelModule):
+    """Shows the sizes of what goes through it."""
+
+    def __init__(self) -> None:
+        super().__init__(TinyDecoder(CASE.seed).double())
+        self.example_input_array = torch.zeros(2, 5, dtype=torch.long)
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.model(batch) if isinstance(batch, Tensor) else super().forward(batch)
+
+
+class KeepsSummary(Callback):
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        summary = ModelSummary(pl_module, max_depth=3)
+        names = [name.removeprefix("FSDP") for name in summary.layer_types]
+        self.found = (summary.total_parameters, summary.param_nums, summary.out_sizes, summary.total_flops, names)
+
+
+def _summarise(engine: str) -> tuple[Any, dict[str, Tensor]]:
+    module, keeps = Summarised(), KeepsSummary()
+    trainer_with(engine, [keeps]).fit(module, loader())
+    return keeps.found, full_weights(module.model)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_model_summary(pool2: RankPool, engine: str) -> None:
+    """Counts of the whole model, whatever a rank holds; FSDP2 puts its own name before that of a unit's class."""
+    summary = ModelSummary(Summarised(), max_depth=3)
+    expected = (summary.total_parameters, summary.param_nums, summary.out_sizes, summary.total_flops)
+    for found, weights in pool2.run(_summarise, engine):
+        assert found == (*expected, summary.layer_types)
+        assert_trained(weights, EPOCH)
+
+
+class ValidatesByRank(LabelledModule):
+    """Logs values of its own: on rank 1 they stop falling after the second epoch, on rank 0 never."""
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        value = float(-self.current_epoch if dist.get_rank() == 0 else -min(self.current_epoch, 1))
+        self.log("by_rank", value, batch_size=1)
+        self.log("together", torch.tensor(value), batch_size=1, sync_dist=True)
+
+
+def _stop_early(engine: str, monitor: str, settings: dict[str, Any]) -> tuple[dict[str, Tensor], int, Any]:
+    module, stopping = ValidatesByRank(), EarlyStopping(monitor, patience=1)
+    trainer = trainer_with(engine, [stopping], max_epochs=4, **settings)
+    trainer.fit(module, loader(), loader())
+    return full_weights(module.model), stopping.stopped_epoch, trainer.callback_metrics["together"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_early_stopping(pool2: RankPool, engine: str) -> None:
+    """What one rank alone sees stops all of them after the same epoch, unless `min_steps` is larger."""
+    for weights, stopped_epoch, together in pool2.run(_stop_early, engine, "by_rank", {}):
+        assert stopped_epoch == 2
+        assert float(together) == -1.5
+        assert_trained(weights, EPOCH * 3)
+    for weights, stopped_epoch, _ in pool2.run(_stop_early, engine, "together", {}):
+        assert stopped_epoch == 0
+        assert_trained(weights, EPOCH * 4)
+    for weights, _, _ in pool2.run(_stop_early, engine, "by_rank", {"min_steps": 10}):
+        assert_trained(weights, [*EPOCH * 3, EPOCH[0]])
+
+
+class ChecksBest(ValidatesByRank):
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("tested", self(batch), batch_size=1)
+
+
+def _keep_best(engine: str, folder: str) -> tuple[dict[str, Tensor], str, list[str]]:
+    module = ChecksBest()
+    keeps = ModelCheckpoint(folder, "{epoch}", monitor="together", mode="max", save_top_k=1, save_last=True)
+    trainer = trainer_with(engine, [keeps], max_epochs=3, enable_checkpointing=True)
+    trainer.fit(module, loader(), loader())
+    trainer.test(module, loader(), ckpt_path="best", verbose=False)
+    return full_weights(module.model), Path(keeps.best_model_path).name, sorted(p.name for p in Path(folder).iterdir())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_model_checkpoint(pool2: RankPool, tmp_path: Path, engine: str) -> None:
+    """The best by what all ranks logged, and its weights; the others have been removed."""
+    for weights, best, names in pool2.run(_keep_best, engine, str(tmp_path)):
+        assert (best, names) == ("epoch=0.ckpt", ["epoch=0.ckpt", "last.ckpt"])
+        assert_trained(weights, EPOCH)
+
+
+class HastyOnRank0(Timer):
+    """A clock that only rank 0's Timer reads as an hour a batch."""
+
+    batches = 0
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        self.batches += 1
+        super().on_train_batch_end(trainer, *args, **kwargs)
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        return 3600.0 * self.batches * (dist.get_rank() == 0)
+
+
+def _run_out_of_time(engine: str) -> tuple[dict[str, Tensor], int]:
+    timer = HastyOnRank0(timedelta(hours=4))
+    return _fit(engine, [timer]), timer.batches
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_timer(pool2: RankPool, engine: str) -> None:
+    """All ranks stop after the same batch; the window that it leaves open does not step."""
+    for weights, batches in pool2.run(_run_out_of_time, engine):
+        assert batches == 4
+        assert_trained(weights, [[0, 1, 2]])
+
+
+class FailsInFifthBatch(LabelledModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 4:
+            raise ValueError("no fifth batch")
+        return super().training_step(batch, batch_idx)
+
+
+def _save_on_exception(engine: str, folder: str) -> dict[str, Tensor]:
+    saves = OnExceptionCheckpoint(folder)
+    trainer = trainer_with(engine, [saves], enable_checkpointing=True)
+    with pytest.raises(ValueError, match="no fifth batch"):
+        trainer.fit(FailsInFifthBatch(), loader())
+    module = LabelledModule()
+    trainer_with(engine, []).validate(module, loader(), saves.ckpt_path, verbose=False)
+    return full_weights(module.model)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_on_exception_checkpoint(pool2: RankPool, tmp_path: Path, engine: str) -> None:
+    """Where all ranks fail together, in mid-window, the checkpoint holds the weights of the last step."""
+    for weights in pool2.run(_save_on_exception, engine, str(tmp_path)):
+        assert_trained(weights, [[0, 1, 2]])
+
+
+class Predicts(LabelledModule):
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.model(batch["input_ids"])
+
+
+class Writes(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.batches: list[tuple[Tensor, int]] = []
+        self.epoch: Any = None
+
+    def write_on_batch_end(
+        self, trainer: Any, pl_module: Any, prediction: Any, batch_indices: Any, batch: Any, batch_idx: int, _: int
+    ) -> None:
+        self.batches.append((prediction, batch_idx))
+
+    def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
+        self.epoch = predictions
+
+
+def _predict(engine: str, returned: bool) -> tuple[Any, Any, Any]:
+    writes = Writes()
+    trainer = trainer_with(engine, [writes], limit_predict_batches=3)
+    predictions = trainer.predict(Predicts(), loader(), return_predictions=returned)
+    return predictions, writes.batches, writes.epoch
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("returned", [True, False])
+def test_prediction_writer(pool2: RankPool, returned: bool, engine: str) -> None:
+    """Each rank writes, and is given back, what the whole model predicts for its own batches."""
+    model = TinyDecoder(CASE.seed).double()
+    for rank, (predictions, batches, epoch) in enumerate(pool2.run(_predict, engine, returned)):
+        expected = [model(batch["input_ids"]) for batch in micro_batches(CASE)[rank][:3]]
+        assert [index for _, index in batches] == [0, 1, 2]
+        assert (predictions is None) == (not returned)
+        for found in (predictions or epoch, epoch, [prediction for prediction, _ in batches]):
+            assert len(found) == 3
+            assert max(map(relative_error, found, expected)) <= TOLERANCE
+
+
+class Spikes(LabelledModule):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self(batch) + 1000 * (batch_idx == 5 and dist.get_rank() == self.rank)
+
+
+def _detect_spikes(engine: str, rank: int, folder: str) -> Any:
+    module = Spikes(rank)
+    trainer = trainer_with(engine, [SpikeDetection(atol=50.0, exclude_batches_path=folder)])
+    if rank < 0:
+        trainer.fit(module, loader(GAPLESS))
+        return full_weights(module.model)
+    with pytest.raises(TrainingSpikeException) as raised:
+        trainer.fit(module, loader(GAPLESS))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_spike_detection(pool2: RankPool, tmp_path: Path, engine: str) -> None:
+    """A spike on one rank ends all of them; without one, training is what it was."""
+    expected = train_plainly(EPOCH, GAPLESS)
+    for weights in pool2.run(_detect_spikes, engine, -1, str(tmp_path)):
+        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
+    assert pool2.run(_detect_spikes, engine, 1, str(tmp_path)) == ["Training spike detected in batch 5"] * 2
+    assert json.loads((tmp_path / "skip_batches.json").read_text()) == [4, 5]

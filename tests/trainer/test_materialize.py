@@ -1,0 +1,283 @@
+"""Models from the meta device train to the weights of one process that created them with values, in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.cases import Case
+from tests.trainer.exactness import VOCABULARY, WIDTH, Outcome, full_weights, micro_batches, weight_error
+from tests.trainer.plain import ModelModule, plain_weights, prefixed
+from tests.trainer.runs import CASE, TOLERANCE, loader, make_trainer
+
+ACCUMULATE = 3
+SEED = 11
+CASE4 = replace(CASE, num_ranks=4)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "kept": {"reshard_during_accumulation": False},
+    "resharded": {"reshard_during_accumulation": True, "activation_checkpointing": True},
+    "offloaded": {"cpu_offload": True},
+    "ddp": {"data_parallel": "ddp"},
+}
+
+
+class Layer(nn.Module):
+    """A residual block with a parameter and buffers of its own, whose initialiser also scales a child.
+
+    Notes, where a test asks for it, what else is whole on this rank while its children and it are initialised.
+    """
+
+    whole: list[list[str]] | None = None
+    root: nn.Module | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.empty(WIDTH))
+        self.scalar = nn.Parameter(torch.empty(()))
+        self.register_buffer("offset", torch.empty(WIDTH), persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.gain.normal_(1.0, 0.5)
+        self.scalar.uniform_()
+        self.offset.copy_(torch.linspace(-0.1, 0.1, WIDTH))
+        self.linear.weight.mul_(0.5)
+        if Layer.whole is not None and not self.gain.is_meta and Layer.root is not None:
+            named = Layer.root.named_parameters()
+            Layer.whole.append([n for n, p in named if p.ndim > 0 and not isinstance(p, DTensor)])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mixed = self.linear(self.norm(hidden) + self.offset) * self.gain + self.scalar
+        return hidden + torch.tanh(mixed).cumsum(dim=1) / hidden.shape[1]
+
+
+class Decoder(nn.Module):
+    """A padded embedding, tied to the head, and layers; [b, s] ids to [b, s, v] logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(self.norm(hidden))
+
+
+class Configured(ModelModule):
+    """Creates its model in `configure_model`, on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+
+    def configure_model(self) -> None:
+        if isinstance(self.model, nn.Identity):
+            with torch.device("meta"):
+                self.model = Decoder()
+
+
+class ShardedByHand(Configured):
+    """Shards it there as well, as Lightning's `ModelParallelStrategy` demands."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for layer in self.model.layers:
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"], ignored_params={layer.scalar})
+        scalars = {layer.scalar for layer in self.model.layers}
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"], ignored_params=scalars)
+
+
+def expected(case: Case = CASE, dtype: torch.dtype = torch.float32) -> Outcome:
+    """What one process gets that creates the model with values, in this dtype."""
+    torch.manual_seed(SEED)
+    torch.set_default_dtype(dtype)
+    model = Decoder().double()
+    torch.set_default_dtype(torch.float32)
+    return prefixed(plain_weights(model, ACCUMULATE, case))
+
+
+def make_module(where: str, trainer: Any) -> ModelModule:
+    """A module that stands on rank 0 where the reference starts, and elsewhere on the other ranks."""
+    torch.manual_seed(SEED + dist.get_rank())
+    if where == "configure_model":
+        return Configured()
+    if where == "by_hand":
+        return ShardedByHand()
+    context = trainer.init_module(empty_init=True) if where == "init_module" else nullcontext()
+    with torch.device("meta") if where == "meta" else context:
+        return ModelModule(Decoder())
+
+
+def fit(options: dict[str, Any], where: str, case: Case = CASE, **trainer_options: Any) -> Outcome:
+    """Train; weights must be 64 bit, and shared where they were."""
+    trainer_options = {"precision": "64-true", "accumulate_grad_batches": ACCUMULATE, **trainer_options}
+    trainer = make_trainer(AutomodelStrategy(**options), **trainer_options)
+    module = make_module(where, trainer)
+    trainer.fit(module, loader(case))
+    assert module.model.head.weight is module.model.embedding.weight
+    assert all(tensor.dtype == torch.float64 for tensor in (*module.parameters(), *module.buffers()))
+    return Outcome(full_weights(module), None)
+
+
+@pytest.mark.parametrize("where", ["meta", "values"])
+@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
+def test_one_seed_gives_one_model(pool2: RankPool, options: dict[str, Any], where: str) -> None:
+    """With the meta device or without, the initial weights are those of a single process under rank 0's seed."""
+    reference = expected()
+    for outcome in pool2.run(fit, options, where):
+        assert weight_error(outcome, reference) <= TOLERANCE
+
+
+@pytest.mark.parametrize("where", ["configure_model", "by_hand", "init_module"])
+def test_ways_to_create_a_model_without_values(pool2: RankPool, where: str) -> None:
+    """In a hook, sharded there or not, and in the Trainer's context, all of which know the Trainer's precision."""
+    reference = expected(dtype=torch.float64)
+    for outcome in pool2.run(fit, {}, where):
+        assert weight_error(outcome, reference) <= TOLERANCE
+
+
+@pytest.mark.parametrize("where", ["configure_model", "init_module"])
+def test_ddp_takes_them_as_well(pool2: RankPool, where: str) -> None:
+    """The same for a model that is copied."""
+    reference = expected(dtype=torch.float64)
+    for outcome in pool2.run(fit, LAYOUTS["ddp"], where):
+        assert weight_error(outcome, reference) <= TOLERANCE
+
+
+def test_replicas_of_shards(pool4: RankPool) -> None:
+    """Four ranks, two replicas: the same model again."""
+    reference = expected(CASE4)
+    for outcome in pool4.run(fit, {"data_parallel_replicate_size": 2}, "meta", CASE4):
+        assert weight_error(outcome, reference) <= TOLERANCE
+
+
+def test_another_seed_gives_another_model(pool2: RankPool) -> None:
+    """The comparison bites."""
+    torch.manual_seed(SEED + 1)
+    other = prefixed(plain_weights(Decoder().double(), ACCUMULATE))
+    for outcome in pool2.run(fit, {}, "meta"):
+        assert weight_error(outcome, other) > 1e-3
+
+
+@contextmanager
+def _noting(module: ModelModule) -> Iterator[list[list[str]]]:
+    Layer.whole, Layer.root = [], module
+    try:
+        yield Layer.whole
+    finally:
+        Layer.whole = Layer.root = None
+
+
+def _whole_parameters() -> list[list[str]]:
+    trainer = make_trainer(AutomodelStrategy(), precision="64-true", limit_train_batches=1)
+    module = make_module("meta", trainer)
+    with _noting(module) as whole:
+        trainer.fit(module, loader())
+    return whole
+
+
+def test_a_rank_holds_one_module_at_a_time(pool2: RankPool) -> None:
+    """While a layer is initialised, it is whole as far as its initialiser reaches; everything else is sharded."""
+    for whole in pool2.run(_whole_parameters):
+        assert whole == [[f"model.layers.{i}.gain", f"model.layers.{i}.linear.weight"] for i in range(2)]
+
+
+class Forgetful(Decoder):
+    """Has a parameter and a buffer that no initialiser fills; the buffer is no part of a checkpoint."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.register_buffer("slope", torch.full((WIDTH,), 1.5), persistent=persistent)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embedding(input_ids) * self.slope + self.shift
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(self.norm(hidden))
+
+
+class Resuming(ModelModule):
+    """Sees the same batches in every epoch, so that an interrupted run can be compared."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(micro_batches(CASE)[dist.get_rank()], batch_size=None)
+
+
+def _two_epochs(options: dict[str, Any], module: ModelModule, path: str, resumes: bool) -> Outcome:
+    """Weights after two epochs; the checkpoint is of the first, and read if the second alone is to be trained."""
+    kwargs: dict[str, Any] = {"precision": "64-true", "accumulate_grad_batches": ACCUMULATE}
+    if not resumes:
+        trainer = make_trainer(AutomodelStrategy(**options), **kwargs)
+        trainer.fit(module)
+        trainer.save_checkpoint(path)
+    make_trainer(AutomodelStrategy(**options), **kwargs, max_epochs=2).fit(module, ckpt_path=path)
+    return Outcome(full_weights(module), None)
+
+
+def _resume(options: dict[str, Any], folder: str, persistent: tuple[bool, bool], strict: bool) -> Any:
+    """Weights with and without the meta device; the error where there is one."""
+    path = str(Path(folder) / "checkpoint")
+    torch.manual_seed(SEED)
+    straight = _two_epochs(options, Resuming(Forgetful(persistent[0])), path, resumes=False)
+    with torch.device("meta"):
+        module = Resuming(Forgetful(persistent[1]))
+    module.strict_loading = strict
+    try:
+        return straight, _two_epochs(options, module, path, resumes=True)
+    except ValueError as error:
+        return straight, str(error)
+
+
+@pytest.mark.parametrize("options", [LAYOUTS["kept"], LAYOUTS["ddp"]], ids=["fsdp2", "ddp"])
+def test_a_checkpoint_fills_a_model_without_values(pool2: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Also what has no initialiser, and not before the initialisers have run."""
+    for straight, resumed in pool2.run(_resume, options, str(tmp_path), (True, True), True):
+        assert isinstance(resumed, Outcome)
+        assert weight_error(resumed, straight) <= TOLERANCE
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_a_checkpoint_lacks_raises(pool2: RankPool, tmp_path: Path, strict: bool) -> None:
+    """A buffer that no state dict holds, or that this one does not."""
+    persistent = (False, not strict)
+    for _, message in pool2.run(_resume, LAYOUTS["ddp"], str(tmp_path), persistent, strict):
+        assert isinstance(message, str)
+        assert "nobody gave them values: model.slope (Forgetful). Give" in message
+
+
+def _error_without_initialiser(options: dict[str, Any]) -> str:
+    with torch.device("meta"):
+        module = ModelModule(Forgetful(True))
+    with pytest.raises(ValueError, match="nobody gave them values") as raised:
+        make_trainer(AutomodelStrategy(**options)).fit(module, loader())
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("options", [LAYOUTS["kept"], LAYOUTS["ddp"]], ids=["fsdp2", "ddp"])
+def test_what_nobody_initialises_raises(pool2: RankPool, options: dict[str, Any]) -> None:
+    """On every rank, by name."""
+    for message in pool2.run(_error_without_initialiser, options):
+        assert message.startswith("2 parameters, buffers or tensor attributes of ModelModule were created on the meta")
+        assert "model.shift (Forgetful), model.slope (Forgetful)" in message

@@ -1,0 +1,116 @@
+"""Options that trade memory for communication: shards in host memory, parameters freed between forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import Outcome, full_weights, weight_error
+from tests.trainer.plain import ModelModule, plain_weights, prefixed
+from tests.trainer.runs import CASE, TOLERANCE, loader, make_trainer
+from tests.trainer.test_models import Scalars
+
+ACCUMULATE = 3
+CASE4 = replace(CASE, num_ranks=4)
+CLIPPING: dict[str, tuple[float, Any]] = {
+    "norm": (0.05, lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.05)),
+    "value": (0.005, lambda parameters: nn.utils.clip_grad_value_(parameters, 0.005)),
+}
+
+
+def fit(options: dict[str, Any], num_ranks: int, clipping: str | None = None) -> tuple[Outcome, set[str], Any]:
+    """Weights; devices of the optimizer's tensors; what `describe` says."""
+    module = ModelModule(Scalars())
+    strategy = AutomodelStrategy(**options)
+    clip = {} if clipping is None else {"gradient_clip_algorithm": clipping, "gradient_clip_val": CLIPPING[clipping][0]}
+    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, **clip)
+    trainer.fit(module, loader(replace(CASE, num_ranks=num_ranks)))
+    state = [v for s in trainer.optimizers[0].state.values() for v in s.values() if isinstance(v, Tensor)]
+    return Outcome(full_weights(module), None), {str(tensor.device) for tensor in state}, strategy.describe()
+
+
+OFFLOADED = {
+    "kept": {"reshard_during_accumulation": False},
+    "resharded": {"reshard_during_accumulation": True},
+    "undeferred": {"defer_fsdp_grad_sync": False},
+}
+
+
+@pytest.mark.parametrize("clipping", CLIPPING)
+@pytest.mark.parametrize("options", OFFLOADED.values(), ids=OFFLOADED)
+def test_offloaded_shards_are_clipped(pool2: RankPool, options: dict[str, Any], clipping: str) -> None:
+    """Exact with plain parameters beside, whatever a micro-batch communicates; clipping matters."""
+    clipped = prefixed(plain_weights(Scalars(), ACCUMULATE, clip=CLIPPING[clipping][1]))
+    assert weight_error(prefixed(plain_weights(Scalars(), ACCUMULATE)), clipped) > 1e-6
+    for outcome, devices, described in pool2.run(fit, {"cpu_offload": True, **options}, 2, clipping):
+        assert weight_error(outcome, clipped) <= TOLERANCE
+        assert devices == {"cpu"}
+        assert described["cpu_offload"] is True
+
+
+@pytest.mark.parametrize("deferral", [True, "all_reduce"])
+def test_offloaded_replicas_are_clipped(pool4: RankPool, deferral: Any) -> None:
+    """The same for replicas of shards."""
+    options = {"cpu_offload": True, "data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": deferral}
+    clipped = prefixed(plain_weights(Scalars(), ACCUMULATE, CASE4, clip=CLIPPING["norm"][1]))
+    for outcome, _, _ in pool4.run(fit, options, 4, "norm"):
+        assert weight_error(outcome, clipped) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reshard_after_forward": 2},
+        {"reshard_after_forward": 2, "defer_fsdp_grad_sync": False},
+        {"reshard_after_forward": 2, "cpu_offload": True, "activation_checkpointing": True},
+        {"reshard_after_forward": 4},
+        {"reshard_after_forward": False},
+    ],
+    ids=["two", "two-undeferred", "two-offloaded", "all", "never"],
+)
+def test_reshard_after_forward(pool4: RankPool, options: dict[str, Any]) -> None:
+    """To a part of the ranks, to all of them, or not at all: the weights are the same."""
+    expected = prefixed(plain_weights(Scalars(), ACCUMULATE, CASE4))
+    for outcome, _, described in pool4.run(fit, {"reshard_during_accumulation": True, **options}, 4):
+        assert weight_error(outcome, expected) <= TOLERANCE
+        assert described["reshard_after_forward"] == options["reshard_after_forward"]
+
+
+def test_kept_parameters_are_not_resharded_to_a_part(pool4: RankPool) -> None:
+    """What is kept for the window is not freed after the forward; that the option waits is said in `describe`."""
+    expected = prefixed(plain_weights(Scalars(), ACCUMULATE, CASE4))
+    options = {"reshard_after_forward": 2, "reshard_during_accumulation": False}
+    for outcome, _, described in pool4.run(fit, options, 4):
+        assert weight_error(outcome, expected) <= TOLERANCE
+        assert described["reshard_after_forward"] is False
+
+
+def _error(options: dict[str, Any], num_ranks: int) -> str:
+    with pytest.raises(ValueError, match="reshard_after_forward") as raised:
+        fit(options, num_ranks)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"reshard_after_forward": 3},
+            "reshard_after_forward=3 does not divide the 4 ranks that a unit is sharded over;"
+            " valid are True, False, 2, 4.",
+        ),
+        (
+            {"reshard_after_forward": 4, "data_parallel_replicate_size": 2},
+            "reshard_after_forward=4 does not divide the 2 ranks that a unit is sharded over;"
+            " valid are True, False, 2.",
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide_raise(pool4: RankPool, options: dict[str, Any], message: str) -> None:
+    """On every rank, with the sizes that do."""
+    assert pool4.run(_error, options, 4) == [message] * 4

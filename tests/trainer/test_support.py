@@ -1,0 +1,122 @@
+"""The table of what works with what: each cell passed, refused with a message, or not run here for a reason.
+
+A default run takes a sample. `pytest tests/trainer/test_support.py -m "sweep or not sweep" --support-table PATH` runs
+all cells and writes the table.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import Outcome, weight_error
+from tests.trainer.support import CELLS, FEATURES, LAYOUTS, PRECISIONS, Cell, expected_weights, reason_not_to_run, train
+
+EVERY = 7
+REFUSED: dict[tuple[str, str, str], str] = {}
+"""Regular expressions of (layout, precision, feature) that are refused, with the message."""
+
+Status = tuple[str, str]
+
+
+def expected_refusal(cell: Cell) -> str | None:
+    """The message, as a regular expression, with which the cell is to be refused."""
+    key = (cell.layout, cell.precision, cell.feature)
+    for patterns, message in REFUSED.items():
+        if all(re.fullmatch(pattern, value) for pattern, value in zip(patterns, key, strict=True)):
+            return message
+    return None
+
+
+@pytest.fixture(scope="module")
+def table(request: pytest.FixtureRequest) -> Iterator[dict[Cell, Status]]:
+    """What came of each cell; with --support-table, it is written at the end."""
+    found: dict[Cell, Status] = {}
+    yield found
+    if path := request.config.getoption("--support-table"):
+        Path(path).write_text(as_markdown(found))
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest, cell: Cell) -> RankPool:
+    """As many ranks as the cell needs."""
+    return request.getfixturevalue(f"pool{LAYOUTS[cell.layout].world_size}")
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, marks=[] if i % EVERY == 0 else [pytest.mark.sweep]) for i, cell in enumerate(CELLS)],
+    ids=str,
+)
+def test_cell(cell: Cell, pool: RankPool, table: dict[Cell, Status]) -> None:
+    """Weights are those of the plain loop within the precision's rounding, or the same refusal on every rank."""
+    if reason := reason_not_to_run(cell, torch.cuda.device_count()):
+        table[cell] = ("not run here", reason)
+        pytest.skip(reason)
+    table[cell] = ("failed", "")
+    outcomes = pool.run(train, cell)
+    refusal = expected_refusal(cell)
+    for outcome in outcomes:
+        if isinstance(outcome, str):
+            assert refusal is not None, outcome
+            assert re.search(refusal, outcome), outcome
+            table[cell] = ("refused", outcome)
+        else:
+            assert refusal is None, "expected to be refused, but trained"
+            error = weight_error(Outcome(outcome, None), Outcome(expected_weights(cell), None))
+            assert error <= PRECISIONS[cell.precision], f"off by {error:.1e}"
+            table[cell] = ("passed", "")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_widest_tolerance_still_bites(layout: str) -> None:
+    """Another window length moves the weights farther than any precision may be off."""
+    cell = Cell(layout, "bf16-mixed", "accumulation, short window")
+    wrong = Outcome(expected_weights(cell, accumulate=1), None)
+    assert weight_error(wrong, Outcome(expected_weights(cell), None)) > 2 * max(PRECISIONS.values())
+
+
+def as_markdown(found: dict[Cell, Status]) -> str:
+    """One table for each precision, features down and layouts across; messages and reasons as notes below."""
+    notes: list[str] = []
+    lines = [
+        f"# What works with what, {datetime.date.today()}",
+        "",
+        f"Written by `{COMMAND}` with torch {torch.__version__}, Lightning {lightning.__version__}, Python"
+        f" {platform.python_version()} and {torch.cuda.device_count()} CUDA devices. *passed*: trained on ragged data"
+        " with a short last window, and the weights are those of a plain single-process float64 loop within the"
+        " tolerance that stands above the table, relative to the largest weight of each tensor. *refused* and *not run*"
+        " point to the message or the reason below.",
+        "",
+    ]
+    for precision, tolerance in PRECISIONS.items():
+        head = ["", *LAYOUTS]
+        lines += [f"## {precision}: {tolerance:g}", "", f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
+        for feature in FEATURES:
+            row = [_shown(found.get(Cell(layout, precision, feature)), notes) for layout in LAYOUTS]
+            lines.append(f"| {feature} | {' | '.join(row)} |")
+        lines.append("")
+    lines += [f"{number}. {note}" for number, note in enumerate(notes, 1)]
+    return "\n".join(lines) + "\n"
+
+
+COMMAND = 'python -m pytest tests/trainer/test_support.py -m "sweep or not sweep" --support-table docs/support.md'
+
+
+def _shown(status: Status | None, notes: list[str]) -> str:
+    if status is None:
+        return "not selected"
+    word, note = status
+    if not note:
+        return word
+    if note not in notes:
+        notes.append(note)
+    return f"{word} ({notes.index(note) + 1})"

@@ -1,0 +1,214 @@
+"""Tensor parallelism beside FSDP2: ranks that compute one micro-batch together, and plain parameters beside theirs.
+
+Four ranks are two data-parallel ones of two tensor-parallel ones. Widths and the vocabulary are odd, so that all shards
+are uneven. Every run has a short last window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.cases import Case
+from tests.trainer.exactness import PLAN, Outcome, TinyDecoder, full_weights, micro_batches, weight_error
+from tests.trainer.plain import ModelModule, differ_by_rank, plain_weights
+from tests.trainer.runs import TOLERANCE, make_trainer
+
+TENSOR = 2
+ACCUMULATE = 3
+CLIP = 0.05
+WRONG = 1e-6
+CASE = Case(seed=31, telling="labels", num_batches=5, num_ranks=2, gap="micro_batches")
+
+MODES: dict[str, dict[str, Any]] = {
+    "kept": {"reshard_during_accumulation": False},
+    "resharded": {"reshard_during_accumulation": True},
+    "undeferred": {"defer_fsdp_grad_sync": False},
+}
+
+
+def decoder() -> nn.Module:
+    return TinyDecoder(CASE.seed).double()
+
+
+class TensorParallelModule(ModelModule):
+    """Applies a plan of the user's; norms and biases of none stay plain."""
+
+    def configure_model(self) -> None:
+        parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
+
+
+class UnequalStartModule(TensorParallelModule):
+    """Weights that only rank 0 has right."""
+
+    def configure_model(self) -> None:
+        differ_by_rank(self.model)
+        super().configure_model()
+
+
+def data_rank() -> int:
+    return dist.get_rank() // TENSOR
+
+
+def fit_tensor_parallel(
+    case: Case,
+    make_module: type[ModelModule] = TensorParallelModule,
+    options: dict[str, Any] | None = None,
+    **trainer_options: Any,
+) -> tuple[dict[str, Tensor], dict[str, Any], float]:
+    """Train, and return full weights, what the strategy says of itself, and the last norm."""
+    module = make_module(decoder())
+    strategy = AutomodelStrategy(tensor_parallel_size=TENSOR, **(options or {}))
+    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, **trainer_options)
+    trainer.fit(module, DataLoader(micro_batches(case)[data_rank()], batch_size=None))
+    assert strategy.last_step is not None
+    return full_weights(module.model), strategy.describe(), float(strategy.last_step.grad_norm)
+
+
+def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return weight_error(Outcome(weights, None), Outcome(expected, None))
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+def test_two_by_two(pool4: RankPool, options: dict[str, Any]) -> None:
+    expected = plain_weights(decoder(), ACCUMULATE, CASE)
+    for weights, description, _ in pool4.run(fit_tensor_parallel, CASE, options=options):
+        assert deviation(weights, expected) <= TOLERANCE
+        assert description["mesh"]["tensor_parallel"] == 2
+        assert description["mesh"]["data_parallel"] == description["gradient_divisor"] == 2
+
+
+def test_clipping_spans_both_meshes(pool4: RankPool) -> None:
+    """Each element counts once in the norm, whichever mesh it is sharded over; clipping twice as hard is noticed."""
+    norms: list[Tensor] = []
+
+    def clip(parameters: list[nn.Parameter]) -> None:
+        norms.append(nn.utils.clip_grad_norm_(parameters, CLIP))
+
+    expected = plain_weights(decoder(), ACCUMULATE, CASE, clip=clip)
+    assert all(norm > CLIP for norm in norms)
+    for weights, _, norm in pool4.run(fit_tensor_parallel, CASE, gradient_clip_val=CLIP):
+        assert deviation(weights, expected) <= TOLERANCE
+        assert norm == pytest.approx(norms[-1].item(), rel=TOLERANCE)
+        assert deviation(weights, plain_weights(decoder(), ACCUMULATE, CASE)) > WRONG
+
+
+def test_clipping_by_value(pool4: RankPool) -> None:
+    value = 0.01
+    expected = plain_weights(decoder(), ACCUMULATE, CASE, clip=lambda p: nn.utils.clip_grad_value_(p, value))
+    options = {"gradient_clip_val": value, "gradient_clip_algorithm": "value"}
+    for weights, _, _ in pool4.run(fit_tensor_parallel, CASE, **options):
+        assert deviation(weights, expected) <= TOLERANCE
+
+
+def test_all_ranks_start_from_the_weights_of_rank_0(pool4: RankPool) -> None:
+    """Over both meshes, for what is distributed and for what stays plain."""
+    expected = plain_weights(decoder(), ACCUMULATE, CASE)
+    for weights, _, _ in pool4.run(fit_tensor_parallel, CASE, UnequalStartModule):
+        assert deviation(weights, expected) <= TOLERANCE
+
+
+def test_without_data_parallelism(pool2: RankPool) -> None:
+    """Two ranks that compute together: both see all data."""
+    case = replace(CASE, num_ranks=1)
+    expected = plain_weights(decoder(), ACCUMULATE, case)
+    for weights, description, _ in pool2.run(fit_tensor_parallel, case, gradient_clip_val=10.0):
+        assert deviation(weights, expected) <= TOLERANCE
+        assert description["gradient_divisor"] == 1
+
+
+class Poisoned(TensorParallelModule):
+    """One rank of all gets a gradient that is no number, in a parameter that all ranks hold a part of."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if dist.get_rank() == 3:
+            self.model.norm.bias.grad.fill_(float("nan"))
+
+
+def start_of_fit_error(make_module: type[ModelModule], options: dict[str, Any]) -> str:
+    """What `fit` raises on this rank."""
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        fit_tensor_parallel(CASE, make_module, options)
+    return str(raised.value)
+
+
+def test_a_gradient_that_is_not_finite_stops_every_rank(pool4: RankPool) -> None:
+    """Also the peers of another tensor-parallel rank, whose own parts are finite."""
+    for message in pool4.run(start_of_fit_error, Poisoned, {"error_if_nonfinite": True}):
+        assert "gradient norm of this window is nan" in message
+
+
+def test_a_model_that_takes_no_part(pool4: RankPool) -> None:
+    for message in pool4.run(start_of_fit_error, ModelModule, {}):
+        assert message.startswith("tensor_parallel_size=2, but no parameter of ModelModule is distributed for it")
+
+
+def test_ddp_refuses(pool2: RankPool) -> None:
+    for message in pool2.run(start_of_fit_error, TensorParallelModule, {"data_parallel": "ddp"}):
+        assert "does not go with data_parallel='ddp'" in message
+
+
+def dropping_decoder() -> nn.Module:
+    """A decoder that drops out half of what comes from its first block, which peers hold alike."""
+    model = decoder()
+    model.blocks.insert(1, nn.Dropout(0.5))
+    return model
+
+
+class Remembers(torch.utils.data.Dataset):
+    """Unlabelled but for the sampler that Lightning gives it."""
+
+    def __init__(self) -> None:
+        self.drawn: list[int] = []
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.drawn.append(index)
+        return {"input_ids": torch.tensor([index, 1]), "labels": torch.tensor([1, 2])}
+
+
+def fit_with_dropout_and_own_seeds() -> tuple[dict[str, Tensor], list[int]]:
+    """Ranks that were seeded differently, on data that Lightning shares out."""
+    torch.manual_seed(dist.get_rank())
+    module = TensorParallelModule(dropping_decoder())
+    strategy = AutomodelStrategy(tensor_parallel_size=TENSOR)
+    trainer = make_trainer(strategy, accumulate_grad_batches=2, use_distributed_sampler=True)
+    data = Remembers()
+    trainer.fit(module, DataLoader(data, batch_size=1))
+    local = {name: p.full_tensor().detach().clone() for name, p in module.named_parameters() if "norm" in name}
+    return local, data.drawn
+
+
+def test_peers_see_the_same_data_and_random_numbers(pool4: RankPool) -> None:
+    """What peers hold alike stays alike to the last bit, though nobody averages it; data ranks see different data."""
+    outcomes = pool4.run(fit_with_dropout_and_own_seeds)
+    for first, second in ((0, 1), (2, 3)):
+        (weights, drawn), (others_weights, others_drawn) = outcomes[first], outcomes[second]
+        assert drawn == others_drawn
+        assert all(torch.equal(weight, others_weights[name]) for name, weight in weights.items())
+    assert sorted(outcomes[0][1] + outcomes[2][1]) == list(range(8))
+
+
+def fit_on_unequal_batches() -> str:
+    module = TensorParallelModule(decoder())
+    trainer = make_trainer(AutomodelStrategy(tensor_parallel_size=TENSOR))
+    case = replace(CASE, num_ranks=4)
+    with pytest.raises(ValueError, match="different first batches") as raised:
+        trainer.fit(module, DataLoader(micro_batches(case)[dist.get_rank()], batch_size=None))
+    return str(raised.value)
+
+
+def test_peers_with_unequal_batches_are_refused(pool2: RankPool) -> None:
+    for message in pool2.run(fit_on_unequal_batches):
+        assert message.startswith("The tensor-parallel ranks [0, 1] were given different first batches")

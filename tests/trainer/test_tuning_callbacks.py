@@ -1,0 +1,165 @@
+"""Lightning's callbacks that change how or what is trained: learning rates, frozen modules, pruned parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, LearningRateFinder, ModelPruning
+from lightning.pytorch.tuner import Tuner
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import (
+    LEARNING_RATE,
+    MOMENTUM,
+    Outcome,
+    TinyDecoder,
+    full_weights,
+    micro_batches,
+    weight_error,
+)
+from tests.trainer.plain import ModelModule, sgd, train_model_plainly
+from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, loader, mean_loss
+from tests.trainer.test_lightning_callbacks import ACCUMULATE, ENGINES, GAPLESS, trainer_with
+
+
+class Rated(ModelModule):
+    """Has a learning rate that can be found."""
+
+    def __init__(self) -> None:
+        super().__init__(TinyDecoder(CASE.seed).double())
+        self.lr, self.batch_size = LEARNING_RATE, 1
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=MOMENTUM)
+
+
+SEARCHED, SEARCH = 16, {"min_lr": 1e-3, "max_lr": 0.5, "early_stop_threshold": None}
+
+
+def _find_rate(engine: str, by_tuner: bool, folder: str) -> tuple[dict[str, list[float]], float, dict[str, Tensor]]:
+    module, finder = Rated(), LearningRateFinder(num_training_steps=SEARCHED, **SEARCH)
+    settings = {"accumulate_grad_batches": 1, "max_epochs": 3, "default_root_dir": folder}
+    trainer = trainer_with(engine, [] if by_tuner else [finder], **settings)
+    found = Tuner(trainer).lr_find(module, loader(GAPLESS), num_training=SEARCHED, **SEARCH) if by_tuner else None
+    trainer.fit(module, loader(GAPLESS))
+    found = found or finder.optimal_lr
+    return found.results, module.lr, full_weights(module.model)
+
+
+def losses_at(rates: list[float], smoothed_over: float = 0.98) -> tuple[list[float], dict[str, Tensor]]:
+    """Rank 0's loss of each batch, smoothed as the finder does, and the weights after stepping at these rates."""
+    model, losses, average = TinyDecoder(CASE.seed).double(), [], 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    for step, rate in enumerate(rates):
+        batches = [by_rank[step % GAPLESS.num_batches] for by_rank in micro_batches(GAPLESS)]
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+        average = smoothed_over * average + (1 - smoothed_over) * mean_loss(model, batches[0]).item()
+        losses.append(average / (1 - smoothed_over ** (step + 2)))
+        (sum(mean_loss(model, batch, "sum") for batch in batches) / tokens).backward()
+        optimizer.step()
+    return losses, full_weights(model)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("by_tuner", [True, False], ids=["Tuner", "callback"])
+def test_learning_rate_finder(pool2: RankPool, tmp_path: Path, by_tuner: bool, engine: str) -> None:
+    """The curve is that of exact steps; then training starts at the rate found, as if there had been no search."""
+    for results, rate, weights in pool2.run(_find_rate, engine, by_tuner, str(tmp_path)):
+        assert len(results["lr"]) == SEARCHED
+        assert results["loss"] == pytest.approx(losses_at(results["lr"])[0], rel=1e-5)
+        assert rate in results["lr"]
+        _, expected = losses_at([rate] * 24)
+        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
+    assert list(tmp_path.iterdir()) == []
+
+
+def _scale_batch_size(engine: str) -> tuple[str, str]:
+    with pytest.raises(ValueError, match="distributed") as by_tuner:
+        Tuner(trainer_with(engine, [])).scale_batch_size(Rated(), loader())
+    with pytest.raises(MisconfigurationException, match="distributed") as by_callback:
+        trainer_with(engine, [BatchSizeFinder()]).fit(Rated(), loader())
+    return str(by_tuner.value), str(by_callback.value)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_batch_size_finder_is_refused_by_lightning(pool2: RankPool, engine: str) -> None:
+    for by_tuner, by_callback in pool2.run(_scale_batch_size, engine):
+        assert by_tuner == "Tuning the batch size is currently not supported with distributed strategies."
+        assert by_callback == "The Batch size finder is not supported with distributed strategies."
+
+
+BACKBONE_RATE, GROWTH = 0.02, 1.5
+
+
+class WithBackbone(ModelModule):
+    def __init__(self) -> None:
+        super().__init__(TinyDecoder(CASE.seed).double())
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.model.blocks
+
+
+def _unfreeze(engine: str) -> dict[str, Tensor]:
+    module = WithBackbone()
+    finetuning = BackboneFinetuning(1, lambda epoch: GROWTH, backbone_initial_lr=BACKBONE_RATE)
+    trainer_with(engine, [finetuning], max_epochs=3).fit(module, loader())
+    return full_weights(module.model)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_backbone_finetuning(pool2: RankPool, engine: str) -> None:
+    """Blocks that were frozen when the model was sharded train from the second epoch on, at their own rates."""
+    model = TinyDecoder(CASE.seed).double()
+    model.blocks.requires_grad_(False)
+    optimizer = sgd(model)
+    for epoch in range(3):
+        if epoch == 1:
+            model.blocks.requires_grad_(True)
+            optimizer.add_param_group({"params": list(model.blocks.parameters()), "lr": BACKBONE_RATE})
+        elif epoch == 2:
+            optimizer.param_groups[-1]["lr"] = BACKBONE_RATE * GROWTH
+        train_model_plainly(model, ACCUMULATE, make_optimizer=lambda _: optimizer)
+    for weights in pool2.run(_unfreeze, engine):
+        assert weight_error(Outcome(weights, None), Outcome(full_weights(model), None)) <= TOLERANCE
+
+
+def _prune(engine: str) -> Any:
+    module = LabelledModule()
+    pruning = ModelPruning("l1_unstructured", amount=0.4, use_lottery_ticket_hypothesis=False)
+    trainer = trainer_with(engine, [pruning], max_epochs=2)
+    if engine == "fsdp2":
+        with pytest.raises(ValueError, match="ModelPruning") as raised:
+            trainer.fit(module, loader())
+        return str(raised.value)
+    trainer.fit(module, loader())
+    return full_weights(module.model)
+
+
+def test_model_pruning(pool2: RankPool) -> None:
+    """Exact under DDP; where parameters are sharded it is refused before anything is."""
+    model = TinyDecoder(CASE.seed).double()
+    optimizer = sgd(model)
+    leaves = [module for module in model.modules() if isinstance(getattr(module, "weight", None), nn.Parameter)]
+    names = [
+        (module, name) for name in ("weight", "bias") for module in leaves if getattr(module, name, None) is not None
+    ]
+    for _ in range(2):
+        train_model_plainly(model, ACCUMULATE, make_optimizer=lambda _: optimizer)
+        prune.global_unstructured(names, pruning_method=prune.L1Unstructured, amount=0.4)
+    for module, name in names:
+        prune.remove(module, name)
+    for weights in pool2.run(_prune, "ddp"):
+        assert weight_error(Outcome(weights, None), Outcome(full_weights(model), None)) <= TOLERANCE
+        assert any((weight == 0).any() for weight in weights.values())
+    for message in pool2.run(_prune, "fsdp2"):
+        assert "of a sharded parameter each rank holds a part" in message
+        assert "data_parallel='ddp'" in message

@@ -1,0 +1,282 @@
+"""Averages of weights by Lightning's callbacks: exact against torch's averages in the plain loop, on shards and copies.
+
+Validation in mid-window swaps the average in and out: training must not notice, gathered parameters not outlive it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import Outcome, full_weights, micro_batches, relative_error, weight_error
+from tests.trainer.plain import ModelModule, filled_decoder, sgd, windows
+from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, loader, make_trainer, mean_loss
+
+ACCUMULATE, EPOCHS, VALIDATE_EVERY, DECAY, SWA_LR = 3, 3, 2, 0.7, 0.05
+WRONG = 1e-6
+OPTIONS = {
+    "kept": STRATEGIES["kept"],
+    "resharded": STRATEGIES["resharded"],
+    "units-gathered": {"reshard_during_accumulation": True, "reshard_after_forward": False},
+    "ddp": STRATEGIES["ddp"],
+}
+ENGINES = {"fsdp2": STRATEGIES["kept"], "ddp": STRATEGIES["ddp"]}
+
+
+class Tempered(nn.Module):
+    """A decoder with a scalar parameter, which is never sharded, and a buffer that follows the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = filled_decoder()
+        self.temperature = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.register_buffer("newest", torch.zeros(2, dtype=torch.float64))
+        self.step = 0
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if self.training:
+            self.newest.fill_(self.step)
+        return self.decoder(input_ids) / self.temperature
+
+
+class Evaluates(ModelModule):
+    """Keeps the summed token loss of the first batch of each validation."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.losses: list[float] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.losses.append(float(mean_loss(self.model, batch, "sum")))
+
+
+class AveragesEpochs(WeightAveraging):
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None
+
+
+AVERAGES: dict[str, tuple[Callable[[], WeightAveraging], dict[str, Any]]] = {
+    "ema": (lambda: EMAWeightAveraging(decay=DECAY), {"avg_fn": get_ema_avg_fn(DECAY)}),
+    "fused-ema": (
+        lambda: WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(DECAY)),
+        {"multi_avg_fn": get_ema_multi_avg_fn(DECAY)},
+    ),
+    "mean-of-epochs": (AveragesEpochs, {}),
+}
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    """Full weights and buffers; a collective where they are sharded."""
+    return full_weights(model) | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def window_gradient(model: nn.Module, window: list[int]) -> None:
+    """The gradient of the token mean over a window of all ranks."""
+    batches = [by_rank[index] for by_rank in micro_batches(CASE) for index in window]
+    tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+    model.train()
+    model.step = window[-1]
+    (torch.stack([mean_loss(model, batch, "sum") for batch in batches]).sum() / max(tokens, 1)).backward()
+
+
+def first_losses(model: nn.Module) -> list[float]:
+    """By rank: what a validation finds in its first batch."""
+    model.eval()
+    with torch.no_grad():
+        return [float(mean_loss(model, batches[0], "sum")) for batches in micro_batches(CASE)]
+
+
+def averaged_plainly(name: str, epochs: int = EPOCHS) -> tuple[dict[str, Tensor], list[list[float]]]:
+    """The average after all epochs, and what each validation finds with it."""
+    model = Tempered()
+    averaged, optimizer = AveragedModel(model, use_buffers=True, **AVERAGES[name][1]), sgd(model)
+    losses = []
+    for _ in range(epochs):
+        for window in windows(CASE, ACCUMULATE):
+            optimizer.zero_grad()
+            window_gradient(model, window)
+            for index in window:
+                if index == window[-1]:
+                    optimizer.step()
+                    if name != "mean-of-epochs":
+                        averaged.update_parameters(model)
+                if (index + 1) % VALIDATE_EVERY == 0:
+                    losses.append(first_losses(averaged.module))
+        if name == "mean-of-epochs":
+            averaged.update_parameters(model)
+    return state(averaged.module), losses
+
+
+def _fit(options: dict[str, Any], callback: Callback, **kwargs: Any) -> tuple[Evaluates, Trainer]:
+    module = Evaluates(Tempered())
+    settings = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, "callbacks": [callback], **kwargs}
+    trainer = make_trainer(AutomodelStrategy(**options), **settings)
+    trainer.fit(module, loader(), loader() if "val_check_interval" in kwargs else None)
+    return module, trainer
+
+
+def _average(name: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[float], int]:
+    callback = AVERAGES[name][0]()
+    module, _ = _fit(options, callback, val_check_interval=VALIDATE_EVERY)
+    held = sum(
+        (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+        for parameter in callback._average_model.parameters()
+    )
+    return state(module.model), module.losses, held
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", AVERAGES)
+def test_average(pool2: RankPool, name: str, options: dict[str, Any]) -> None:
+    """Training ends with the average, every validation sees it, and no rank holds more of it than of the weights."""
+    expected, losses = averaged_plainly(name)
+    current = Tempered()
+    optimizer = sgd(current)
+    for window in windows(CASE, ACCUMULATE) * EPOCHS:
+        optimizer.zero_grad()
+        window_gradient(current, window)
+        optimizer.step()
+    total = sum(parameter.numel() for parameter in current.parameters())
+    assert weight_error(Outcome(state(current), None), Outcome(expected, None)) > WRONG, "an average differs"
+    for rank, (weights, found, held) in enumerate(pool2.run(_average, name, options)):
+        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
+        assert len(found) == len(losses)
+        assert max(map(relative_error, found, [by_rank[rank] for by_rank in losses])) <= TOLERANCE
+        assert held == total if "data_parallel" in options else held < 0.7 * total
+
+
+def swa_plainly() -> dict[str, Tensor]:
+    """The mean of the weights with which each epoch but the first began, at torch's annealed learning rates."""
+    model = Tempered()
+    optimizer = sgd(model)
+    averaged = AveragedModel(model)
+    scheduler = None
+    for epoch in range(EPOCHS):
+        if epoch >= 1:
+            if scheduler is None:
+                optimizer.param_groups[0]["initial_lr"] = SWA_LR
+                scheduler = SWALR(optimizer, swa_lr=SWA_LR, anneal_epochs=2, last_epoch=EPOCHS)
+            averaged.update_parameters(model)
+        for window in windows(CASE, ACCUMULATE):
+            optimizer.zero_grad()
+            window_gradient(model, window)
+            optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return full_weights(averaged.module)
+
+
+def _swa(**kwargs: Any) -> StochasticWeightAveraging:
+    return StochasticWeightAveraging(swa_lrs=SWA_LR, swa_epoch_start=2, annealing_epochs=2, **kwargs)
+
+
+def _swa_around(options: dict[str, Any]) -> dict[str, Tensor]:
+    """The callback copies the module in every set-up, also of runs that find it sharded."""
+    module, callback = Evaluates(Tempered()), _swa()
+    settings = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, "callbacks": [callback]}
+    trainer = make_trainer(AutomodelStrategy(**options), **settings)
+    trainer.validate(module, loader(), verbose=False)
+    trainer.fit(module, loader())
+    trainer.validate(module, loader(), verbose=False)
+    return full_weights(module.model)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_stochastic_weight_averaging(pool2: RankPool, options: dict[str, Any]) -> None:
+    expected = Outcome(swa_plainly(), None)
+    for weights in pool2.run(_swa_around, options):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+
+
+def _ema() -> Callback:
+    return EMAWeightAveraging(decay=DECAY)
+
+
+def _resume(
+    make_callback: Callable[[], Callback], saving: str, resuming: str, folder: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Stop after two of three epochs, go on in a new run, and load what was saved without any callback."""
+    checkpoint = ModelCheckpoint(dirpath=folder, filename="two", save_on_train_epoch_end=True)
+    callbacks = [make_callback(), checkpoint]
+    _fit(ENGINES[saving], make_callback(), callbacks=callbacks, max_epochs=2, enable_checkpointing=True)
+    options, path = ENGINES[resuming], f"{folder}/two.ckpt"
+    loaded, resumed = Evaluates(Tempered()), Evaluates(Tempered())
+    make_trainer(AutomodelStrategy(**options)).validate(loaded, loader(), path, verbose=False)
+    settings = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, "callbacks": [make_callback()]}
+    make_trainer(AutomodelStrategy(**options), **settings).fit(resumed, loader(), ckpt_path=path)
+    uninterrupted, _ = _fit(options, make_callback())
+    return state(loaded.model), state(resumed.model), state(uninterrupted.model)
+
+
+@pytest.mark.parametrize(("saving", "resuming"), [("fsdp2", "fsdp2"), ("ddp", "ddp"), ("ddp", "fsdp2")])
+@pytest.mark.parametrize("make_callback", [_ema, _swa])
+def test_resumed_average(
+    pool2: RankPool, tmp_path: Path, make_callback: Callable[[], Callback], saving: str, resuming: str
+) -> None:
+    """Weights and average of a checkpoint both go on; of EMA, the average is what others load as the weights."""
+    for loaded, resumed, uninterrupted in pool2.run(_resume, make_callback, saving, resuming, str(tmp_path)):
+        assert weight_error(Outcome(resumed, None), Outcome(uninterrupted, None)) <= TOLERANCE
+        assert weight_error(Outcome(loaded, None), Outcome(uninterrupted, None)) > WRONG
+        if make_callback is _ema:
+            average, _ = averaged_plainly("ema", epochs=2)
+            assert weight_error(Outcome(loaded, None), Outcome(average, None)) <= TOLERANCE
+
+
+class ShardedByHand(Evaluates):
+    """The callback calls `configure_model` in its set-up, before the Trainer does."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self.model, FSDPModule):
+            mesh = self.device_mesh["data_parallel_shard"]
+            fully_shard(self.model, mesh=mesh, ignored_params={self.model.temperature})
+
+
+def _average_by_hand() -> dict[str, Tensor]:
+    module = ShardedByHand(Tempered())
+    settings = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, "val_check_interval": VALIDATE_EVERY}
+    trainer = make_trainer(AutomodelStrategy(), callbacks=[_ema()], **settings)
+    trainer.fit(module, loader(), loader())
+    return state(module.model)
+
+
+def test_average_of_a_model_sharded_by_hand(pool2: RankPool) -> None:
+    expected, _ = averaged_plainly("ema")
+    for weights in pool2.run(_average_by_hand):
+        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
+
+
+class KeepsShards(Callback):
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = {"deep": {"favourite": next(pl_module.model.decoder.parameters())}}
+
+
+def _save_strange_shards(folder: str) -> str:
+    _, trainer = _fit({}, KeepsShards(), max_steps=1)
+    with pytest.raises(ValueError, match="mine") as raised:
+        trainer.save_checkpoint(f"{folder}/strange.ckpt")
+    return str(raised.value)
+
+
+def test_shards_that_could_not_be_loaded_are_not_saved(pool2: RankPool, tmp_path: Path) -> None:
+    for message in pool2.run(_save_strange_shards, str(tmp_path)):
+        assert "checkpoint's mine/deep holds shards beside 'favourite'" in message
+        assert "full_tensor()" in message
