@@ -15,6 +15,7 @@ an entry any more: so blocks that all ranks enter in the same order cannot deadl
 
 import contextlib
 import os
+import socket
 import threading
 import weakref
 from collections import Counter
@@ -92,7 +93,8 @@ class FirstRankPerNode(ContextDecorator):
 
         Raises:
             RankFailedError: If another rank failed, a rank that is waited for was silent, or the store was lost.
-            RuntimeError: If the first rank left a block around this one without entering it.
+            RuntimeError: If the first rank left a block around this one without entering it, or if ranks did not come
+                to the group that is made from the environment: who, where, and how long was waited.
             ValueError: If the group was destroyed, or has ranks that the enclosing block has not.
         """
         block = self._open()
@@ -318,7 +320,7 @@ class _OutermostBlock(_Block):
         finally:
             self._link.close()
             if self._made_group:
-                process_group.destroy_global_state()
+                _leave_made_group()
 
     def _settle(self, error: BaseException | None) -> None:
         """Post a failure, acknowledge the outcome, and on rank 0, which may host the store, let the others read it."""
@@ -344,3 +346,19 @@ def _make_group_from_environment(timeout: timedelta) -> bool:
         return False
     process_group.initialize_distributed("gloo", timeout)
     return True
+
+
+def _leave_made_group() -> None:
+    """Destroy the group; then wait some seconds for the store that rank 0 hosts to end, unless a launcher has it.
+
+    A rank that came back for the next group too early would meet the old store just before it ends.
+    """
+    connection = None
+    if dist.get_rank() != 0 and not rendezvous.launcher_hosts_store():
+        with contextlib.suppress(OSError):
+            address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            connection = socket.create_connection(address, timeout=GRACE_S)
+    process_group.destroy_global_state()
+    if connection is not None:
+        with connection, contextlib.suppress(OSError):
+            connection.recv(1)

@@ -10,13 +10,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from lightning_automodel import _compat, connections, rendezvous
 from lightning_automodel.failures import LAUNCHER, NO_SIGN_OF_LIFE, RankFailedError, RankFailure, is_communication_error
+from lightning_automodel.signs import FINISHED, Sign
 from lightning_automodel.stopping import DECISION, NONE, REQUEST, StopAgreement
 
 log = logging.getLogger(__name__)
@@ -35,41 +36,8 @@ FAILURE = "failure"
 ENDED = "ended"
 ALL_THROUGH = "all_through"
 ALL_SEEN = "all_seen"
-FINISHED = b"finished"
 
 _runs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class Sign:
-    """A rank's newest sign of life.
-
-    Attributes:
-        value: As it stands in the store: a number that grows, host and hook; ``NONE`` before the first.
-        changed_at: When this process first saw it, in seconds of its monotonic clock.
-    """
-
-    value: bytes
-    changed_at: float
-
-    @property
-    def finished(self) -> bool:
-        """Whether the rank said that it is done."""
-        return self.value == FINISHED
-
-    @property
-    def host(self) -> str:
-        """The machine of the rank."""
-        return self._part(1) or "an unknown host"
-
-    @property
-    def where(self) -> str:
-        """The hook that the rank was in."""
-        return self._part(2) or "set-up"
-
-    def _part(self, index: int) -> str:
-        parts = self.value.decode().split("|", 2)
-        return parts[index] if len(parts) == 3 else ""
 
 
 class Watchdog:

@@ -19,7 +19,7 @@ def repeat() -> None:
     num_threads = threading.active_count()
     if os.environ["RANK"] == "0":
         destroy = dist.destroy_process_group
-        dist.destroy_process_group = lambda: (time.sleep(1), destroy())
+        dist.destroy_process_group = lambda group=None: (time.sleep(1), destroy(group))
     for _ in range(3):
         with FirstRankPerNode() as is_first:
             print(f"first={is_first} inside={dist.is_initialized()}")
@@ -37,6 +37,15 @@ def fail(failing_rank: int) -> None:
     except Exception as error:
         print(f"{type(error).__name__}: {error}, initialised: {dist.is_initialized()}", flush=True)
         os._exit(1)
+
+
+def wait_for_nobody() -> None:
+    """Enter a block that other ranks never come to."""
+    try:
+        with FirstRankPerNode(timeout=timedelta(seconds=1)):
+            print("inside")
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}, initialised: {dist.is_initialized()}")
 
 
 def lose(fault: str) -> None:
@@ -57,6 +66,8 @@ def main() -> None:
     case, *arguments = sys.argv[1:]
     if case == "repeat":
         repeat()
+    elif case == "wait":
+        wait_for_nobody()
     elif case == "fail":
         fail(int(arguments[0]))
     else:

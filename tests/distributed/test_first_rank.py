@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -246,7 +246,7 @@ def enter_with_a_wrong_environment() -> tuple[bool, tuple[str, str] | None]:
 
 def test_wrong_environment_of_one_rank_reaches_every_rank(pool4: RankPool) -> None:
     results = pool4.run(enter_with_a_wrong_environment)
-    sentence = "The environment variable LOCAL_RANK must be an integer of at least 0, got 'first'; correct it."
+    sentence = "The environment variable LOCAL_RANK is 'first': it must be a whole number, 0 or more."
     assert results.pop(1) == (False, ("ValueError", sentence))
     assert all(not ran and error[0] == "RankFailedError" and error[1].endswith(sentence) for ran, error in results)
 
@@ -406,7 +406,9 @@ def test_blocks_leave_no_thread_and_no_descriptor(pool4: RankPool) -> None:
 
 
 @contextmanager
-def ranks_without_a_group(*arguments: str, num_ranks: int = 2) -> Iterator[list[subprocess.Popen[str]]]:
+def ranks_without_a_group(
+    *arguments: str, num_ranks: int = 2, started: Sequence[int] = (0, 1)
+) -> Iterator[list[subprocess.Popen[str]]]:
     """Start the script on ranks that know of each other by the environment only."""
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
@@ -426,7 +428,7 @@ def ranks_without_a_group(*arguments: str, num_ranks: int = 2) -> Iterator[list[
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(num_ranks)
+        for rank in started
     ]
     try:
         yield processes
@@ -439,7 +441,7 @@ def ranks_without_a_group(*arguments: str, num_ranks: int = 2) -> Iterator[list[
 def test_group_is_made_from_the_environment_and_destroyed() -> None:
     """Three times in a row; rank 0, which hosts the store, leaves when the others have read the outcome."""
     with ranks_without_a_group("repeat") as processes:
-        outputs = [process.communicate(timeout=60) for process in processes]
+        outputs = [process.communicate(timeout=180) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     for rank, (output, _) in enumerate(outputs):
         assert output.split() == [f"first={rank == 0}", "inside=True", "after=False"] * 3 + ["left_over=0"]
@@ -449,7 +451,7 @@ def test_group_is_made_from_the_environment_and_destroyed() -> None:
 def test_failure_reaches_the_others_before_the_store_is_gone(failing_rank: int) -> None:
     """The failing rank ends at once after its block, and the group is destroyed on both."""
     with ranks_without_a_group("fail", str(failing_rank)) as processes:
-        outputs = [process.communicate(timeout=60) for process in processes]
+        outputs = [process.communicate(timeout=180) for process in processes]
     texts = [output.strip() for output, _ in outputs]
     assert texts[failing_rank] == "OSError: disk full, initialised: False", outputs
     host = socket.gethostname()
@@ -459,11 +461,28 @@ def test_failure_reaches_the_others_before_the_store_is_gone(failing_rank: int) 
     ), outputs
 
 
+@pytest.mark.parametrize(
+    ("rank", "text"),
+    [
+        (0, "Ranks 1, 2 of 3 did not come to 127.0.0.1:"),
+        (1, "Rank 0 of 3 did not come: rank 1 could not use the store that rank 0 hosts at 127.0.0.1:"),
+    ],
+)
+def test_group_without_all_ranks_is_an_error_that_names_them(rank: int, text: str) -> None:
+    """With the address, and how long was waited."""
+    with ranks_without_a_group("wait", num_ranks=3, started=[rank]) as (process,):
+        output, errors = process.communicate(timeout=180)
+    assert output.startswith(f"RuntimeError: {text}"), errors
+    assert "(env://)" in output
+    assert "within 1 s" in output
+    assert output.endswith("initialised: False\n")
+
+
 @pytest.mark.parametrize(("fault", "text"), [("SIGSTOP", "has not answered for 6 s"), ("SIGKILL", "is lost (Dist")])
 def test_lost_store_is_an_error_that_says_so(fault: str, text: str) -> None:
     """The host of the store stops or dies in its block."""
     with ranks_without_a_group("lose", fault) as (host, other):
-        output, errors = other.communicate(timeout=60)
+        output, errors = other.communicate(timeout=180)
         assert host.poll() in (None, -signal.SIGKILL)
     message = f"rank 0 on {socket.gethostname()} gives no sign of life"
     assert output.startswith(f"RankFailedError: {message}"), errors

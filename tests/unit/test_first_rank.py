@@ -134,9 +134,9 @@ def test_first_rank_of_a_subgroup_and_of_several_hosts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("LOCAL_RANK", "one"), ("LOCAL_RANK", "-1"), ("NODE_RANK", ""), ("LOCAL_WORLD_SIZE", "0")]
+    ("name", "value"), [("LOCAL_RANK", "one"), ("LOCAL_RANK", "-1"), ("NODE_RANK", "a"), ("LOCAL_WORLD_SIZE", "0")]
 )
 def test_wrong_environment(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=rf"{name} must be an integer of at least [01], got '{value}'"):
+    with pytest.raises(ValueError, match=rf"{name} is '{value}': it must be a whole number, [01] or more"):
         node_of(3)
