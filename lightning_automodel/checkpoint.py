@@ -1,18 +1,23 @@
 """Saving and loading sharded models and optimizers."""
 
+import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.types import _PATH
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_automodel import _compat
+
+log = logging.getLogger(__name__)
 
 _SHARDS_ON_CPU = StateDictOptions(full_state_dict=False, cpu_offload=True)
 
@@ -78,6 +83,29 @@ def save_sharded(checkpoint: dict[str, Any], path: Path, is_rank_zero: bool) -> 
     _compat.distributed_checkpoint_save(shards, path)
     if is_rank_zero:
         torch.save(rest, path / _compat.CHECKPOINT_METADATA_FILENAME)
+
+
+def refuse_storage_options(storage_options: Any | None) -> None:
+    """Raise TypeError where options are given that a directory of shards, written without a CheckpointIO, ignores."""
+    if storage_options is not None:
+        raise TypeError(
+            "Sharded checkpoints are written without a CheckpointIO, so storage_options"
+            f" ({storage_options!r}) would have no effect; leave it out."
+        )
+
+
+@contextmanager
+def given_up_after_failure(path: _PATH) -> Iterator[None]:
+    """After a failure of the run, log that no checkpoint could be written, rather than hide the failure by an error."""
+    try:
+        yield
+    except (RuntimeError, CheckpointException) as error:
+        log.error(
+            "No checkpoint at %s: a sharded model is saved by all ranks together, and after a failure they were not"
+            " (%s). Save regularly, with ModelCheckpoint.",
+            path,
+            str(error).splitlines()[0],
+        )
 
 
 def load_into(

@@ -157,12 +157,14 @@ def _cast_output(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], o
 
 
 def leave_casting_to_units(plugin: Precision, model: nn.Module) -> None:
-    """Switch the plugin's autocast off where FSDP2 units cast already: both together would cast twice.
-
-    Put back by deleting ``forward_context`` from the instance.
-    """
+    """Switch the plugin's autocast off where FSDP2 units cast already: both together would cast twice."""
     if isinstance(plugin, MixedPrecision) and unit_dtypes(model):
         plugin.forward_context = nullcontext  # type: ignore[assignment,method-assign]
+
+
+def give_back_casting(plugin: Precision) -> None:
+    """Undo :func:`leave_casting_to_units`."""
+    plugin.__dict__.pop("forward_context", None)
 
 
 def unit_dtypes(model: nn.Module) -> set[torch.dtype]:

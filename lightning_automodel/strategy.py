@@ -1,7 +1,6 @@
 """The strategy: hooks in the order in which the Trainer calls them, each handing over to the room of its concern."""
 
 import dataclasses
-import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -24,7 +22,6 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Module
@@ -51,12 +48,11 @@ from lightning_automodel.guard import RunGuard
 from lightning_automodel.launchers import ChildrenLauncher, InPlaceLauncher, SubprocessLauncher, refuse_in_notebook
 from lightning_automodel.mesh import RunMesh, build_mesh, resolve_sizes
 from lightning_automodel.options import StrategyOptions
+from lightning_automodel.plugin import adapt_plugin, give_back_plugin
 from lightning_automodel.scaling import LossScaling, RangeScale
 from lightning_automodel.token_loss import Count, StepReport, TokenWeighting
 from lightning_automodel.weight_callbacks import ShardedAverages
 from lightning_automodel.windows import GradientFinisher, OptimizerWindows, optimizer_parameters, unwrap
-
-log = logging.getLogger(__name__)
 
 
 class AutomodelStrategy(ParallelStrategy):
@@ -474,7 +470,8 @@ class AutomodelStrategy(ParallelStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self._adapt_precision_plugin()
+        adapt_plugin(self.precision_plugin, self._finisher)
+        precision.leave_casting_to_units(self.precision_plugin, module)
         if fitting:
             _compat.optimizers_to_device(self.optimizers, self.root_device)
         self._log_description()
@@ -555,23 +552,6 @@ class AutomodelStrategy(ParallelStrategy):
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
         self._windows.watch(self._optimizers, self._lightning_optimizers)
-
-    def _adapt_precision_plugin(self) -> None:
-        """Let all ways of clipping rescale first and know sharded gradients; measure norms after hooks and clipping."""
-        plugin, finisher = self.precision_plugin, self._require_finisher()
-        assert self.lightning_module is not None
-        precision.leave_casting_to_units(plugin, self.lightning_module)
-        # Lightning 2.6.6 refuses to clip for fused optimizers, which unscale for themselves; here that is done before.
-        plugin.clip_gradients = partial(Precision.clip_gradients, plugin)  # type: ignore[method-assign]
-        plugin.clip_grad_by_norm = finisher.clip_norm  # type: ignore[assignment,method-assign]
-        plugin.clip_grad_by_value = finisher.clip_value  # type: ignore[method-assign]
-        after_closure = plugin._after_closure
-
-        def after_closure_and_measure(model: "pl.LightningModule", optimizer: Any) -> None:
-            after_closure(model, optimizer)
-            finisher.measure_if_asked(optimizer)
-
-        plugin._after_closure = after_closure_and_measure  # type: ignore[method-assign]
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 
@@ -789,24 +769,11 @@ class AutomodelStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         if not self._shards_model:
             return super().save_checkpoint(checkpoint, filepath, storage_options)
-        if storage_options is not None:
-            raise TypeError(
-                f"{type(self).__name__} writes sharded checkpoints without a CheckpointIO, so storage_options"
-                f" ({storage_options!r}) would have no effect; leave it out."
-            )
-        try:
-            if self._guard.has_failed and self._engine is None:
-                raise RuntimeError("the run failed before the model was sharded")
+        checkpoints.refuse_storage_options(storage_options)
+        with checkpoints.given_up_after_failure(filepath) if self._guard.has_failed else nullcontext():
+            if self._engine is None:
+                raise RuntimeError("the model was not sharded yet")
             checkpoints.save_sharded(checkpoint, Path(self.broadcast(filepath)), self.is_global_zero)
-        except (RuntimeError, CheckpointException) as error:
-            if not self._guard.has_failed:
-                raise
-            log.error(
-                "No checkpoint at %s: a sharded model is saved by all ranks together, and after a failure they were not"
-                " (%s). Save regularly, with ModelCheckpoint.",
-                filepath,
-                str(error).splitlines()[0],
-            )
         return None
 
     @override
@@ -855,14 +822,8 @@ class AutomodelStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self._windows.close()
-        for method in (
-            "clip_gradients",
-            "clip_grad_by_norm",
-            "clip_grad_by_value",
-            "_after_closure",
-            "forward_context",
-        ):
-            self.precision_plugin.__dict__.pop(method, None)
+        give_back_plugin(self.precision_plugin)
+        precision.give_back_casting(self.precision_plugin)
         if self._scaling is not None:
             self._scaling.close()
         if self._engine is not None:
