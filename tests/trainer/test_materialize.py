@@ -132,9 +132,11 @@ def make_module(where: str, trainer: Any) -> ModelModule:
 def fit(options: dict[str, Any], where: str, case: Case = CASE, **trainer_options: Any) -> Outcome:
     """Train; weights must be 64 bit, and shared where they were."""
     trainer_options = {"precision": "64-true", "accumulate_grad_batches": ACCUMULATE, **trainer_options}
-    trainer = make_trainer(AutomodelStrategy(**options), **trainer_options)
+    strategy = AutomodelStrategy(**options)
+    trainer = make_trainer(strategy, **trainer_options)
     module = make_module(where, trainer)
     trainer.fit(module, loader(case))
+    assert (strategy.describe()["tensors_created_without_values"] > 0) == (where != "values")
     assert module.model.head.weight is module.model.embedding.weight
     assert all(tensor.dtype == torch.float64 for tensor in (*module.parameters(), *module.buffers()))
     return Outcome(full_weights(module), None)
