@@ -59,11 +59,13 @@ def named_barrier(name: str, timeout: timedelta) -> None:
 def host_group(timeout: timedelta) -> dist.ProcessGroup:
     """The default group if it is gloo's, else a gloo group beside it.
 
-    The first call after joining is a collective over the world.
+    The first call after joining is a collective over the world. With TORCH_DISTRIBUTED_DEBUG=DETAIL it is always a
+    group beside it: a monitored barrier counts as more operations on rank 0 than on the others, and of more than two
+    ranks the next collective would be refused for its sequence number (torch 2.13).
     """
     world = dist.group.WORLD
     assert world is not None
-    if dist.get_backend() == dist.Backend.GLOO:
+    if dist.get_backend() == dist.Backend.GLOO and dist.get_debug_level() != dist.DebugLevel.DETAIL:
         return world
     if world not in _host_groups:
         with connections.recording():

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.flight_recorder import fr_trace
+
+from lightning_automodel import initialize_distributed
+from lightning_automodel.collectives import named_barrier
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "hang.py"
@@ -140,6 +144,33 @@ def test_detail_names_both_collectives_and_does_not_wait(tmp_path: Path) -> None
         assert re.search("Detected mismatch between collectives on ranks. " + fingerprint, outputs[rank])
         assert "Timed out" not in outputs[rank]
     assert f'hang.py", line {MISTAKE}, in training_step' in outputs[0]
+
+
+def _sum_after_a_barrier(rank: int, world_size: int, port: int) -> None:
+    os.environ.update(TORCH_DISTRIBUTED_DEBUG="DETAIL", GLOO_SOCKET_IFNAME="lo")
+    dist.set_debug_level_from_env()
+    place = f"tcp://127.0.0.1:{port}"
+    initialize_distributed("gloo", 1, init_method=place, rank=rank, world_size=world_size)
+    named_barrier("pre_setup", timedelta(minutes=1))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print("sum", total.item())
+
+
+def test_detail_finds_no_difference_after_a_barrier_of_three(tmp_path: Path) -> None:
+    """Where a monitored barrier on the default group would count as more operations on rank 0."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with contextlib.ExitStack() as stack:
+        logs = [tmp_path / f"rank{rank}.log" for rank in range(3)]
+        processes = [
+            stack.enter_context(_started(log, _sum_after_a_barrier, rank, len(logs), port))
+            for rank, log in enumerate(logs)
+        ]
+        for process in processes:
+            process.join(PATIENCE_S)
+    outputs = [log.read_text() for log in logs]
+    assert all("sum 3.0" in output for output in outputs), outputs
 
 
 def test_the_debug_server_shows_where_every_rank_stands(served: Path) -> None:
