@@ -7,7 +7,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_automodel import _compat, connections
-from lightning_automodel.mesh import DATA, REPLICATE, SHARD, TENSOR, MeshSizes, RunMesh, refuse_tensor_parallel_ddp
+from lightning_automodel.mesh import (
+    DATA,
+    REPLICATE,
+    SHARD,
+    TENSOR,
+    MeshSizes,
+    RunMesh,
+    forget_former_world,
+    refuse_tensor_parallel_ddp,
+)
 
 NAMES = {
     REPLICATE: (REPLICATE, "dp_replicate", "replicate"),
@@ -38,6 +47,7 @@ def adopt_mesh(
     Raises:
         ValueError: If the mesh does not fit; the message says what would.
     """
+    forget_former_world()
     _check_extent(mesh, device_type)
     names = _names_by_role(mesh)
     sizes = _read_sizes(mesh, names, data_parallel)

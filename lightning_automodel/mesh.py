@@ -141,6 +141,19 @@ def _forget() -> None:
     _built.clear()
 
 
+def forget_former_world() -> None:
+    """Where the default group is another than before, drop its meshes and what DTensor remembers of them.
+
+    A mesh that is laid over the new group equals the old one to DTensor's caches, which then lead to groups that are
+    gone. Not a collective.
+    """
+    global _built_over
+    if _built_over is not dist.group.WORLD:
+        _forget()
+        _compat.forget_meshes()
+        _built_over = dist.group.WORLD
+
+
 def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMesh:
     """Lay the mesh over the default group, or take the equal one that was laid over it before.
 
@@ -153,10 +166,7 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
         sizes: Ranks along each dimension. Tensor-parallel peers are neighbours, then the shards of one replica.
         timeout: How long a collective on one of the mesh's groups may wait.
     """
-    global _built_over
-    if _built_over is not dist.group.WORLD:
-        _forget()
-        _built_over = dist.group.WORLD
+    forget_former_world()
     if (device_type, sizes) not in _built:
         shape = (sizes.replicate, sizes.shard, sizes.tensor)
         with connections.recording():

@@ -80,8 +80,8 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
 
 
 def units_of(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> list[nn.Module]:
-    """FSDP2 modules below the roots of a model that is sharded; for any other, the units that it would get."""
-    if not is_sharded(model):
+    """FSDP2 modules below the roots of a model that has some; for any other, the units that it would get."""
+    if not has_fsdp_units(model):
         return plan_sharding(model, policy, root_is_model).units
     roots = {id(root) for root in fsdp_roots(model)}
     return [module for module in model.modules() if isinstance(module, FSDPModule) and id(module) not in roots]

@@ -35,6 +35,7 @@ class Case:
         ignore_index: label of a position that the loss ignores.
         per_token_loss: False weighs every micro-batch the same.
         defer: `defer_fsdp_grad_sync`; "all_reduce" has an effect of its own with replicas only.
+        recompute: `activation_checkpointing`.
         reshard_after_forward: between forward and backward of a unit, where parameters are not kept for the window.
         reshard: `reshard_during_accumulation`, where there is something to reshard.
         clipping: the Trainer's gradient clipping.
@@ -57,6 +58,7 @@ class Case:
     per_token_loss: bool = True
     defer: bool | Literal["all_reduce"] = True
     reshard_after_forward: bool = True
+    recompute: bool = False
     reshard: bool | Literal["auto"] = "auto"
     clipping: Clipping = "none"
     clip_val: float | None = None
@@ -118,6 +120,7 @@ def draw_cases(seed: int, count: int) -> list[Case]:
         column([True, False, True, "all_reduce"]),
         column(["auto", False, True]),
         column([True, False]),
+        column([False, True]),
         column(["none", "norm", "value", "norm"]),
         column(["64-true", "32-true"]),
         strict=True,
@@ -136,6 +139,7 @@ def draw_cases(seed: int, count: int) -> list[Case]:
         defer,
         reshard,
         reshard_after_forward,
+        recompute,
         clipping,
         bits,
     ) in columns:
@@ -154,6 +158,7 @@ def draw_cases(seed: int, count: int) -> list[Case]:
                 defer=defer,
                 reshard=reshard,
                 reshard_after_forward=reshard_after_forward,
+                recompute=recompute,
                 clipping=clipping,
                 clip_val={"none": None, "norm": rng.choice([0.05, 0.2]), "value": rng.choice([0.005, 0.02])}[clipping],
                 precision=bits,

@@ -64,6 +64,7 @@ def automodel(case: Case) -> Strategy:
         data_parallel=case.engine,
         per_token_loss=case.per_token_loss,
         loss_reduction=case.loss_reduction,
+        activation_checkpointing=case.recompute,
         **options,
     )
 
@@ -173,6 +174,7 @@ OPTIONS = {
     "defer": [True, False, "all_reduce"],
     "reshard": [True, False, "auto"],
     "reshard_after_forward": [True, False],
+    "recompute": [True, False],
     "clipping": ["none", "norm", "value"],
     "precision": ["64-true", "32-true"],
 }

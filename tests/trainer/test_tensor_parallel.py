@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankError, RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import PLAN, Outcome, TinyDecoder, full_weights, micro_batches, weight_error
 from tests.trainer.plain import ModelModule, differ_by_rank, plain_weights
@@ -212,3 +212,52 @@ def fit_on_unequal_batches() -> str:
 def test_peers_with_unequal_batches_are_refused(pool2: RankPool) -> None:
     for message in pool2.run(fit_on_unequal_batches):
         assert message.startswith("The tensor-parallel ranks [0, 1] were given different first batches")
+
+
+class FailsLate(TensorParallelModule):
+    """Trains, then fails on all ranks."""
+
+    def on_train_end(self) -> None:
+        raise ValueError("on purpose")
+
+
+class OnMeta(ModelModule):
+    """Created without values, shared out by its plan, and filled by its layers' own initialisers."""
+
+    def __init__(self) -> None:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Embedding(11, 7), nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 11))
+        super().__init__(model)
+
+    def configure_model(self) -> None:
+        plan = {"0": PLAN["embedding"], "1": PLAN["head"], "3": PLAN["head"]}
+        if self.device_mesh["tensor_parallel"].size() > 1:
+            parallelize_module(self.model, self.device_mesh["tensor_parallel"], plan)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def initial_weights_from_meta(tensor: int) -> dict[str, Tensor]:
+    torch.manual_seed(7)
+    module = OnMeta()
+    trainer = make_trainer(AutomodelStrategy(tensor_parallel_size=tensor), max_steps=1)
+    trainer.fit(module, DataLoader(micro_batches(CASE)[0], batch_size=None))
+    return full_weights(module.model)
+
+
+def test_weights_from_the_meta_device_do_not_depend_on_the_layout(pool4: RankPool) -> None:
+    """One seed gives one model, cut along one or two mesh dimensions, unevenly."""
+    expected = pool4.run(initial_weights_from_meta, 1)[0]
+    assert all(weight.abs().sum() > 0 for name, weight in expected.items() if "weight" in name)
+    for weights in pool4.run(initial_weights_from_meta, TENSOR):
+        assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+
+
+def test_after_a_failure_a_new_group_is_trained_over(pool4: RankPool) -> None:
+    """What torch remembers of the old mesh leads to groups that are gone."""
+    with pytest.raises(RankError, match="on purpose"):
+        pool4.run(fit_tensor_parallel, CASE, FailsLate)
+    expected = plain_weights(decoder(), ACCUMULATE, CASE)
+    for weights, _, _ in pool4.run(fit_tensor_parallel, CASE):
+        assert deviation(weights, expected) <= TOLERANCE
