@@ -62,3 +62,10 @@ class Advice:
                 "Label tokens are counted with label_shift=0, but Hugging Face causal language models drop the"
                 " first label of each row: pass label_shift=1 if training_step returns the model's own loss."
             )
+
+
+def shortened(value: Any, longest: int = 6) -> Any:
+    """A long list, as people want to read it: its first and last entries and how many there are."""
+    if not isinstance(value, list) or len(value) <= longest:
+        return value
+    return f"{len(value)}: {value[0]}, {value[1]}, ..., {value[-1]}"

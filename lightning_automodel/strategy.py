@@ -40,7 +40,7 @@ from lightning_automodel import (
 )
 from lightning_automodel import checkpoint as checkpoints
 from lightning_automodel.activations import RecomputedBlocks
-from lightning_automodel.advice import Advice
+from lightning_automodel.advice import Advice, shortened
 from lightning_automodel.caller_mesh import adopt_mesh
 from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine
 from lightning_automodel.first_rank import FirstRankPerNode
@@ -872,7 +872,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     def _log_description(self) -> None:
         described = {name: value for name, value in self.describe().items() if name != "options"}
-        lines = "\n".join(f"  {name}: {value}" for name, value in described.items())
+        lines = "\n".join(f"  {name}: {shortened(value)}" for name, value in described.items())
         self._advice.say_once(f"{type(self).__name__}:\n{lines}", say=rank_zero_info)
 
     def _require_engine(self) -> Engine:
