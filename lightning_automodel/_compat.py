@@ -124,11 +124,13 @@ __all__ = [
     "replace_unscaling",
     "reset_seed",
     "restore_unscaled",
+    "save_and_requeue",
     "set_group_timeout",
     "set_num_threads_if_needed",
     "set_rng_states",
     "sharded_versions",
     "take_over_forward_hooks",
+    "take_over_requeueing",
     "take_over_sigterm",
     "tell_sigterm",
     "trainable_and_gathered",
@@ -497,12 +499,31 @@ def take_over_sigterm(trainer: Trainer) -> None:
     trainer._signal_connector._sigterm_notifier_fn = _do_nothing  # type: ignore[assignment,method-assign]
 
 
+def take_over_requeueing(trainer: Trainer, ask: Callable[[], None]) -> None:
+    """Let SLURM's signal to save and requeue call ``ask``, where Lightning 2.6.6 saves wherever in a step a rank is.
+
+    Saving is a collective under FSDP2, and no two ranks receive a signal at the same point of a step.
+    :func:`give_back_sigterm` undoes it.
+    """
+    trainer._signal_connector._slurm_sigusr_handler_fn = lambda *_: ask()  # type: ignore[method-assign]
+
+
+def save_and_requeue(trainer: Trainer) -> None:
+    """What Lightning does on that signal: save, and have rank 0 requeue the job. Every rank must call it."""
+    connector = trainer._signal_connector
+    type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, None)  # type: ignore[arg-type]
+
+
 def give_back_sigterm(trainer: Trainer) -> None:
-    """Undo :func:`take_over_sigterm`; the handler that Lightning found is for its owner to give back."""
+    """Undo :func:`take_over_sigterm` and :func:`take_over_requeueing`.
+
+    The handler of SIGTERM that Lightning found is for its owner to give back.
+    """
     if "_sigterm_notifier_fn" in trainer._signal_connector.__dict__:
         trainer._signal_connector._original_handlers.pop(signal.SIGTERM, None)
     trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
     trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
+    trainer._signal_connector.__dict__.pop("_slurm_sigusr_handler_fn", None)
 
 
 def tell_sigterm(trainer: Trainer) -> None:

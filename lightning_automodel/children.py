@@ -178,13 +178,16 @@ class Children:
 
     @contextlib.contextmanager
     def _sigterm_passed_on(self) -> Iterator[None]:
-        """Let the ranks agree on their last step instead of leaving them behind."""
+        """Let the ranks agree on their last step instead of leaving them behind; asked twice, leave with them now."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        here = os.getpid()
+        here, is_asked = os.getpid(), threading.Event()
 
         def pass_on(signum: int, frame: Any) -> None:
+            if is_asked.is_set():
+                raise _compat.SIGTERMException(SIGTERM_STATUS)
+            is_asked.set()
             for process in self._running.values() if os.getpid() == here else ():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid or 0, signum)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from lightning_automodel import _compat, process_group
 from lightning_automodel.failures import RankFailedError
+from lightning_automodel.stopping import REQUEUE
 from lightning_automodel.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -109,8 +110,19 @@ class RunGuard:
         if self._watchdog.failure is not None:
             raise RankFailedError(self._watchdog.failure)
         if is_last:
-            log.warning("Rank %s received SIGTERM: all ranks stop after this step.", self._watchdog.stop.asked_by)
+            what = "was told to save and requeue" if self.requeues else "received SIGTERM"
+            log.warning("Rank %s %s: all ranks stop after this step.", self._watchdog.stop.asked_by, what)
         return is_last
+
+    @property
+    def requeues(self) -> bool:
+        """Whether all ranks stop, or have stopped, after one step to save and requeue."""
+        return self._watchdog is not None and self._watchdog.stop.is_decided and self._watchdog.stop.requeues
+
+    def ask_to_requeue(self) -> None:
+        """Ask all ranks to stop after the same step, there to save and requeue. Safe in a signal handler."""
+        if self._watchdog is not None:
+            self._watchdog.stop.ask(REQUEUE)
 
     @classmethod
     def report_end(cls, rank: int, how: str) -> bool:

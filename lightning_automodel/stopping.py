@@ -1,4 +1,4 @@
-"""All ranks stop after the same step when one of them was asked to, by SIGTERM."""
+"""All ranks stop after the same step when one of them was asked to, by SIGTERM or by SLURM's signal to requeue."""
 
 import threading
 
@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 REQUEST, DECISION = "stop/request", "stop/step"
 NONE = b"-"
+REQUEUE = "requeue"
 
 
 class StopAgreement:
@@ -18,6 +19,10 @@ class StopAgreement:
     Args:
         rank: This rank.
         world_size: Number of ranks, all of which take the same steps.
+
+    Attributes:
+        asked_by: The rank that asked first; None before.
+        requeues: Whether it asked to save and requeue.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -25,10 +30,12 @@ class StopAgreement:
         self._lock = threading.Lock()
         self._step = 0
         self._is_asked_here = False
+        self._reason = ""
         self._promise: int | None = None
         self._last_step: int | None = None
         self._is_decided = threading.Event()
         self.asked_by: int | None = None
+        self.requeues = False
 
     @property
     def steps_have_begun(self) -> bool:
@@ -42,12 +49,12 @@ class StopAgreement:
 
     @property
     def is_asked_here(self) -> bool:
-        """Whether this rank asked to stop."""
-        return self._is_asked_here
+        """Whether this rank asked to stop, for good."""
+        return self._is_asked_here and not self._reason
 
-    def ask(self) -> None:
-        """Ask all ranks to stop. Safe in a signal handler."""
-        self._is_asked_here = True
+    def ask(self, reason: str = "") -> None:
+        """Ask all ranks to stop, with :data:`REQUEUE` as the reason to save and requeue. Safe in a signal handler."""
+        self._is_asked_here, self._reason = True, reason
 
     def begin_step(self, step: int, longest_wait_s: float) -> bool:
         """Begin ``step``; wait for the decision if this rank has promised not to pass the one before.
@@ -89,9 +96,10 @@ class StopAgreement:
             self._last_step = int(decision)
             self._is_decided.set()
         elif request == NONE and self._is_asked_here:
-            store.compare_set(REQUEST, NONE.decode(), str(self._rank))
+            store.compare_set(REQUEST, NONE.decode(), f"{self._rank} {self._reason}")
         elif request != NONE and self._promise is None:
-            self.asked_by = int(request)
+            asked_by, _, reason = request.decode().partition(" ")
+            self.asked_by, self.requeues = int(asked_by), reason == REQUEUE
             self._make_promise(store)
 
     def _make_promise(self, store: dist.Store, step: int | None = None) -> None:

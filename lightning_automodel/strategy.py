@@ -443,6 +443,7 @@ class AutomodelStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self.world_size > 1:
             _compat.take_over_sigterm(trainer)
+            _compat.take_over_requeueing(trainer, self._guard.ask_to_requeue)
         self.accelerator.setup(trainer)
         precision.check_precision(self.precision_plugin, self._options.data_parallel)
         self._created_as, self._untouched = materialize.waiting(module), []
@@ -806,6 +807,9 @@ class AutomodelStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._averages.end_setup_hooks()
         self._end_setup_turn(exception)
+        if isinstance(exception, _compat.SIGTERMException) and self._guard.requeues:
+            assert self.lightning_module is not None
+            _compat.save_and_requeue(self.lightning_module.trainer)
         self._windows.reset()
         self._count = None
         if self._engine is not None:

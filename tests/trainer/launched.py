@@ -26,6 +26,7 @@ from lightning_automodel import AutomodelStrategy
 from tests.trainer.exactness import Batch, micro_batches
 from tests.trainer.runs import CASE, SILENT, LabelledModule, mean_loss
 
+ROOT = Path(__file__).parents[2]
 ACCUMULATE = 3
 FAULT_AT_STEP = 3
 FAILING_RANK = 1
@@ -149,7 +150,8 @@ def _as_program(function: Callable[..., None], folder: Path, options: dict[str, 
     multiprocessing.set_forkserver_preload([__name__])
     for name in NOT_FROM_OUTSIDE:
         os.environ.pop(name, None)
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    # Python 3.11 does not tell a fork server the import path, which it needs to import this module beforehand.
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     function(folder, **options)
 
 

@@ -105,14 +105,16 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def start_both(stack: ExitStack, folder: Path, name: str, **options: Any) -> list[Any]:
+def start_both(
+    stack: ExitStack, folder: Path, name: str, extra: dict[str, str] | None = None, **options: Any
+) -> list[Any]:
     """Start two ranks that find themselves in the environment of this name."""
     variables, fixed = CASES[name]
     port = free_port()
     started = []
     for rank in range(2):
         (folder / str(rank)).mkdir()
-        told = {"variables": variables(rank, port), **fixed, **options}
+        told = {"variables": {**variables(rank, port), **(extra or {})}, **fixed, **options}
         started.append(stack.enter_context(program(fit_in, folder / str(rank), **told)))
     return started
 
@@ -183,3 +185,25 @@ def test_sigterm_under_slurm(tmp_path: Path) -> None:
         statuses = [process.exitcode for process in ranks]
     assert statuses == [128 + signal.SIGTERM] * 2, logs(tmp_path)
     assert "Rank 1 received SIGTERM: all ranks stop after this step." in (tmp_path / "0" / "log").read_text()
+
+
+def test_requeueing_under_slurm(tmp_path: Path) -> None:
+    """Whichever rank receives the signal, all save after the same step, and rank 0 requeues the job."""
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f"#!/bin/sh\necho $@ > {tmp_path / 'requeued'}\n")
+    scontrol.chmod(0o755)
+    with ExitStack() as stack:
+        variables = {"PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
+        ranks = start_both(stack, tmp_path, "slurm", variables, repeat=100000)
+        wait_until(lambda: all((tmp_path / f"rank{rank}.on").exists() for rank in range(2)))
+        os.kill(ranks[1].pid, signal.SIGUSR1)
+        for process in ranks:
+            process.join(PATIENCE_S)
+        statuses = [process.exitcode for process in ranks]
+    assert statuses == [128 + signal.SIGTERM] * 2, logs(tmp_path)
+    told = "Rank 1 was told to save and requeue: all ranks stop after this step."
+    assert all(told in (tmp_path / str(rank) / "log").read_text() for rank in range(2))
+    assert (tmp_path / "requeued").read_text().strip() == "requeue 4711"
+    saved = torch.load(tmp_path / "0" / "hpc_ckpt_1.ckpt" / "meta.pt", weights_only=False)
+    assert saved["global_step"] > 0

@@ -50,9 +50,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     trained = {wanted["method"] for wanted in parameters if "engine" in wanted}
     failed = {(wanted["method"], wanted["fault"]) for wanted in parameters if "fault" in wanted}
     with ThreadPoolExecutor(max_workers=2) as executor:
-        # A spawned rank imports everything anew, which takes seconds; testing starts ranks like training.
+        # Testing starts ranks just as training does.
         started = {
-            method: executor.submit(start, train, tests=method != "spawn", start_method=method)
+            method: executor.submit(start, train, tests=method == "fork", start_method=method)
             for method in TRAINED
             if method in trained
         } | {
@@ -74,7 +74,7 @@ def test_results_come_back(runs: dict[Any, Future], method: str, engine: str) ->
     assert found["weights"].keys() == weights.keys()
     assert max(relative_error(found["weights"][name], weight) for name, weight in weights.items()) < TOLERANCE
     assert all(relative_error(loss, test_loss) < TOLERANCE for loss in found.get("tested", []))
-    assert ("tested" in found) == (method != "spawn")
+    assert ("tested" in found) == (method == "fork")
     assert found["best_model_path"].startswith(str(folder / engine / "best"))
     assert found["num_label_tokens"] == 23
     assert found["mesh"]["data_parallel"] == 2
