@@ -252,6 +252,27 @@ class InPlaceLauncher(_compat.Launcher):
         pass
 
 
+def make_launcher(
+    strategy: ParallelStrategy,
+    start_method: Literal["popen", "spawn", "fork", "forkserver"],
+    num_processes: int,
+    num_nodes: int,
+    guard: RunGuard,
+    get_report: Callable[[], Mapping[str, Any]],
+    set_report: Callable[[Mapping[str, Any]], None],
+) -> _compat.Launcher:
+    """The launcher for the strategy's cluster environment and a start method; see the classes for the arguments."""
+    environment = strategy.cluster_environment
+    assert environment is not None
+    if environment.creates_processes_externally:
+        return InPlaceLauncher(guard)
+    if start_method != "popen":
+        return ChildrenLauncher(strategy, start_method, num_processes, num_nodes, guard, get_report, set_report)
+    launcher = SubprocessLauncher(guard, environment, num_processes, num_nodes)
+    refuse_in_notebook(launcher)
+    return launcher
+
+
 def refuse_in_notebook(launcher: _compat.Launcher) -> None:
     """Refuse to run a notebook or an interactive session again as if it were a script.
 

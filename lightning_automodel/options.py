@@ -87,8 +87,11 @@ class StrategyOptions:
         for name in ("data_parallel_size", "data_parallel_replicate_size"):
             self._check_integer(name, smallest=1, alternative="auto")
         self._check_integer("tensor_parallel_size", smallest=1)
-        if not isinstance(self.device_mesh, DeviceMesh | None):
-            raise TypeError(f"device_mesh must be a DeviceMesh (init_device_mesh makes one), got {self.device_mesh!r}.")
+        self._check_type("device_mesh", DeviceMesh | None, "a DeviceMesh (init_device_mesh makes one)")
+        self._check_type("ddp_kwargs", dict | None, "a dictionary of keywords for DistributedDataParallel")
+        self._check_type("label_key", str, "the name of an entry of the batch")
+        self._check_type("ignore_index", int, "a label value, such as -100")
+        self._check_type("process_group_backend", str | None, "the name of a backend, such as 'gloo'")
         self._check_integer("label_shift", smallest=0)
         for name in ("per_token_loss", "cpu_offload", "track_grad_norm", "error_if_nonfinite", "first_rank_setup"):
             self._check_choice(name, True, False)
@@ -100,6 +103,11 @@ class StrategyOptions:
         check_policy(self.mp_policy)
         self._check_activation_checkpointing()
         parse_timeout(self.timeout)
+
+    def _check_type(self, name: str, valid: Any, description: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, valid) or (valid is int and isinstance(value, bool)):
+            raise TypeError(f"{name} must be {description}, got {value!r}.")
 
     def _check_choice(self, name: str, *valid: Any) -> None:
         value = getattr(self, name)

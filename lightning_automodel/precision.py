@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.precision import (
     XLAPrecision,
 )
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_automodel import _compat
@@ -171,6 +172,12 @@ def unit_dtypes(model: nn.Module) -> set[torch.dtype]:
     """The dtypes that policies of FSDP2 units at or below ``model`` compute in."""
     policies = [group.mp_policy for group in _compat.fsdp_param_groups(model)]
     return {policy.param_dtype for policy in policies if policy.param_dtype is not None}
+
+
+def enabled_scaler(plugin: Precision) -> GradScaler | None:
+    """The plugin's gradient scaler; None where it has none or a disabled one."""
+    scaler = getattr(plugin, "scaler", None)
+    return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def computes_in_float16(plugin: Precision, model: nn.Module) -> bool:

@@ -45,7 +45,7 @@ from lightning_automodel.caller_mesh import adopt_mesh
 from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine
 from lightning_automodel.first_rank import FirstRankPerNode
 from lightning_automodel.guard import RunGuard
-from lightning_automodel.launchers import ChildrenLauncher, InPlaceLauncher, SubprocessLauncher, refuse_in_notebook
+from lightning_automodel.launchers import InPlaceLauncher, make_launcher
 from lightning_automodel.mesh import RunMesh, build_mesh, resolve_sizes
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.plugin import adapt_plugin, give_back_plugin
@@ -312,27 +312,19 @@ class AutomodelStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         start_method = self._options.start_method
-        if self.cluster_environment.creates_processes_externally:
-            self._launcher = InPlaceLauncher(self._guard)
-            if start_method != "popen":
-                self._advice.say_once(
-                    f"start_method={start_method!r} has no effect: {type(self.cluster_environment).__name__} says that"
-                    " something else has started the processes."
-                )
-        elif start_method == "popen":
-            self._launcher = SubprocessLauncher(
-                self._guard, self.cluster_environment, self.num_processes, self.num_nodes
-            )
-            refuse_in_notebook(self._launcher)
-        else:
-            self._launcher = ChildrenLauncher(
-                self,
-                start_method,
-                self.num_processes,
-                self.num_nodes,
-                self._guard,
-                get_report=self._tell_parent,
-                set_report=self._hear_children,
+        self._launcher = make_launcher(
+            self,
+            start_method,
+            self.num_processes,
+            self.num_nodes,
+            self._guard,
+            get_report=self._tell_parent,
+            set_report=self._hear_children,
+        )
+        if isinstance(self._launcher, InPlaceLauncher) and start_method != "popen":
+            self._advice.say_once(
+                f"start_method={start_method!r} has no effect: {type(self.cluster_environment).__name__} says that"
+                " something else has started the processes."
             )
 
     def _tell_parent(self) -> dict[str, Any]:
@@ -466,7 +458,17 @@ class AutomodelStrategy(ParallelStrategy):
         if self._shards_model:
             self._averages.fill(module)
         self._engine = engine
-        self._scaling = self._make_scaling(module)
+        self._scaling = LossScaling(
+            scaler=precision.enabled_scaler(self.precision_plugin),
+            range_scale=RangeScale(
+                precision.computes_in_float16(self.precision_plugin, module),
+                self._options.per_token_loss,
+                self.root_device,
+            ),
+            window_of=self._windows.__getitem__,
+            device=self.root_device,
+            is_sharded=self._shards_model,
+        )
         self._finisher = self._make_finisher(engine, self._scaling)
         if fitting:
             self.setup_optimizers(trainer)
@@ -497,18 +499,6 @@ class AutomodelStrategy(ParallelStrategy):
             self._advice.say_once("mp_policy has no effect on a model that was sharded before, with another policy.")
         self._policy = None if is_made_elsewhere else policy
         return FSDP2Engine(self._joined_mesh(), self.root_device, self._options, self.num_processes, policy)
-
-    def _make_scaling(self, module: "pl.LightningModule") -> LossScaling:
-        plugin = self.precision_plugin
-        scaler = getattr(plugin, "scaler", None)
-        is_half = precision.computes_in_float16(plugin, module)
-        return LossScaling(
-            scaler=scaler if scaler is not None and scaler.is_enabled() else None,
-            range_scale=RangeScale(is_half, self._options.per_token_loss, self.root_device),
-            window_of=self._windows.__getitem__,
-            device=self.root_device,
-            is_sharded=self._shards_model,
-        )
 
     def _make_finisher(self, engine: Engine, scaling: LossScaling) -> GradientFinisher:
         return GradientFinisher(
