@@ -117,6 +117,19 @@ def test_launching_process_is_ended(tmp_path: Path, method: str, name: str) -> N
         assert launching.exitcode == (1 if name == "SIGINT" else -signal.SIGKILL)
 
 
+def test_second_sigterm(tmp_path: Path) -> None:
+    """After the first, the ranks wait for one that takes no further step."""
+    with program(fail, tmp_path, start_method="fork", fault="hang") as launching:
+        wait_until((tmp_path / "hanging").exists)
+        os.kill(launching.pid, signal.SIGTERM)
+        launching.join(2)
+        assert launching.is_alive()
+        os.kill(launching.pid, signal.SIGTERM)
+        launching.join(60)
+        assert launching.exitcode == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
+    assert_gone(tmp_path)
+
+
 def ranks(folder: Path) -> list[int]:
     """Process ids of the ranks."""
     return [int(path.read_text()) for path in folder.glob("rank*.pid")]
