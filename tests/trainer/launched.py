@@ -20,6 +20,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
@@ -141,6 +142,16 @@ def fail(folder: Path, fault: str | None = None, **options: Any) -> None:
         causes = f"{type(error).__name__}: {error}\n{error.__cause__}"
         (folder / "error").write_text(causes)
         raise
+
+
+def tune(folder: Path) -> None:
+    """Look for a learning rate in forked ranks; write the error."""
+    module, trainer = Launched(folder, repeat=50), make_trainer(folder, start_method="fork")
+    module.lr = 0.1
+    try:
+        Tuner(trainer).lr_find(module, num_training=4)
+    except RuntimeError as error:
+        (folder / "error").write_text(str(error))
 
 
 def _as_program(function: Callable[..., None], folder: Path, options: dict[str, Any]) -> None:

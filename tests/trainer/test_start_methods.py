@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.trainer.exactness import TinyDecoder, full_weights, micro_batches, relative_error
-from tests.trainer.launched import ACCUMULATE, FAILING_RANK, fail, program, run, train, wait_until
+from tests.trainer.launched import ACCUMULATE, FAILING_RANK, fail, program, run, train, tune, wait_until
 from tests.trainer.plain import train_model_plainly
 from tests.trainer.runs import CASE, TOLERANCE, mean_loss
 
@@ -128,6 +128,12 @@ def test_second_sigterm(tmp_path: Path) -> None:
         launching.join(60)
         assert launching.exitcode == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
     assert_gone(tmp_path)
+
+
+def test_tuner_is_refused(tmp_path: Path) -> None:
+    """What it finds would be lost, and `lr_find` return None."""
+    assert run(tune, tmp_path) == 0
+    assert "The Tuner found its value in processes of start_method='fork'" in (tmp_path / "error").read_text()
 
 
 def ranks(folder: Path) -> list[int]:
