@@ -127,7 +127,10 @@ class ChildrenLauncher(_compat.MultiProcessingLauncher):
         finally:
             self.procs = []
         if results is None:
-            return None
+            raise RuntimeError(
+                f"The Tuner found its value in processes of start_method={self._start_method!r}, where it stays: pass"
+                " start_method='popen', or for a learning rate call fit with the callback LearningRateFinder()."
+            )
         self._already_fit |= results.state.fn == TrainerFn.FITTING
         self._set_report(hand_over(results, trainer))
         return results.returned

@@ -20,6 +20,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
@@ -59,7 +60,7 @@ class Launched(LabelledModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         if self.fault and batch_idx == FAULT_AT_STEP and self.global_rank == FAILING_RANK:
-            happen(self.fault)
+            happen(self.fault, self.folder)
         if batch_idx == FAULT_AT_STEP + 1:
             (self.folder / f"rank{self.global_rank}.on").touch()
         use_threads()
@@ -72,8 +73,11 @@ class Launched(LabelledModule):
         self.log("test_loss", loss, on_epoch=True, reduce_fx="sum", sync_dist=True)
 
 
-def happen(fault: str) -> None:
+def happen(fault: str, folder: Path) -> None:
     """Make the fault happen to this process."""
+    if fault == "hang":
+        (folder / "hanging").touch()
+        time.sleep(1e6)
     if fault == "exception":
         raise ValueError("no labels here")
     if fault == "exit":
@@ -138,6 +142,16 @@ def fail(folder: Path, fault: str | None = None, **options: Any) -> None:
         causes = f"{type(error).__name__}: {error}\n{error.__cause__}"
         (folder / "error").write_text(causes)
         raise
+
+
+def tune(folder: Path) -> None:
+    """Look for a learning rate in forked ranks; write the error."""
+    module, trainer = Launched(folder, repeat=50), make_trainer(folder, start_method="fork")
+    module.lr = 0.1
+    try:
+        Tuner(trainer).lr_find(module, num_training=4)
+    except RuntimeError as error:
+        (folder / "error").write_text(str(error))
 
 
 def _as_program(function: Callable[..., None], folder: Path, options: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.trainer.exactness import TinyDecoder, full_weights, micro_batches, relative_error
-from tests.trainer.launched import ACCUMULATE, FAILING_RANK, fail, program, run, train, wait_until
+from tests.trainer.launched import ACCUMULATE, FAILING_RANK, fail, program, run, train, tune, wait_until
 from tests.trainer.plain import train_model_plainly
 from tests.trainer.runs import CASE, TOLERANCE, mean_loss
 
@@ -115,6 +115,25 @@ def test_launching_process_is_ended(tmp_path: Path, method: str, name: str) -> N
         told = ("This rank leaves, since the launcher, which started the ranks, ", "Detected KeyboardInterrupt")
         assert any(text in log for text in told[: 2 if (method, name) == ("fork", "SIGKILL") else 1])
         assert launching.exitcode == (1 if name == "SIGINT" else -signal.SIGKILL)
+
+
+def test_second_sigterm(tmp_path: Path) -> None:
+    """After the first, the ranks wait for one that takes no further step."""
+    with program(fail, tmp_path, start_method="fork", fault="hang") as launching:
+        wait_until((tmp_path / "hanging").exists)
+        os.kill(launching.pid, signal.SIGTERM)
+        launching.join(2)
+        assert launching.is_alive()
+        os.kill(launching.pid, signal.SIGTERM)
+        launching.join(60)
+        assert launching.exitcode == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
+    assert_gone(tmp_path)
+
+
+def test_tuner_is_refused(tmp_path: Path) -> None:
+    """What it finds would be lost, and `lr_find` return None."""
+    assert run(tune, tmp_path) == 0
+    assert "The Tuner found its value in processes of start_method='fork'" in (tmp_path / "error").read_text()
 
 
 def ranks(folder: Path) -> list[int]:
