@@ -107,6 +107,7 @@ __all__ = [
     "has_deferred_gradients",
     "has_post_accumulate_hook",
     "initialise_fsdp_root",
+    "is_compiled",
     "is_file_store",
     "is_fsdp_root",
     "is_replicated",
@@ -314,6 +315,11 @@ def widen_gradient(param: FSDPParam) -> RemovableHandle:
 def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
     """Whether anybody acts on the gradient of ``parameter`` as soon as it is accumulated."""
     return bool(parameter._post_accumulate_grad_hooks)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` wraps ``module``, or ``module.compile()`` was called."""
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -115,6 +115,7 @@ class FSDP2Engine(Engine):
         if not sharding.has_fsdp_units(module):
             self._check_reshard_after_forward()
             tensor_parallel.apply_own_plans(module, self.mesh)
+        tensor_parallel.refuse_compiled(module, self.mesh)
         sharding.broadcast_states(module, self.mesh)
         if not sharding.has_fsdp_units(module):
             plan = sharding.plan_sharding(module, self._options.auto_wrap_policy, module.automatic_optimization)

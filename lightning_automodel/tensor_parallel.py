@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils import _pytree as pytree
 
+from lightning_automodel import _compat
 from lightning_automodel.mesh import TENSOR, RunMesh
 
 _HEADS_DIM = 2  # [b, s, heads, head width]
@@ -63,6 +64,25 @@ def apply_own_plans(module: nn.Module, mesh: RunMesh) -> None:
         )
     for model in planned:
         _apply_plan(model, mesh.tensor_parallel)
+
+
+def refuse_compiled(module: nn.Module, mesh: RunMesh) -> None:
+    """Refuse ``torch.compile`` of what tensor-parallel ranks share: torch 2.13 computes wrong gradients for it.
+
+    Raises:
+        ValueError: Naming the first compiled module that holds a parameter of the plan.
+    """
+    if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
+        return
+    dimension = (mesh.tensor_parallel.mesh_dim_names or (TENSOR,))[0]
+    for name, submodule in module.named_modules():
+        shared = (p for p in submodule.parameters() if isinstance(p, DTensor))
+        if _compat.is_compiled(submodule) and any(dimension in (p.device_mesh.mesh_dim_names or ()) for p in shared):
+            raise ValueError(
+                f"{name or type(module).__name__} is compiled and holds tensor-parallel parameters, for which"
+                " torch.compile (torch 2.13) computes wrong gradients: compile modules outside of the plan alone, or"
+                " leave tensor_parallel_size at 1."
+            )
 
 
 def _outermost_with_plan(module: nn.Module) -> Iterator[Any]:

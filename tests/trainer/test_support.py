@@ -21,7 +21,9 @@ from tests.trainer.exactness import Outcome, weight_error
 from tests.trainer.support import CELLS, FEATURES, LAYOUTS, PRECISIONS, Cell, expected_weights, reason_not_to_run, train
 
 EVERY = 7
-REFUSED: dict[tuple[str, str, str], str] = {}
+REFUSED = {
+    (".*(TP|tp).*", ".*", "compiled blocks"): r"model\.blocks\.0 is compiled and holds tensor-parallel parameters"
+}
 """Regular expressions of (layout, precision, feature) that are refused, with the message."""
 
 Status = tuple[str, str]
