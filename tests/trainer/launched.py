@@ -160,6 +160,7 @@ def _as_program(function: Callable[..., None], folder: Path, options: dict[str, 
         os.dup2(log.fileno(), 2)
     sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", 1, closefd=False) for descriptor in (1, 2))
     os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores it
     torch.set_num_threads(1)
     multiprocessing.set_forkserver_preload([__name__])
     for name in NOT_FROM_OUTSIDE:

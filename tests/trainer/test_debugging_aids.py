@@ -115,7 +115,8 @@ def test_the_timeout_ends_it_and_each_rank_tells_where_the_other_was(timed_out: 
     first = next(rank for rank in range(WORLD_SIZE) if "RankFailedError" not in outputs[rank])
     other = 1 - first
     assert all(f"raised on rank {first}: rank {other} in {hooks[other]}" in output for output in outputs)
-    assert re.search(rf"RankFailedError: rank {first} on \S+ failed in {hooks[first]}:.* Timed out", outputs[other])
+    assert re.search(rf"RankFailedError: rank {first} on \S+ failed in {hooks[first]}:", outputs[other])
+    assert any("Timed out" in output for output in outputs)
     assert f'hang.py", line {MISTAKE}, in training_step' in outputs[0]
     assert "in reduce_scatter_single" in outputs[1]
     assert not any("Detected mismatch" in output for output in outputs)
