@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_automodel.precision import HALF
 from lightning_automodel.token_loss import Count, TokenWeighting, contains_hugging_face_causal_lm
 
 
@@ -25,7 +26,7 @@ class Advice:
 
     def about_half_precision(self, loss: Tensor) -> None:
         """Warn about a ``loss`` [] that is rounded before it is weighed."""
-        if loss.dtype in (torch.float16, torch.bfloat16):
+        if loss.dtype in HALF:
             self.say_once(
                 f"training_step returned a {loss.dtype} loss, which is rounded before it is weighed: compute the loss"
                 " in float32 (logits.float()) for exact gradients."
@@ -33,7 +34,7 @@ class Advice:
 
     def about_rounded_count(self, count: Count) -> None:
         """Warn about a ``count`` that was summed up in a dtype without room for it."""
-        if isinstance(count, Tensor) and count.dtype in (torch.float16, torch.bfloat16):
+        if isinstance(count, Tensor) and count.dtype in HALF:
             limit = 2048 if count.dtype == torch.float16 else 256
             self.say_once(
                 f"The number of label tokens is a {count.dtype} tensor, which rounds what is above {limit}: count in"
@@ -42,9 +43,7 @@ class Advice:
 
     def about_master_weights(self, precision: str, module: nn.Module) -> None:
         """Warn about a mixed ``precision`` whose optimizer updates half-precision parameters."""
-        halves = [
-            p.dtype for p in module.parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)
-        ]
+        halves = [p.dtype for p in module.parameters() if p.requires_grad and p.dtype in HALF]
         if halves and precision.endswith("-mixed"):
             self.say_once(
                 f"precision={precision!r} updates parameters in the dtype that they have, and {len(halves)} trainable"

@@ -120,9 +120,13 @@ class RunMesh:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """Groups that together span the world: this rank's data-parallel group, then its tensor-parallel one."""
-        if self.tensor_parallel is None or self.sizes.tensor == 1:
-            return [self.group]
-        return [self.group, self.tensor_parallel.get_group()]
+        return [self.group] if self.tensor_group is None else [self.group, self.tensor_group]
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        """Group of the ranks that compute one micro-batch together; None where each computes alone."""
+        is_alone = self.tensor_parallel is None or self.sizes.tensor == 1
+        return None if is_alone else self.tensor_parallel.get_group()  # type: ignore[union-attr]
 
     def sizes_by_name(self) -> dict[str, int]:
         """Ranks along each named dimension."""

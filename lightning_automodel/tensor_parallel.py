@@ -156,12 +156,13 @@ def share_random_state(mesh: RunMesh, device: torch.device) -> None:
 
     A collective over the tensor-parallel group: its first rank's state is everybody's.
     """
-    if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
+    group = mesh.tensor_group
+    if group is None:
         return
     modules: list[Any] = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device.type)]
     for module in modules:
         state = module.get_rng_state().to(device)
-        dist.broadcast(state, group=mesh.tensor_parallel.get_group(), group_src=0)
+        dist.broadcast(state, group=group, group_src=0)
         module.set_rng_state(state.cpu())
 
 
@@ -173,14 +174,14 @@ def check_same_batch(batch: Any, mesh: RunMesh, device: torch.device) -> None:
     Raises:
         ValueError: On every rank of the group.
     """
-    if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
+    group = mesh.tensor_group
+    if group is None:
         return
     checksum = 0
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor):
             data = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             checksum = zlib.crc32(data.tobytes(), zlib.crc32(str(tuple(leaf.shape)).encode(), checksum))
-    group = mesh.tensor_parallel.get_group()
     smallest, largest = (torch.tensor(checksum, device=device) for _ in range(2))
     dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
