@@ -16,9 +16,6 @@ from lightning.fabric.strategies.launchers.multiprocessing import _check_missing
 from lightning.fabric.strategies.launchers.multiprocessing import (
     _disable_module_memory_sharing as disable_module_memory_sharing,
 )
-from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_load as distributed_checkpoint_load
-from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_save as distributed_checkpoint_save
-from lightning.fabric.strategies.model_parallel import _load_checkpoint as load_checkpoint
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend_for_device,
 )
@@ -46,6 +43,9 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerE
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.amp.grad_scaler import GradScaler, OptState
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
@@ -64,10 +64,14 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "CHECKPOINT_METADATA_CLASSES",
     "CHECKPOINT_METADATA_FILENAME",
     "IS_INTERACTIVE",
     "DDPForwardRedirection",
     "FSDPParamGroup",
+    "FsspecFileSystem",
+    "FsspecReader",
+    "FsspecWriter",
     "GlobalStateSnapshot",
     "Launcher",
     "MockOptimizer",
@@ -91,8 +95,6 @@ __all__ = [
     "default_store",
     "disable_module_memory_sharing",
     "discard_partial_reduction",
-    "distributed_checkpoint_load",
-    "distributed_checkpoint_save",
     "failing_hook",
     "finish_backward",
     "flatten_mesh",
@@ -112,7 +114,6 @@ __all__ = [
     "is_fsdp_root",
     "is_replicated",
     "lacks_accumulator",
-    "load_checkpoint",
     "local_tensor",
     "move_what_has_values",
     "name_of",
@@ -126,6 +127,7 @@ __all__ = [
     "reset_seed",
     "restore_unscaled",
     "save_and_requeue",
+    "set_element",
     "set_group_timeout",
     "set_num_threads_if_needed",
     "set_rng_states",
@@ -141,6 +143,28 @@ __all__ = [
     "verify_shapes_across_ranks",
     "widen_gradient",
 ]
+
+CHECKPOINT_METADATA_CLASSES = frozenset(
+    {
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+    }
+)
+"""What torch.distributed.checkpoint (torch 2.13) pickles into ``.metadata``; anything else there could run code."""
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)

@@ -53,7 +53,7 @@ def collect(trainer: "pl.Trainer", returned: Any, report: Mapping[str, Any]) -> 
     is_first = trainer.strategy.local_rank == 0  # type: ignore[attr-defined]
     weights = None
     if trainer.state.fn == TrainerFn.FITTING:
-        state = checkpoints.whole_model_state(trainer.lightning_module, keep=is_first)
+        state = checkpoints.whole(checkpoints.model_state(trainer.lightning_module), keep=is_first)
         if is_first:
             weights = Path(tempfile.mkdtemp(prefix="lightning_automodel-")) / "weights.pt"
             torch.save(state, weights)
@@ -122,7 +122,7 @@ def load_trained_weights(module: "pl.LightningModule", path: Path) -> None:
 
 def _without_place(module: "pl.LightningModule", state: Mapping[str, Any]) -> list[str]:
     """Names in ``state`` that ``module`` has not, or has on the meta device."""
-    known = checkpoints.whole_model_state(module, keep=True) if module.state_dict() else {}
+    known = checkpoints.whole(checkpoints.model_state(module), keep=True) if module.state_dict() else {}
     return [
         name for name in state if name not in known or (isinstance(known[name], torch.Tensor) and known[name].is_meta)
     ]

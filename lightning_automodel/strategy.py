@@ -5,7 +5,6 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -16,7 +15,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -38,10 +37,10 @@ from lightning_automodel import (
     sharding,
     weight_callbacks,
 )
-from lightning_automodel import checkpoint as checkpoints
 from lightning_automodel.activations import RecomputedBlocks
 from lightning_automodel.advice import Advice, shortened
 from lightning_automodel.caller_mesh import adopt_mesh
+from lightning_automodel.checkpoint import RunCheckpoints, model_state, optimizer_state
 from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine
 from lightning_automodel.first_rank import FirstRankPerNode
 from lightning_automodel.guard import RunGuard
@@ -103,6 +102,10 @@ class AutomodelStrategy(ParallelStrategy):
             rank computes with one CPU thread.
         timeout: How long a collective may wait, and a rank give no sign of life: ``timedelta`` or minutes.
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
+        save_distributed_checkpoint: Whether a checkpoint is a directory of shards; otherwise one file, which takes the
+            host memory of rank 0 for the whole state. None: a directory where the model is sharded.
+        async_checkpoint: Write checkpoints while training goes on, after the state was copied to host memory. One save
+            at a time; a failure is raised in the next step, and a run ends when its last checkpoint is on disk.
 
     Raises:
         ValueError: If an option is out of range; the message gives the valid values.
@@ -141,6 +144,8 @@ class AutomodelStrategy(ParallelStrategy):
         timeout: timedelta | float = 30,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         first_rank_setup: bool = False,
+        save_distributed_checkpoint: bool | None = None,
+        async_checkpoint: bool = False,
     ) -> None:
         super().__init__()
         options = StrategyOptions(
@@ -170,8 +175,13 @@ class AutomodelStrategy(ParallelStrategy):
             timeout=timeout,
             start_method=start_method,
             first_rank_setup=first_rank_setup,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            async_checkpoint=async_checkpoint,
         )
         self._options = options
+        self._checkpoints = RunCheckpoints(
+            is_sharded=data_parallel == "fsdp2", as_directory=options.writes_directories, in_background=async_checkpoint
+        )
         self.num_nodes = 1
         self._weighting = TokenWeighting(
             per_token_loss=per_token_loss,
@@ -279,20 +289,6 @@ class AutomodelStrategy(ParallelStrategy):
         """
         with super().tensor_init_context(empty_init=False), torch.device("meta") if empty_init else nullcontext():
             yield
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Also for a replicated model that has no values yet (meta device): they would replace the loaded ones."""
-        module = self.lightning_module
-        return (
-            self._shards_model or bool(self._created_as) or (module is not None and bool(materialize.waiting(module)))
-        )
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return not self._shards_model
 
     @property
     def _shards_model(self) -> bool:
@@ -565,6 +561,7 @@ class AutomodelStrategy(ParallelStrategy):
         return output
 
     def _begin_step(self, step: int, is_training: bool) -> None:
+        self._checkpoints.check()
         if self._guard.begin_step(step, is_training):
             assert self.lightning_module is not None
             _compat.tell_sigterm(self.lightning_module.trainer)
@@ -741,55 +738,74 @@ class AutomodelStrategy(ParallelStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return collectives.broadcast_object(obj, src)
 
+    # --- Checkpoints --------------------------------------------------------------------------------------------------
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if not self._shards_model:
+        if not self._checkpoints.names_parameters:
             return super().lightning_module_state_dict()
-        assert self.model is not None
-        return checkpoints.sharded_model_state(self.model)
+        assert self.lightning_module is not None
+        return model_state(self.lightning_module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if not self._shards_model:
+        if not self._checkpoints.names_parameters:
             return super().optimizer_state(optimizer)
-        assert self.model is not None
+        assert self.lightning_module is not None
         with self._windows.unchanged():
-            return checkpoints.sharded_optimizer_state(self.model, unwrap(optimizer))
+            return optimizer_state(self.lightning_module, unwrap(optimizer))
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        if not self._shards_model:
-            return super().save_checkpoint(checkpoint, filepath, storage_options)
-        checkpoints.refuse_storage_options(storage_options)
-        with checkpoints.given_up_after_failure(filepath) if self._guard.has_failed else nullcontext():
-            if self._engine is None:
-                raise RuntimeError("the model was not sharded yet")
-            checkpoints.save_sharded(checkpoint, Path(self.broadcast(filepath)), self.is_global_zero)
-        return None
+        """Write a checkpoint, which appears in one step or not at all. Every rank must call it, together.
+
+        Raises:
+            CheckpointError: On every rank, if it failed on any; older checkpoints are as they were.
+        """
+        if self._guard.has_failed:
+            self._checkpoints.save_alone(checkpoint, filepath, self.checkpoint_io)
+            return
+        module = self.lightning_module
+        assert module is not None
+        goes_on = module.trainer.state.fn == TrainerFn.FITTING and module.trainer.state.status == TrainerStatus.RUNNING
+        self._checkpoints.save(checkpoint, filepath, self.root_device, self.checkpoint_io, goes_on, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        if not self._shards_model:
-            checkpoints.refuse_shards(Path(checkpoint_path))
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        module = self.lightning_module
-        assert module is not None
+        """Check a checkpoint of any form, and read all but the shards. Every rank must call it, together.
+
+        Raises:
+            CheckpointError: On every rank, if any cannot read it.
+        """
         self._require_engine().release()
-        path = Path(self.broadcast(checkpoint_path))
-        checkpoint = checkpoints.load_into(path, module, self.optimizers, module.strict_loading, weights_only)
-        if weight_callbacks.keeps_average(module):
-            checkpoint["state_dict"] = checkpoints.model_state(module)
-        return checkpoint
+        return self._checkpoints.open(checkpoint_path, weights_only, self.checkpoint_io, self.local_rank == 0)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if not self._shards_model:
+        if not self._checkpoints.fills_optimizers:
             super().load_model_state_dict(checkpoint, strict)
+            return
+        module = self.lightning_module
+        assert module is not None
+        assert isinstance(checkpoint, dict)
+        optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
+        self._checkpoints.fill(checkpoint, module, optimizers, strict)
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: shards must exist, and values are loaded in the dtype that the model trains in."""
+        return True
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return not self._checkpoints.fills_optimizers
 
     @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if not self._shards_model:
-            super().load_optimizer_state_dict(checkpoint)
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Remove a checkpoint; one that a save in flight is to replace, when that is on disk."""
+        self._checkpoints.remove(filepath, self.checkpoint_io)
 
     # --- Leaving ------------------------------------------------------------------------------------------------------
 
@@ -808,9 +824,12 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         try:
-            self._teardown_training()
+            self._checkpoints.close(was_interrupted=self._guard.has_failed)
         finally:
-            self._guard.close()
+            try:
+                self._teardown_training()
+            finally:
+                self._guard.close()
 
     def _teardown_training(self) -> None:
         assert self.cluster_environment is not None
