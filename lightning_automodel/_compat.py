@@ -27,7 +27,7 @@ from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_s
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward as prepare_ddp_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
@@ -104,6 +104,7 @@ __all__ = [
     "fsdp_param_groups",
     "gathered_bytes",
     "gathered_storage_is_alive",
+    "give_back_links",
     "give_back_sigterm",
     "give_back_unscaling",
     "has_deferred_gradients",
@@ -133,6 +134,7 @@ __all__ = [
     "set_rng_states",
     "sharded_versions",
     "take_over_forward_hooks",
+    "take_over_links",
     "take_over_requeueing",
     "take_over_sigterm",
     "tell_sigterm",
@@ -554,6 +556,22 @@ def give_back_sigterm(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
     trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
     trainer._signal_connector.__dict__.pop("_slurm_sigusr_handler_fn", None)
+
+
+def take_over_links(trainer: Trainer, link: Callable[[str, str], None]) -> None:
+    """Let ``ModelCheckpoint(save_last="link")`` call ``link`` with the checkpoint and the name of the link.
+
+    Lightning 2.6.6 removes the old link, or directory, before it makes the new one. :func:`give_back_links` undoes it.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            callback._link_checkpoint = lambda _, path, name: link(path, name)  # type: ignore[assignment,method-assign]
+
+
+def give_back_links(trainer: Trainer) -> None:
+    """Undo :func:`take_over_links`."""
+    for callback in trainer.checkpoint_callbacks:
+        callback.__dict__.pop("_link_checkpoint", None)
 
 
 def tell_sigterm(trainer: Trainer) -> None:

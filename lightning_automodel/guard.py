@@ -1,11 +1,12 @@
 """The Trainer's function runs inside of this, so that all ranks leave together."""
 
+import inspect
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -26,6 +27,9 @@ class RunGuard:
 
     An exception on this rank is posted for the others. If it only follows from the failure of another rank, that one
     is raised in its place. SIGTERM on any rank ends the run of all ranks after the same step.
+
+    Attributes:
+        arguments: What the run was called with, by name; empty outside of a run.
     """
 
     _current: ClassVar[Watchdog | None] = None
@@ -43,6 +47,7 @@ class RunGuard:
         self._is_running = False
         self._has_failed = False
         self._failed_at = 0.0
+        self.arguments: Mapping[str, Any] = {}
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function``, which may call :meth:`watch` as soon as the process group exists.
@@ -54,6 +59,7 @@ class RunGuard:
             # A callback's `on_exception` raised in an earlier run, so that Lightning did not tear it down.
             RunGuard._unclosed.close()
         self._is_running, self._has_failed = True, False
+        self.arguments = inspect.signature(function).bind(*args, **kwargs).arguments
         try:
             result = function(*args, **kwargs)
             self._raise_what_came_late()
@@ -69,7 +75,7 @@ class RunGuard:
             self._end()
             return result
         finally:
-            self._is_running = False
+            self._is_running, self.arguments = False, {}
 
     def watch(self, timeout: timedelta, where: Callable[[], str]) -> None:
         """Start to watch the other ranks; nothing in a world of one. Every rank must call it, after joining.

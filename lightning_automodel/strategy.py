@@ -432,6 +432,7 @@ class AutomodelStrategy(ParallelStrategy):
         if self.world_size > 1:
             _compat.take_over_sigterm(trainer)
             _compat.take_over_requeueing(trainer, self._guard.ask_to_requeue)
+        _compat.take_over_links(trainer, self._checkpoints.link)
         self.accelerator.setup(trainer)
         precision.check_precision(self.precision_plugin, self._options.data_parallel)
         self._created_as, self._untouched = materialize.waiting(module), []
@@ -778,6 +779,9 @@ class AutomodelStrategy(ParallelStrategy):
             CheckpointError: On every rank, if any cannot read it.
         """
         self._require_engine().release()
+        if weights_only is None:
+            # Lightning (2.6.6) does not pass it on to a strategy that loads after set-up.
+            weights_only = self._guard.arguments.get("weights_only")
         return self._checkpoints.open(checkpoint_path, weights_only, self.checkpoint_io, self.local_rank == 0)
 
     @override
@@ -848,6 +852,7 @@ class AutomodelStrategy(ParallelStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None:
             _compat.give_back_sigterm(trainer)
+            _compat.give_back_links(trainer)
         if not self._shards_model and self._engine is not None:
             if self._layer_sync is not None and self.model is not None:
                 self._layer_sync.revert(self.model)

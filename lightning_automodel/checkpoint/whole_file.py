@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_automodel.checkpoint import places, publishing
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.plain_data import load_plain_data
+from lightning_automodel.checkpoint.plain_data import load_plain_data, warn_about_code
 from lightning_automodel.checkpoint.state import MODEL, optimizer_key
 
 _BLOCK = 1 << 24
@@ -33,6 +33,7 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
     if not places.is_local(path):
         stream = io.BytesIO()
         torch.save(checkpoint, stream)
+        warn_about_code(stream)
         _add_checksum(stream)
         filesystem, place = url_to_fs(path)
         filesystem.pipe_file(place, stream.getvalue())
@@ -45,6 +46,7 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
             file.flush()
             os.fsync(file.fileno())
             _check(file)
+        warn_about_code(staging)
         publishing.publish(staging, Path(path))
     except BaseException:
         publishing.discard(staging)
