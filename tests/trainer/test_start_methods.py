@@ -115,8 +115,8 @@ def test_launching_process_is_ended(tmp_path: Path, method: str, name: str) -> N
         assert launching.exitcode == 128 + signal.SIGTERM, log
         assert "received SIGTERM: all ranks stop after this step." in log
     else:
-        # To a forked rank, torch has Linux send SIGINT as soon as its parent is gone.
-        told = ("This rank leaves, since the launcher, which started the ranks, ", "Detected KeyboardInterrupt")
+        # To a forked rank, torch has Linux send SIGINT as soon as its parent is gone; the other may hear of it first.
+        told = ("This rank leaves, since the launcher, which started the ranks, ", "KeyboardInterrupt")
         assert any(text in log for text in told[: 2 if (method, name) == ("fork", "SIGKILL") else 1])
         assert launching.exitcode == (1 if name == "SIGINT" else -signal.SIGKILL)
 
