@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -104,12 +104,12 @@ def make_trainer(folder: Path, **options: Any) -> pl.Trainer:
     )
 
 
-def train(folder: Path, tests: bool, **options: Any) -> None:
-    """Train under both engines; write what this process has of it."""
+def train(folder: Path, engines: Iterable[str], tests: bool, **options: Any) -> None:
+    """Train under each engine; write what this process has of it."""
     found = {}
     torch.set_num_threads(2)
     use_threads()
-    for engine in ("fsdp2", "ddp"):
+    for engine in engines:
         module, trainer = Launched(folder), make_trainer(folder / engine, data_parallel=engine, **options)
         trainer.fit(module)
         found[engine] = {

@@ -202,7 +202,7 @@ def _results(folder: Path, num_ranks: int) -> list[Any]:
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(num_ranks)]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_script_starts_its_own_ranks(tmp_path: Path, devices: int) -> None:
     """`python script.py` is all there is to do, for one rank as for two."""
     script = tmp_path / "script.py"
