@@ -19,12 +19,14 @@ from lightning_automodel.checkpoint import places, publishing
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.plain_data import load_plain_data, warn_about_code
 from lightning_automodel.checkpoint.state import MODEL, optimizer_key
+from lightning_automodel.checkpoint.streams import RecordedStream
 
 _BLOCK = 1 << 24
 _END_OF_ARCHIVE = b"PK\x05\x06"
 _END_SIZE = 22
 _COMMENT = b"lightning_automodel crc32=%08x"
 _COMMENT_SIZE = len(_COMMENT % 0)
+_NO_COMMENT = b"\x00\x00"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -32,17 +34,15 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
     """Write ``checkpoint`` to a file that appears in one step, once all of it is on disk. Called by one rank."""
     if not places.is_local(path):
         stream = io.BytesIO()
-        torch.save(checkpoint, stream)
+        _write(checkpoint, stream)
         warn_about_code(stream)
-        _add_checksum(stream)
         filesystem, place = url_to_fs(path)
         filesystem.pipe_file(place, stream.getvalue())
         return
     staging = Path(path).with_name(publishing.unfinished_name())
     try:
         with open(staging, "w+b") as file:
-            torch.save(checkpoint, file)
-            _add_checksum(file)
+            _write(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
             _check(file)
@@ -171,12 +171,17 @@ def _states(tree: dict[str, Any], place: str = "") -> Iterator[tuple[str, torch.
             yield from _states(value, f"{place}{key}/")
 
 
-def _add_checksum(file: Any) -> None:
-    """Append the comment to an archive that has none."""
-    size = file.seek(0, os.SEEK_END)
-    value = _crc32(file, size - 2)
-    file.seek(size - 2)
-    file.write(_COMMENT_SIZE.to_bytes(2, "little") + _COMMENT % value)
+def _write(checkpoint: dict[str, Any], file: Any) -> None:
+    """Write an archive, and append to it the checksum of all that ``torch.save`` has written."""
+    recorded = RecordedStream(file)
+    try:
+        torch.save(checkpoint, recorded)
+    except RuntimeError:
+        if recorded.error is not None:
+            raise recorded.error from None
+        raise
+    file.seek(recorded.size - len(_NO_COMMENT))
+    file.write(_COMMENT_SIZE.to_bytes(2, "little") + _COMMENT % recorded.crc32)
 
 
 def _check(file: Any) -> None:
@@ -184,7 +189,8 @@ def _check(file: Any) -> None:
     file.seek(max(0, size - _END_SIZE - _COMMENT_SIZE))
     end = file.read()
     if end[:4] == _END_OF_ARCHIVE and end[_END_SIZE - 2 : _END_SIZE] == _COMMENT_SIZE.to_bytes(2, "little"):
-        if end[_END_SIZE:] != _COMMENT % _crc32(file, size - _COMMENT_SIZE - 2):
+        value = zlib.crc32(_NO_COMMENT, _crc32(file, size - _COMMENT_SIZE - len(_NO_COMMENT)))
+        if end[_END_SIZE:] != _COMMENT % value:
             raise CheckpointError("its content has changed since it was written (wrong checksum)")
         return
     file.seek(0)
