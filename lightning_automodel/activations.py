@@ -1,10 +1,12 @@
 """Which blocks drop their activations after the forward and compute them again in the backward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_automodel.sharding import WrapPolicy, class_name, outermost_instances, uncompiled, units_of
@@ -12,7 +14,85 @@ from lightning_automodel.sharding import WrapPolicy, class_name, outermost_insta
 ActivationCheckpointing = bool | set[type[nn.Module]]
 
 _ATTRIBUTE = "_recomputed_forward"
-_checkpoint = partial(checkpoint, use_reentrant=False)
+_SWITCH = ("gradient_checkpointing", "_gradient_checkpointing_func")
+
+
+class _Checkpoint:
+    """Computes something of a module, and again in the backward, with the buffers that it met the first time.
+
+    Running statistics, counters and the like are written by the first computation alone. Which buffers that are is
+    learnt as they are written, so that the others are not kept for the backward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._written: set[str] | None = None
+
+    def __call__(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return compute(*args, **kwargs)
+        met: dict[str, Tensor] | None = None
+
+        def first_or_again(*args: Any, **kwargs: Any) -> Any:
+            nonlocal met
+            if met is not None:
+                with self._standing_in(met):
+                    return compute(*args, **kwargs)
+            met = self._copies()
+            with self._learning():
+                output = compute(*args, **kwargs)
+            met = {name: copy for name, copy in met.items() if name in self._known}
+            return output
+
+        is_traced = torch.compiler.is_compiling()
+        return checkpoint(compute if is_traced else first_or_again, *args, use_reentrant=False, **kwargs)
+
+    def _statistics(self) -> Iterator[str]:
+        """Buffers of torch's normalisations, which write running statistics past the version counter."""
+        for prefix, module in self._module.named_modules():
+            if isinstance(getattr(module, "running_mean", None), Tensor):
+                yield from (name for name, _ in module.named_buffers(prefix, recurse=False))
+
+    @property
+    def _known(self) -> set[str]:
+        return self._written or set()
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        return self._module.named_buffers(remove_duplicate=False)
+
+    def _copies(self) -> dict[str, Tensor]:
+        """Copies of the buffers that are written; of all of them until that is known."""
+        return {name: b.clone() for name, b in self._buffers() if self._written is None or name in self._written}
+
+    @contextmanager
+    def _learning(self) -> Iterator[None]:
+        """Context of a first computation: notes which buffers it writes or replaces."""
+        before = {name: (id(buffer), _version(buffer)) for name, buffer in self._buffers()}
+        yield
+        after = {name: (id(buffer), _version(buffer)) for name, buffer in self._buffers()}
+        written = {name for name, seen in after.items() if before.get(name) != seen}
+        self._written = self._known | written | set(self._statistics())
+
+    @contextmanager
+    def _standing_in(self, met: dict[str, Tensor]) -> Iterator[None]:
+        """Context of a repetition: it writes copies of the buffers, and finds in them what the first one found."""
+        actual = {name: buffer for name, buffer in self._buffers() if name in self._known}
+        try:
+            for name, buffer in actual.items():
+                self._put(name, met.get(name, buffer).clone())
+            yield
+        finally:
+            for name, buffer in actual.items():
+                self._put(name, buffer)
+
+    def _put(self, name: str, buffer: Tensor) -> None:
+        owner, _, attribute = name.rpartition(".")
+        self._module.get_submodule(owner)._buffers[attribute] = buffer
+
+
+def _version(buffer: Tensor) -> int:
+    """Moves with every in-place write; tensors that were made for inference cannot be written while training."""
+    return 0 if buffer.is_inference() else buffer._version
 
 
 class _RecomputedForward:
@@ -26,10 +106,11 @@ class _RecomputedForward:
         self.is_active = True
         self._module = module
         self._own_forward = module.__dict__.get("forward")
+        self._checkpoint = _Checkpoint(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._own_forward or partial(type(self._module).forward, self._module)
-        return _checkpoint(forward, *args, **kwargs) if self.is_active else forward(*args, **kwargs)
+        return self._checkpoint(forward, *args, **kwargs) if self.is_active else forward(*args, **kwargs)
 
     def put_back(self) -> None:
         """Let the module compute as before; the object stays where somebody has wrapped it since."""
@@ -65,9 +146,14 @@ class RecomputedBlocks:
                 raise ValueError(_nothing_to_checkpoint(model, choice))
         names = {id(module): name for name, module in model.named_modules()}
         self.names = [f"{names[id(block)]} ({class_name(block)})" for block in blocks]
-        for block, name in zip(blocks, self.names, strict=True):
-            layer = uncompiled(block)
-            self._undo.append(_switch_on(layer, name) if _has_switch(layer) else _wrap(block))
+        layers = [uncompiled(block) for block in blocks]
+        for layer, name in zip(layers, self.names, strict=True):
+            if _has_switch(layer):
+                _refuse_evaluation_mode(layer, name)
+        self._undo = [
+            _switch_on(layer) if _has_switch(layer) else _wrap(block)
+            for block, layer in zip(blocks, layers, strict=True)
+        ]
 
     def undo(self) -> None:
         """Let every module compute as before."""
@@ -90,16 +176,27 @@ def _has_switch(block: nn.Module) -> bool:
     return isinstance(getattr(type(block), "gradient_checkpointing", None), bool)
 
 
-def _switch_on(block: nn.Module, name: str) -> Callable[[], None]:
+def _refuse_evaluation_mode(block: nn.Module, name: str) -> None:
     if not block.training:
         raise ValueError(
             f"activation_checkpointing has no effect on {name}: layers of transformers recompute in training mode only,"
             " and from_pretrained() leaves them in evaluation mode. Call .train() on the model before trainer.fit."
         )
+
+
+def _switch_on(block: nn.Module) -> Callable[[], None]:
     if block.gradient_checkpointing:
         return lambda: None
-    block.gradient_checkpointing, block._gradient_checkpointing_func = True, _checkpoint  # type: ignore[assignment]
-    return partial(setattr, block, "gradient_checkpointing", False)
+    before = {name: block.__dict__[name] for name in _SWITCH if name in block.__dict__}
+    for name, value in zip(_SWITCH, (True, _Checkpoint(block)), strict=True):
+        block.__dict__[name] = value
+
+    def switch_off() -> None:
+        for name in _SWITCH:
+            block.__dict__.pop(name, None)
+        block.__dict__.update(before)
+
+    return switch_off
 
 
 def _nothing_to_checkpoint(model: nn.Module, choice: ActivationCheckpointing) -> str:
