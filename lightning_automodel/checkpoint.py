@@ -12,10 +12,11 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel import _compat
+from lightning_automodel.sharding import shard_like
 
 log = logging.getLogger(__name__)
 
@@ -192,16 +193,9 @@ def _restore_states(
             _compat.distributed_checkpoint_load(shards, path)
             tree[key] = shards[f"{place}{key}"]
         elif saved is None and value.keys() == model_state.keys():
-            tree[key] = {name: _shard_like(model_state[name], full) for name, full in value.items()}
+            tree[key] = {name: shard_like(model_state[name], full) for name, full in value.items()}
         else:
             _restore_states(value, model_state, path, saved, f"{place}{key}/")
-
-
-def _shard_like(shard: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``full``, which every rank has, on the mesh of ``shard``. Not a collective."""
-    if not isinstance(shard, DTensor):
-        return full
-    return distribute_tensor(full.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None)
 
 
 @contextmanager
