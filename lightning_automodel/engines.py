@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -129,12 +128,10 @@ class FSDP2Engine(Engine):
     def _shard(self, module: pl.LightningModule) -> None:
         """Make weights equal everywhere and shard them, unless somebody has. A collective over the world."""
         plan = None if sharding.has_fsdp_units(module) else self._plan(module)
-        named = dict(module.named_parameters())
         if plan is None:
-            sharding.refuse_gradient_hooks(module, [name for name, p in named.items() if isinstance(p, DTensor)])
             self._report = {"units": _SHARDED_BEFORE}
         else:
-            sharding.refuse_gradient_hooks(module, [name for name in named if name not in plan.replicated])
+            sharding.refuse_gradient_hooks(module, plan.replicated)
             self._check_reshard_after_forward()
             self._report = _describe_plan(module, plan)
         tensor_parallel.apply_own_plans(module, self.mesh)

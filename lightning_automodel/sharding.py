@@ -451,8 +451,9 @@ def check_hooks(module: nn.Module) -> None:
     """Refuse hooks that act on a gradient before its window is complete, as optimizers that step inside backward do.
 
     Raises:
-        ValueError: Naming the first parameters with a post-accumulate-gradient hook.
+        ValueError: Naming the first parameters with a post-accumulate-gradient hook, or sharded with a gradient hook.
     """
+    refuse_gradient_hooks(module, [name for name, p in module.named_parameters() if not isinstance(p, DTensor)])
     hooked = [name for name, parameter in module.named_parameters() if _compat.has_post_accumulate_hook(parameter)]
     if hooked:
         raise ValueError(
@@ -462,18 +463,18 @@ def check_hooks(module: nn.Module) -> None:
         )
 
 
-def refuse_gradient_hooks(module: nn.Module, sharded: Collection[str]) -> None:
+def refuse_gradient_hooks(module: nn.Module, whole: Collection[str]) -> None:
     """Refuse hooks on gradients (``parameter.register_hook``) that FSDP2 would never call.
 
     Args:
         module: The LightningModule.
-        sharded: Names of the parameters that are sharded, or going to be.
+        whole: Names of the parameters that are not sharded, nor going to be.
 
     Raises:
-        ValueError: Naming the first of them.
+        ValueError: Naming the first of the others that has one.
     """
-    parameters = dict(module.named_parameters())
-    hooked = [name for name in sharded if _compat.has_gradient_hook(parameters[name])]
+    named = module.named_parameters()
+    hooked = [name for name, parameter in named if name not in whole and _compat.has_gradient_hook(parameter)]
     if hooked:
         raise ValueError(
             f"{len(hooked)} parameters that FSDP2 shards have gradient hooks ({', '.join(hooked[:3])}), which it never"

@@ -89,21 +89,30 @@ def _masked() -> nn.Module:
     return model
 
 
-def _fit_masked(options: dict[str, Any], also_after_sharding: bool) -> Any:
-    module = ModelModule(filled_decoder())
-    if also_after_sharding:
+class MasksLate(ModelModule):
+    """Registers its hook where optimizers are made."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.model.blocks[0].linear.weight.register_hook(torch.zeros_like)
+        return super().configure_optimizers()
+
+
+def _fit_masked(options: dict[str, Any], when: str) -> Any:
+    module = MasksLate(filled_decoder()) if when == "late" else ModelModule(filled_decoder())
+    if when == "after a fit":
         _fit(options, module)
-    module.model.blocks[0].linear.weight.register_hook(torch.zeros_like)
+    if when != "late":
+        module.model.blocks[0].linear.weight.register_hook(torch.zeros_like)
     try:
         return _fit(options, module)
     except ValueError as error:
         return str(error)
 
 
-@pytest.mark.parametrize("also_after_sharding", [False, True])
-def test_gradient_hooks_that_would_not_be_called_are_refused(pool2: RankPool, also_after_sharding: bool) -> None:
+@pytest.mark.parametrize("when", ["before", "after a fit", "late"])
+def test_gradient_hooks_that_would_not_be_called_are_refused(pool2: RankPool, when: str) -> None:
     """A mask that is dropped without a word trains what it was to keep."""
-    for message in pool2.run(_fit_masked, ENGINES["fsdp2"], also_after_sharding):
+    for message in pool2.run(_fit_masked, ENGINES["fsdp2"], when):
         assert message.startswith(
             "1 parameters that FSDP2 shards have gradient hooks (model.blocks.0.linear.weight), which it never calls"
         )
@@ -112,5 +121,5 @@ def test_gradient_hooks_that_would_not_be_called_are_refused(pool2: RankPool, al
 def test_gradient_hooks_under_ddp(pool2: RankPool) -> None:
     """There they are called, and a masked gradient is exact."""
     expected = prefixed(plain_weights(_masked(), ACCUMULATE))
-    for outcome in pool2.run(_fit_masked, ENGINES["ddp"], False):
+    for outcome in pool2.run(_fit_masked, ENGINES["ddp"], "before"):
         assert weight_error(outcome, expected) <= TOLERANCE
