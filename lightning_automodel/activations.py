@@ -25,74 +25,63 @@ class _Checkpoint:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._written: set[str] | None = None
+        self._slots = [(part._buffers, name) for part in module.modules() for name in part._buffers]
+        # Torch's normalisations write these past the version counter.
+        self._statistics = {i for i, (buffers, _) in enumerate(self._slots) if buffers.get("running_mean") is not None}
+        self._written: set[int] | None = None
 
     def __call__(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return compute(*args, **kwargs)
-        met: dict[str, Tensor] | None = None
+        met: dict[int, Tensor] | None = None
 
         def first_or_again(*args: Any, **kwargs: Any) -> Any:
             nonlocal met
             if met is not None:
                 with self._standing_in(met):
                     return compute(*args, **kwargs)
-            met = self._copies()
-            with self._learning():
-                output = compute(*args, **kwargs)
-            met = {name: copy for name, copy in met.items() if name in self._known}
+            met, before = self._copies(), self._versions()
+            output = compute(*args, **kwargs)
+            written = self._learn(before)
+            met = {index: copy for index, copy in met.items() if index in written}
             return output
 
         is_traced = torch.compiler.is_compiling()
         return checkpoint(compute if is_traced else first_or_again, *args, use_reentrant=False, **kwargs)
 
-    def _statistics(self) -> Iterator[str]:
-        """Buffers of torch's normalisations, which write running statistics past the version counter."""
-        for prefix, module in self._module.named_modules():
-            if isinstance(getattr(module, "running_mean", None), Tensor):
-                yield from (name for name, _ in module.named_buffers(prefix, recurse=False))
+    def _buffers(self) -> dict[int, Tensor]:
+        held = ((index, buffers.get(name)) for index, (buffers, name) in enumerate(self._slots))
+        return {index: buffer for index, buffer in held if buffer is not None}
 
-    @property
-    def _known(self) -> set[str]:
-        return self._written or set()
-
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        return self._module.named_buffers(remove_duplicate=False)
-
-    def _copies(self) -> dict[str, Tensor]:
+    def _copies(self) -> dict[int, Tensor]:
         """Copies of the buffers that are written; of all of them until that is known."""
-        return {name: b.clone() for name, b in self._buffers() if self._written is None or name in self._written}
+        wanted = self._written
+        return {index: b.clone() for index, b in self._buffers().items() if wanted is None or index in wanted}
+
+    def _versions(self) -> dict[int, tuple[int, int]]:
+        """What changes with each buffer that is written in place or replaced; none is written in inference mode."""
+        return {i: (id(b), 0 if b.is_inference() else b._version) for i, b in self._buffers().items()}
+
+    def _learn(self, before: dict[int, tuple[int, int]]) -> set[int]:
+        changed = {index for index, version in self._versions().items() if before.get(index) != version}
+        self._written = changed | self._statistics | (self._written or set())
+        return self._written
 
     @contextmanager
-    def _learning(self) -> Iterator[None]:
-        """Context of a first computation: notes which buffers it writes or replaces."""
-        before = {name: (id(buffer), _version(buffer)) for name, buffer in self._buffers()}
-        yield
-        after = {name: (id(buffer), _version(buffer)) for name, buffer in self._buffers()}
-        written = {name for name, seen in after.items() if before.get(name) != seen}
-        self._written = self._known | written | set(self._statistics())
-
-    @contextmanager
-    def _standing_in(self, met: dict[str, Tensor]) -> Iterator[None]:
+    def _standing_in(self, met: dict[int, Tensor]) -> Iterator[None]:
         """Context of a repetition: it writes copies of the buffers, and finds in them what the first one found."""
-        actual = {name: buffer for name, buffer in self._buffers() if name in self._known}
+        actual = {index: b for index, b in self._buffers().items() if index in (self._written or ())}
         try:
-            for name, buffer in actual.items():
-                self._put(name, met.get(name, buffer).clone())
+            for index, buffer in actual.items():
+                self._put(index, met.get(index, buffer).clone())
             yield
         finally:
-            for name, buffer in actual.items():
-                self._put(name, buffer)
+            for index, buffer in actual.items():
+                self._put(index, buffer)
 
-    def _put(self, name: str, buffer: Tensor) -> None:
-        owner, _, attribute = name.rpartition(".")
-        self._module.get_submodule(owner)._buffers[attribute] = buffer
-
-
-def _version(buffer: Tensor) -> int:
-    """Moves with every in-place write; tensors that were made for inference cannot be written while training."""
-    return 0 if buffer.is_inference() else buffer._version
+    def _put(self, index: int, buffer: Tensor) -> None:
+        buffers, name = self._slots[index]
+        buffers[name] = buffer
 
 
 class _RecomputedForward:
