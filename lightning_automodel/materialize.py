@@ -68,6 +68,11 @@ def left_empty(model: nn.Module) -> list[str]:
     ]
 
 
+def _mark_left_empty(module: nn.Module, name: str) -> None:
+    if any(slot.name == name for slot in _slots(module)):
+        vars(module).setdefault(_LEFT_EMPTY, set()).add(name)
+
+
 def materialize(model: nn.Module, created_as: dict[str, torch.dtype], device: torch.device, offload: bool) -> list[str]:
     """Give values to what has none, in place.
 
@@ -93,7 +98,7 @@ def materialize(model: nn.Module, created_as: dict[str, torch.dtype], device: to
         for slot in (slot for module in model.modules() for slot in _slots(module)):
             if id(slot.get()) in filling.pending:
                 _bytes(_compat.local_tensor(slot.get())).fill_(_UNTOUCHED)
-                vars(slot.module).setdefault(_LEFT_EMPTY, set()).add(slot.name)
+                _mark_left_empty(slot.module, slot.name)
     attributes = [
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
@@ -120,12 +125,14 @@ def check_filled(model: nn.Module, untouched: list[str], device: torch.device) -
     flags = torch.tensor([_is_untouched(tensor) for tensor in tensors], dtype=torch.int32)
     if dist.group.WORLD is not None:
         flags = collectives.reduce_tensor(flags, dist.group.WORLD, "max", device)
-    for name, flag in zip(untouched, flags, strict=True):
-        if not flag:
-            vars(modules[name]).get(_LEFT_EMPTY, set()).discard(name.rpartition(".")[2])
-    empty = [f"{name} ({class_name(modules[name])})" for name, flag in zip(untouched, flags, strict=True) if flag]
-    if not empty:
+    for module in modules.values():
+        vars(module).pop(_LEFT_EMPTY, None)
+    still = [name for name, flag in zip(untouched, flags, strict=True) if flag]
+    for name in still:
+        _mark_left_empty(modules[name], name.rpartition(".")[2])
+    if not still:
         return
+    empty = [f"{name} ({class_name(modules[name])})" for name in still]
     more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
     raise ValueError(
         f"{len(empty)} parameters, buffers or tensor attributes of {class_name(model)} were created on the meta device"

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from lightning_automodel import _compat, materialize
+from lightning_automodel.sharding import is_sharded
 
 _WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
 
@@ -114,7 +115,7 @@ class AverageCopies:
         for empty in self._copies:
             empty.fill(module)
         self._copies = []
-        for averaged in _averaged_models(module):
+        for averaged in filter(is_sharded, _averaged_models(module)):
             averaged.update_parameters = _ByKind(averaged)  # type: ignore[method-assign]
 
 
