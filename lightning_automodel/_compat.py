@@ -108,6 +108,7 @@ __all__ = [
     "give_back_sigterm",
     "give_back_unscaling",
     "has_deferred_gradients",
+    "has_gradient_hook",
     "has_post_accumulate_hook",
     "initialise_fsdp_root",
     "is_compiled",
@@ -132,13 +133,13 @@ __all__ = [
     "set_group_timeout",
     "set_num_threads_if_needed",
     "set_rng_states",
+    "sharded_and_gathered",
     "sharded_versions",
     "take_over_forward_hooks",
     "take_over_links",
     "take_over_requeueing",
     "take_over_sigterm",
     "tell_sigterm",
-    "trainable_and_gathered",
     "unpark_gathered",
     "unscale_anew",
     "unsharded_gradient_bytes",
@@ -239,12 +240,12 @@ def is_replicated(group: FSDPParamGroup) -> bool:
     return group._is_hsdp
 
 
-def trainable_and_gathered(group: FSDPParamGroup) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Trainable sharded parameters, each with the one that stands for it while gathered.
+def sharded_and_gathered(group: FSDPParamGroup) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Sharded parameters, each with the one that stands for it while gathered.
 
     The latter are the same objects from the first gathering on, which must have happened.
     """
-    return [(p.sharded_param, p._unsharded_param) for p in group.fsdp_params if p.sharded_param.requires_grad]
+    return [(param.sharded_param, param._unsharded_param) for param in group.fsdp_params]
 
 
 def has_deferred_gradients(root: FSDPModule) -> bool:
@@ -341,6 +342,11 @@ def widen_gradient(param: FSDPParam) -> RemovableHandle:
 def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
     """Whether anybody acts on the gradient of ``parameter`` as soon as it is accumulated."""
     return bool(parameter._post_accumulate_grad_hooks)
+
+
+def has_gradient_hook(parameter: nn.Parameter) -> bool:
+    """Whether anybody looks at or replaces the gradient of ``parameter`` before it is accumulated."""
+    return bool(parameter._backward_hooks)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_automodel.precision import HALF
+from lightning_automodel.sharding import WrapPolicy
 from lightning_automodel.token_loss import Count, TokenWeighting, contains_hugging_face_causal_lm
 
 
@@ -23,6 +24,14 @@ class Advice:
         if message not in self._said:
             self._said.add(message)
             say(message)
+
+    def about_wrap_policy(self, policy: WrapPolicy, described: dict[str, Any]) -> None:
+        """Warn about a ``policy`` by which nothing of a model, that an engine has ``described``, became a unit."""
+        if policy and described.get("units") == []:
+            self.say_once(
+                f"auto_wrap_policy matches no module with parameters below {', '.join(described['roots'])}, of which"
+                " all parameters are gathered at once: name classes of the blocks that repeat, or leave it out."
+            )
 
     def about_half_precision(self, loss: Tensor) -> None:
         """Warn about a ``loss`` [] that is rounded before it is weighed."""

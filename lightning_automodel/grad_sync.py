@@ -139,7 +139,9 @@ class FSDPGradSync:
 
     def _follow_use(self, group: FSDPParamGroup) -> None:
         """Tell parameters without a gradient in a window from those with a zero one, which FSDP2 gives them here."""
-        for parameter, gathered in _compat.trainable_and_gathered(group):
+        for parameter, gathered in _compat.sharded_and_gathered(group):
+            if not parameter.requires_grad:
+                continue
             self._followed.add(id(parameter))
             mark = partial(self._mark_used, id(parameter))
             self._handles.append(gathered.register_post_accumulate_grad_hook(mark))

@@ -2,7 +2,8 @@
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
@@ -74,7 +75,9 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
         The plan; nothing has been changed.
     """
     roots = [model] if root_is_model else _distinct(_callable_children(model))
-    units = _distinct(unit for root in roots for unit in _find_units(root, policy) if unit is not root)
+    starts = list(model.children()) if root_is_model and policy is not None else roots
+    units = _distinct(unit for start in starts for unit in _find_units(start, policy))
+    units = [unit for unit in units if not any(unit is root for root in roots)]
     units = [unit for unit in units if _belongs_to_one_root(unit, roots) and not _is_used_outside(model, unit)]
     return ShardingPlan(roots=roots, units=units, replicated=_find_replicated(model, roots))
 
@@ -175,12 +178,14 @@ def _is_used_outside(model: nn.Module, unit: nn.Module) -> bool:
 
 
 def _find_replicated(model: nn.Module, roots: list[nn.Module]) -> dict[str, str]:
-    """Parameters that FSDP2 cannot take: scalars, and those of no root or of several."""
+    """Parameters that FSDP2 cannot take: scalars, empty ones, and those of no root or of several."""
     owners: Counter[nn.Parameter] = Counter(p for root in roots for p in root.parameters())
     reasons: dict[str, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             reasons[name] = "a scalar"
+        elif parameter.numel() == 0:
+            reasons[name] = "empty"
         elif owners[parameter] == 0:
             reasons[name] = "outside of every FSDP root"
         elif owners[parameter] > 1:
@@ -213,6 +218,7 @@ def apply_fsdp2(
     if cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     by_name = dict(model.named_parameters())
+    _make_contiguous(by_name.values())
     kwargs: dict[str, Any] = {
         "mesh": mesh,
         "offload_policy": offload,
@@ -230,6 +236,22 @@ def apply_fsdp2(
         _run_steps_as_forward(root)
         for child in _distinct(_callable_children(model)):
             cast_around(child, mp_policy)
+
+
+def _make_contiguous(parameters: Iterable[nn.Parameter]) -> None:
+    """Lay out anew, in place, what FSDP2 refuses: transposed weights, convolutions in the channels-last format."""
+    for parameter in parameters:
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Context that may replace parameters: what users have attached to one (a tag for weight decay) stays with it."""
+    before = {name: dict(vars(p)) for name, p in model.named_parameters(remove_duplicate=False)}
+    yield
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        vars(parameter).update(before[name])
 
 
 class _RootForward:
@@ -313,6 +335,17 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
         if isinstance(module, FSDPModule):
             module.unshard()
             module.reshard()
+    for group in _compat.fsdp_param_groups(model):
+        for sharded, gathered in _compat.sharded_and_gathered(group):
+            vars(gathered).update(vars(sharded))
+
+
+def shard_like(tensor: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part of ``whole``, which every rank has, laid out as ``tensor`` is. Not a collective."""
+    if not isinstance(tensor, DTensor):
+        return whole
+    whole = whole.detach().to(tensor.device)
+    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
@@ -418,12 +451,32 @@ def check_hooks(module: nn.Module) -> None:
     """Refuse hooks that act on a gradient before its window is complete, as optimizers that step inside backward do.
 
     Raises:
-        ValueError: Naming the first parameters with a post-accumulate-gradient hook.
+        ValueError: Naming the first parameters with a post-accumulate-gradient hook, or sharded with a gradient hook.
     """
+    refuse_gradient_hooks(module, [name for name, p in module.named_parameters() if not isinstance(p, DTensor)])
     hooked = [name for name, parameter in module.named_parameters() if _compat.has_post_accumulate_hook(parameter)]
     if hooked:
         raise ValueError(
             f"{len(hooked)} parameters have post-accumulate-gradient hooks ({', '.join(hooked[:3])}, ...), as an"
             " optimizer that steps inside backward has. They would see sums over tokens whose number is known only at"
             " the end of the window: remove them, and step after backward."
+        )
+
+
+def refuse_gradient_hooks(module: nn.Module, whole: Collection[str]) -> None:
+    """Refuse hooks on gradients (``parameter.register_hook``) that FSDP2 would never call.
+
+    Args:
+        module: The LightningModule.
+        whole: Names of the parameters that are not sharded, nor going to be.
+
+    Raises:
+        ValueError: Naming the first of the others that has one.
+    """
+    named = module.named_parameters()
+    hooked = [name for name, parameter in named if name not in whole and _compat.has_gradient_hook(parameter)]
+    if hooked:
+        raise ValueError(
+            f"{len(hooked)} parameters that FSDP2 shards have gradient hooks ({', '.join(hooked[:3])}), which it never"
+            " calls: change gradients in on_before_optimizer_step, or pass data_parallel='ddp'."
         )

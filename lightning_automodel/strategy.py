@@ -50,7 +50,7 @@ from lightning_automodel.options import StrategyOptions
 from lightning_automodel.plugin import adapt_plugin, give_back_plugin
 from lightning_automodel.scaling import LossScaling, RangeScale
 from lightning_automodel.token_loss import Count, StepReport, TokenWeighting
-from lightning_automodel.weight_callbacks import ShardedAverages
+from lightning_automodel.weight_callbacks import AverageCopies
 from lightning_automodel.windows import GradientFinisher, OptimizerWindows, optimizer_parameters, unwrap
 
 
@@ -193,7 +193,7 @@ class AutomodelStrategy(ParallelStrategy):
         )
         self._guard = RunGuard()
         self._setup_turn: FirstRankPerNode | None = None
-        self._averages = ShardedAverages()
+        self._averages = AverageCopies()
         self._evaluation_steps = 0
         self._forward_redirection = _compat.DDPForwardRedirection()
         self._mesh: RunMesh | None = None
@@ -384,9 +384,10 @@ class AutomodelStrategy(ParallelStrategy):
         if self._guard.has_failed:
             return
         collectives.named_barrier(name or "unnamed", process_group.parse_timeout(self._options.timeout))
-        if name == "pre_setup" and self._shards_model and self.lightning_module is not None:
-            weight_callbacks.refuse_pruning(self.lightning_module)
-            self._averages.prepare(self.lightning_module)
+        if name == "pre_setup" and self.lightning_module is not None:
+            if self._shards_model:
+                weight_callbacks.refuse_pruning(self.lightning_module)
+            self._averages.prepare(self.lightning_module, self._shards_model)
         if name == "pre_setup" and self._options.first_rank_setup:
             turn = self.first_rank_per_node()
             turn.__enter__()
@@ -435,7 +436,7 @@ class AutomodelStrategy(ParallelStrategy):
         _compat.take_over_links(trainer, self._checkpoints.link)
         self.accelerator.setup(trainer)
         precision.check_precision(self.precision_plugin, self._options.data_parallel)
-        self._created_as, self._untouched = materialize.waiting(module), []
+        self._created_as, self._untouched = materialize.waiting(module), materialize.left_empty(module)
         for note in self._options.without_effect():
             self._advice.say_once(note)
         if fitting and self._layer_sync is not None:
@@ -452,8 +453,8 @@ class AutomodelStrategy(ParallelStrategy):
             )
         engine = self._make_engine(module)
         self.model = engine.setup(module, fitting, self._give_values)
-        if self._shards_model:
-            self._averages.fill(module)
+        self._advice.about_wrap_policy(self._options.auto_wrap_policy, engine.describe())
+        self._averages.fill(module)
         self._engine = engine
         self._scaling = LossScaling(
             scaler=precision.enabled_scaler(self.precision_plugin),
@@ -483,7 +484,7 @@ class AutomodelStrategy(ParallelStrategy):
         if not self._created_as:
             return
         offloads = self._shards_model and self._options.cpu_offload
-        self._untouched = materialize.materialize(module, self._created_as, self.root_device, offloads)
+        self._untouched += materialize.materialize(module, self._created_as, self.root_device, offloads)
         self.model_to_device()
 
     def _make_engine(self, module: "pl.LightningModule") -> Engine:
