@@ -398,7 +398,7 @@ def current_scale(scaler: GradScaler) -> Tensor:
 
 def replace_unscaling(
     scaler: GradScaler,
-    unscale: Callable[[Optimizer], None],
+    unscale: Callable[[Optimizer], object],
     agree: Callable[[dict[torch.device, Tensor]], dict[torch.device, Tensor]] | None,
 ) -> None:
     """Let whoever calls ``scaler.unscale_`` call ``unscale``, and where ``agree`` is given unscale shard by shard.

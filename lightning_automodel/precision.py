@@ -180,9 +180,13 @@ def enabled_scaler(plugin: Precision) -> GradScaler | None:
     return scaler if scaler is not None and scaler.is_enabled() else None
 
 
-def computes_in_float16(plugin: Precision, model: nn.Module) -> bool:
-    """Whether gradients may pass through float16, whose range ends at 65504."""
-    dtypes = unit_dtypes(model) | {p.dtype for p in model.parameters() if p.requires_grad}
+def passes_float16(plugin: Precision, model: nn.Module) -> bool:
+    """Whether gradients may pass through float16, whose range ends at 65504.
+
+    They do in frozen layers, on their way to others, and where they are reduced in float16.
+    """
+    reductions = {_compat.reduction_dtype(group) for group in _compat.fsdp_param_groups(model)}
+    dtypes = unit_dtypes(model) | reductions | {parameter.dtype for parameter in model.parameters()}
     return plugin.precision in ("16-mixed", "16-true") or torch.float16 in dtypes
 
 

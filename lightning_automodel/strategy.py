@@ -461,7 +461,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._scaling = LossScaling(
             scaler=precision.enabled_scaler(self.precision_plugin),
             range_scale=RangeScale(
-                precision.computes_in_float16(self.precision_plugin, module),
+                precision.passes_float16(self.precision_plugin, module),
                 self._options.per_token_loss,
                 self.root_device,
             ),
