@@ -98,6 +98,7 @@ __all__ = [
     "flatten_mesh",
     "flush_static_graph",
     "forget_meshes",
+    "forget_process_groups",
     "free_parked",
     "fsdp_param_groups",
     "gathered_bytes",
@@ -152,6 +153,22 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 def process_groups() -> list[dist.ProcessGroup]:
     """Every group that this process is in, in the order in which they were made: the default one first."""
     return list(dist.distributed_c10d._world.pg_map)
+
+
+def forget_process_groups() -> list[Any]:
+    """Let torch believe that no group was ever made, and return what would otherwise be destroyed.
+
+    ``destroy_process_group`` shuts groups down, which in a forked process waits for threads of its parent.
+    """
+    world = dist.distributed_c10d._world
+    kept = [*world.pg_map.items()]
+    dist.distributed_c10d._update_default_pg(None)
+    registries: list[dict[Any, Any]] = [world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config]
+    for registry in (*registries, world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state):
+        registry.clear()
+    torch._C._distributed_c10d._unregister_all_process_groups()
+    world.group_count = 0
+    return kept
 
 
 def forget_meshes() -> None:
