@@ -131,6 +131,7 @@ __all__ = [
     "set_num_threads_if_needed",
     "set_rng_states",
     "sharded_versions",
+    "start_accumulator",
     "take_over_forward_hooks",
     "take_over_requeueing",
     "take_over_sigterm",
@@ -140,6 +141,7 @@ __all__ = [
     "unscale_anew",
     "unsharded_gradient_bytes",
     "verify_shapes_across_ranks",
+    "was_gathered",
     "widen_gradient",
 ]
 
@@ -273,6 +275,11 @@ def is_fsdp_root(module: FSDPModule) -> bool:
     return bool(module._get_fsdp_state()._is_root)
 
 
+def was_gathered(group: FSDPParamGroup) -> bool:
+    """Whether the group was gathered before: buffers and parameters for that are made once, in the dtype of then."""
+    return any(len(param.all_gather_outputs) > 0 for param in group.fsdp_params)
+
+
 def name_of(group: FSDPParamGroup) -> str:
     """Name of the group's module below its root."""
     return group._module_fqn or "the root"
@@ -312,6 +319,11 @@ def lacks_accumulator(group: FSDPParamGroup) -> list[FSDPParam]:
     trainable = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
     lacking = [param for param in trainable if param.unsharded_accumulated_grad is None]
     return lacking if len(lacking) < len(trainable) else []
+
+
+def start_accumulator(param: FSDPParam) -> None:
+    """Let the gradients of ``param`` be added to a zero in the dtype of the reduction."""
+    param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param, dtype=param.reduce_dtype)
 
 
 def widen_gradient(param: FSDPParam) -> RemovableHandle:
