@@ -100,6 +100,7 @@ __all__ = [
     "flatten_mesh",
     "flush_static_graph",
     "forget_meshes",
+    "forget_process_groups",
     "free_parked",
     "fsdp_param_groups",
     "gathered_bytes",
@@ -135,6 +136,7 @@ __all__ = [
     "set_rng_states",
     "sharded_and_gathered",
     "sharded_versions",
+    "start_accumulator",
     "take_over_forward_hooks",
     "take_over_links",
     "take_over_requeueing",
@@ -144,6 +146,7 @@ __all__ = [
     "unscale_anew",
     "unsharded_gradient_bytes",
     "verify_shapes_across_ranks",
+    "was_gathered",
     "widen_gradient",
 ]
 
@@ -179,6 +182,22 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 def process_groups() -> list[dist.ProcessGroup]:
     """Every group that this process is in, in the order in which they were made: the default one first."""
     return list(dist.distributed_c10d._world.pg_map)
+
+
+def forget_process_groups() -> list[Any]:
+    """Let torch believe that no group was ever made, and return what would otherwise be destroyed.
+
+    ``destroy_process_group`` shuts groups down, which in a forked process waits for threads of its parent.
+    """
+    world = dist.distributed_c10d._world
+    kept = [*world.pg_map.items()]
+    dist.distributed_c10d._update_default_pg(None)
+    registries: list[dict[Any, Any]] = [world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config]
+    for registry in (*registries, world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state):
+        registry.clear()
+    torch._C._distributed_c10d._unregister_all_process_groups()
+    world.group_count = 0
+    return kept
 
 
 def forget_meshes() -> None:
@@ -283,6 +302,11 @@ def is_fsdp_root(module: FSDPModule) -> bool:
     return bool(module._get_fsdp_state()._is_root)
 
 
+def was_gathered(group: FSDPParamGroup) -> bool:
+    """Whether the group was gathered before: buffers and parameters for that are made once, in the dtype of then."""
+    return any(len(param.all_gather_outputs) > 0 for param in group.fsdp_params)
+
+
 def name_of(group: FSDPParamGroup) -> str:
     """Name of the group's module below its root."""
     return group._module_fqn or "the root"
@@ -322,6 +346,11 @@ def lacks_accumulator(group: FSDPParamGroup) -> list[FSDPParam]:
     trainable = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
     lacking = [param for param in trainable if param.unsharded_accumulated_grad is None]
     return lacking if len(lacking) < len(trainable) else []
+
+
+def start_accumulator(param: FSDPParam) -> None:
+    """Let the gradients of ``param`` be added to a zero in the dtype of the reduction."""
+    param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param, dtype=param.reduce_dtype)
 
 
 def widen_gradient(param: FSDPParam) -> RemovableHandle:
@@ -430,7 +459,7 @@ def current_scale(scaler: GradScaler) -> Tensor:
 
 def replace_unscaling(
     scaler: GradScaler,
-    unscale: Callable[[Optimizer], None],
+    unscale: Callable[[Optimizer], object],
     agree: Callable[[dict[torch.device, Tensor]], dict[torch.device, Tensor]] | None,
 ) -> None:
     """Let whoever calls ``scaler.unscale_`` call ``unscale``, and where ``agree`` is given unscale shard by shard.

@@ -156,6 +156,11 @@ class RunGuard:
             watchdog.report_launcher(how)
         return cls._has_joined
 
+    @classmethod
+    def forget_inherited_runs(cls) -> None:
+        """In a forked process: what its parent has run, it has not."""
+        cls._current, cls._has_joined, cls._ended, cls._unclosed = None, False, None, None
+
     def close(self) -> None:
         """After a failure, end the watch and leave what this package made of process groups, in half a minute at most.
 

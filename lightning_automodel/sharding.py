@@ -24,11 +24,12 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_automodel import _compat
 from lightning_automodel.mesh import RunMesh
-from lightning_automodel.precision import cast_around, step_policy, unit_policy
+from lightning_automodel.precision import cast_around, compute_as_units, step_policy, unit_policy
 
 WrapPolicy = set[type[nn.Module]] | Callable[[nn.Module], bool] | None
 
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+_SHARED = "shared between FSDP roots"
 _BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024
 
 
@@ -189,7 +190,7 @@ def _find_replicated(model: nn.Module, roots: list[nn.Module]) -> dict[str, str]
         elif owners[parameter] == 0:
             reasons[name] = "outside of every FSDP root"
         elif owners[parameter] > 1:
-            reasons[name] = "shared between FSDP roots"
+            reasons[name] = _SHARED
     return reasons
 
 
@@ -211,8 +212,8 @@ def apply_fsdp2(
         mesh: 1-D to shard over, or 2-D (replicate, shard).
         reshard_after_forward: For the units, as ``fully_shard`` has it. Roots keep their parameters through a step.
         cpu_offload: Keep shards, gradients and optimizer state in host memory.
-        mp_policy: What units compute and reduce in. Where a root's forward is a Lightning step, inputs and outputs are
-            cast around the modules that it calls.
+        mp_policy: What units compute and reduce in. Outputs, and inputs where a root's forward is a Lightning step,
+            are cast around the modules that the LightningModule calls.
     """
     offload: OffloadPolicy = OffloadPolicy()
     if cpu_offload:
@@ -230,12 +231,13 @@ def apply_fsdp2(
         # A root's parameters are needed again at once in backward; with roots below the model there is no such
         # moment, and parameters that stay gathered would miss the next optimizer step.
         if root is not model:
-            fully_shard(root, reshard_after_forward=True, mp_policy=mp_policy, **kwargs)
+            fully_shard(root, reshard_after_forward=True, mp_policy=unit_policy(mp_policy), **kwargs)
             continue
         fully_shard(root, reshard_after_forward=False, mp_policy=step_policy(mp_policy), **kwargs)
         _run_steps_as_forward(root)
-        for child in _distinct(_callable_children(model)):
-            cast_around(child, mp_policy)
+    shared = [name for name, reason in plan.replicated.items() if reason == _SHARED]
+    compute_as_units(model, shared, mp_policy, mesh.device_type)
+    cast_around(_distinct(_callable_children(model)), mp_policy)
 
 
 def _make_contiguous(parameters: Iterable[nn.Parameter]) -> None:

@@ -436,6 +436,8 @@ class AutomodelStrategy(ParallelStrategy):
         _compat.take_over_links(trainer, self._checkpoints.link)
         self.accelerator.setup(trainer)
         precision.check_precision(self.precision_plugin, self._options.data_parallel)
+        if self._shards_model:
+            precision.check_conversion(self.precision_plugin, module)
         self._created_as, self._untouched = materialize.waiting(module), materialize.left_empty(module)
         for note in self._options.without_effect():
             self._advice.say_once(note)
@@ -459,7 +461,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._scaling = LossScaling(
             scaler=precision.enabled_scaler(self.precision_plugin),
             range_scale=RangeScale(
-                precision.computes_in_float16(self.precision_plugin, module),
+                precision.passes_float16(self.precision_plugin, module),
                 self._options.per_token_loss,
                 self.root_device,
             ),
@@ -471,6 +473,7 @@ class AutomodelStrategy(ParallelStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self._advice.about_clipping(self.precision_plugin)
         adapt_plugin(self.precision_plugin, self._finisher)
         precision.leave_casting_to_units(self.precision_plugin, module)
         if fitting:
@@ -495,6 +498,8 @@ class AutomodelStrategy(ParallelStrategy):
         is_made_elsewhere = sharding.is_sharded(module) and not precision.is_applied(policy, module)
         if is_made_elsewhere and self._options.mp_policy is not None:
             self._advice.say_once("mp_policy has no effect on a model that was sharded before, with another policy.")
+        elif is_made_elsewhere:
+            self._advice.about_units_of_before(str(self.precision_plugin.precision), module, policy)
         self._policy = None if is_made_elsewhere else policy
         return FSDP2Engine(self._joined_mesh(), self.root_device, self._options, self.num_processes, policy)
 

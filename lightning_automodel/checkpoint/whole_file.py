@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from fsspec.core import url_to_fs
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_automodel.checkpoint import places, publishing
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.plain_data import load_plain_data, warn_about_code
 from lightning_automodel.checkpoint.state import MODEL, optimizer_key
 from lightning_automodel.checkpoint.streams import RecordedStream
+from lightning_automodel.sharding import shard_like
 
 _BLOCK = 1 << 24
 _END_OF_ARCHIVE = b"PK\x05\x06"
@@ -117,17 +118,9 @@ class WholeCheckpoint:
                 self.read_into(target, f"{name}.")
             elif isinstance(target, torch.Tensor) and isinstance(self._values[name], torch.Tensor):
                 with torch.no_grad():
-                    _keep_own_part(target, self._values[name])
+                    target.copy_(shard_like(target, self._values[name]))
             else:
                 targets[key] = self._values[name]
-
-
-def _keep_own_part(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Overwrite ``target`` with its part of ``value``, which every rank holds."""
-    if isinstance(target, DTensor):
-        value = value.to(target.device)
-        value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-    target.copy_(value)
 
 
 def without_wrappers(name: str) -> str:

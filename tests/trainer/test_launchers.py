@@ -25,6 +25,7 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy
 from tests.trainer.faults import Model, Ragged
+from tests.trainer.runs import SILENT
 
 class Broken(Model):
     def training_step(self, batch, batch_idx):
@@ -38,8 +39,7 @@ class Broken(Model):
 
 options = {"init_method": sys.argv[2]} if len(sys.argv) > 2 else {}
 trainer = pl.Trainer(
-    accelerator="cpu", devices=2, strategy=AutomodelStrategy(timeout=1, **options), max_steps=20, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    accelerator="cpu", devices=2, strategy=AutomodelStrategy(timeout=1, **options), max_steps=20, **SILENT
 )
 trainer.fit(Broken(), DataLoader(Ragged(lambda: None), 2))
 sys.stdout.write(f"trained {trainer.global_step}\\n")  # at once: the ranks share a pipe

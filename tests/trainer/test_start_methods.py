@@ -13,7 +13,17 @@ import pytest
 import torch
 
 from tests.trainer.exactness import TinyDecoder, full_weights, micro_batches, relative_error
-from tests.trainer.launched import ACCUMULATE, FAILING_RANK, fail, program, run, train, tune, wait_until
+from tests.trainer.launched import (
+    ACCUMULATE,
+    FAILING_RANK,
+    fail,
+    program,
+    run,
+    train,
+    train_alone_before,
+    tune,
+    wait_until,
+)
 from tests.trainer.plain import train_model_plainly
 from tests.trainer.runs import CASE, TOLERANCE, mean_loss
 
@@ -23,6 +33,7 @@ IN_THE_SWEEP = [("forkserver", "fsdp2"), ("spawn", "ddp")]
 FAULTS = {
     "exception": (1, "RankFailedError: rank 1 on ", " failed in training_step: ValueError: no labels here"),
     "exit": (1, "RankFailedError: rank 1 on ", " failed in training_step: SystemExit: exit status 3"),
+    "leave": (1, "RankFailedError: rank 1 on ", "its process ended with exit status 0"),
     "SIGKILL": (1, "RankFailedError: rank 1 on ", "its process was ended by SIGKILL"),
     "SIGTERM": (128 + signal.SIGTERM, "SIGTERMException: ", ""),
 }
@@ -78,11 +89,20 @@ def test_results_come_back(runs: dict[Any, Future], method: str, engine: str) ->
     assert found["weights"].keys() == weights.keys()
     assert max(relative_error(found["weights"][name], weight) for name, weight in weights.items()) < TOLERANCE
     assert all(relative_error(loss, test_loss) < TOLERANCE for loss in found.get("tested", []))
-    assert ("tested" in found) == (method == "fork")
+    assert found.get("metrics") == (["test_loss"] if method == "fork" else None)
+    assert found["micro_batches"] == 2 * CASE.num_batches
     assert found["best_model_path"].startswith(str(folder / engine / "best"))
     assert found["num_label_tokens"] == 23
     assert found["mesh"]["data_parallel"] == 2
     assert found["loss"] > 0
+
+
+def test_after_a_run_on_one_device(tmp_path: Path) -> None:
+    """Forked ranks are not in the group that the launching process is in since then."""
+    assert run(train_alone_before, tmp_path) == 0, (tmp_path / "log").read_text()
+    found, (weights, _) = torch.load(tmp_path / "found.pt"), reference()
+    assert max(relative_error(found["weights"][name], weight) for name, weight in weights.items()) < TOLERANCE
+    assert found["world_size"] == 1
 
 
 @pytest.mark.parametrize(("method", "fault"), FAILED)
