@@ -191,7 +191,7 @@ class AutomodelStrategy(ParallelStrategy):
             label_shift=label_shift,
             count_label_tokens=count_label_tokens,
         )
-        self._guard = RunGuard()
+        self._guard = RunGuard(before_telling=self._checkpoints.linger)
         self._setup_turn: FirstRankPerNode | None = None
         self._averages = AverageCopies()
         self._evaluation_steps = 0

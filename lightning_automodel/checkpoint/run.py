@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel import collectives, connections, weight_callbacks
 from lightning_automodel.checkpoint import places, publishing, state
-from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
+from lightning_automodel.checkpoint.errors import on_every_rank
 from lightning_automodel.checkpoint.saver import CheckpointSaver
 from lightning_automodel.checkpoint.shards import ShardDirectory
 from lightning_automodel.checkpoint.whole_file import (
@@ -30,6 +30,8 @@ from lightning_automodel.checkpoint.whole_file import (
 from lightning_automodel.process_group import get_rank_safe
 
 log = logging.getLogger(__name__)
+
+LONGEST_LINGERING_S = 60.0
 
 
 class RunCheckpoints:
@@ -147,11 +149,16 @@ class RunCheckpoints:
         if saver is None:
             return
         try:
-            saver.close()
-        except CheckpointError as error:
+            saver.close(together=not was_interrupted)
+        except Exception as error:
             if not was_interrupted:
                 raise
             log.error("%s", error)
+
+    def linger(self) -> None:
+        """Before this rank tells the others that it failed: let a save in flight end, which needs them. Bounded."""
+        if self._saver is not None:
+            self._saver.linger(LONGEST_LINGERING_S)
 
     # --- Loading ------------------------------------------------------------------------------------------------------
 

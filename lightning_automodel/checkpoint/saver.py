@@ -1,5 +1,6 @@
 """Saving: at once or in the background, one save at a time, and removing what newer checkpoints have replaced."""
 
+import concurrent.futures
 import io
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -139,14 +140,25 @@ class CheckpointSaver:
         with on_every_rank(self._in_flight.what) if self._in_flight.place is None else nullcontext():
             self._settle()
 
-    def close(self) -> None:
+    def linger(self, seconds: float) -> None:
+        """Give a save in flight some time to end, whatever comes of it. Not a collective."""
+        if self._in_flight is not None and self._in_flight.future is not None:
+            concurrent.futures.wait([self._in_flight.future], seconds)
+
+    def close(self, together: bool) -> None:
         """Wait until no save is in flight, and give memory and threads back.
+
+        Args:
+            together: Whether every rank comes here; otherwise it is no collective.
 
         Raises:
             CheckpointError: If a save failed.
         """
         try:
-            self.wait()
+            if together:
+                self.wait()
+            elif self._in_flight is not None:
+                self._settle()
         finally:
             if self._stager is not None:
                 self._stager.close()
