@@ -19,6 +19,8 @@ from lightning.fabric.strategies.launchers.multiprocessing import (
 from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_load as distributed_checkpoint_load
 from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_save as distributed_checkpoint_save
 from lightning.fabric.strategies.model_parallel import _load_checkpoint as load_checkpoint
+from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
+from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper as DatasetSamplerWrapper
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend_for_device,
 )
@@ -29,9 +31,15 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimi
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import _Stateful as Stateful
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
+from lightning.pytorch.loops import _EvaluationLoop as EvaluationLoop
+from lightning.pytorch.loops import _FitLoop as FitLoop
+from lightning.pytorch.loops import _Loop as Loop
+from lightning.pytorch.loops import _TrainingEpochLoop as TrainingEpochLoop
+from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
 from lightning.pytorch.overrides.distributed import prepare_for_backward as prepare_ddp_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
@@ -41,6 +49,9 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as ResultMetadata
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as ResultSync
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from torch import Tensor, nn
@@ -66,15 +77,25 @@ from torch.utils.hooks import RemovableHandle
 __all__ = [
     "CHECKPOINT_METADATA_FILENAME",
     "IS_INTERACTIVE",
+    "BaseProgress",
     "DDPForwardRedirection",
+    "DatasetSamplerWrapper",
+    "EvaluationLoop",
     "FSDPParamGroup",
+    "FitLoop",
     "GlobalStateSnapshot",
     "Launcher",
+    "Loop",
     "MockOptimizer",
     "MultiProcessingLauncher",
     "OptimizedModule",
+    "ResultMetadata",
+    "ResultMetric",
+    "ResultSync",
     "SIGTERMException",
+    "Stateful",
     "SubprocessScriptLauncher",
+    "TrainingEpochLoop",
     "TunerExitException",
     "averaged_model",
     "averaging_size",
@@ -129,6 +150,7 @@ __all__ = [
     "set_group_timeout",
     "set_num_threads_if_needed",
     "set_rng_states",
+    "set_sampler_epoch",
     "sharded_versions",
     "take_over_forward_hooks",
     "take_over_requeueing",

@@ -49,6 +49,7 @@ from lightning_automodel.launchers import InPlaceLauncher, make_launcher
 from lightning_automodel.mesh import RunMesh, build_mesh, resolve_sizes
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.plugin import adapt_plugin, give_back_plugin
+from lightning_automodel.resume import CHECKPOINT_KEY, Resume
 from lightning_automodel.scaling import LossScaling, RangeScale
 from lightning_automodel.token_loss import Count, StepReport, TokenWeighting
 from lightning_automodel.weight_callbacks import ShardedAverages
@@ -198,6 +199,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._scaling: LossScaling | None = None
         self._finisher: GradientFinisher | None = None
         self._advice = Advice()
+        self._resume: Resume | None = None
         self._report_of_children: Mapping[str, Any] = {}
 
     @classmethod
@@ -283,11 +285,8 @@ class AutomodelStrategy(ParallelStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """Also for a replicated model that has no values yet (meta device): they would replace the loaded ones."""
-        module = self.lightning_module
-        return (
-            self._shards_model or bool(self._created_as) or (module is not None and bool(materialize.waiting(module)))
-        )
+        """True: set-up shards the model, gives values to what has none, and converts it to wider dtypes."""
+        return True
 
     @property
     @override
@@ -477,6 +476,7 @@ class AutomodelStrategy(ParallelStrategy):
         precision.leave_casting_to_units(self.precision_plugin, module)
         if fitting:
             _compat.optimizers_to_device(self.optimizers, self.root_device)
+            self._resume = Resume(trainer, self.root_device, self._own_state, self._restore_own_state, self._say_info)
         self._log_description()
 
     def _give_values(self) -> None:
@@ -664,7 +664,10 @@ class AutomodelStrategy(ParallelStrategy):
         Every rank must call it, once a window: it is one all-reduce over the data-parallel ranks, beside what the
         engine reduces. See :meth:`Strategy.optimizer_step` for the arguments.
         """
-        return super().optimizer_step(optimizer, partial(self._finish_after, closure, optimizer), model, **kwargs)
+        output = super().optimizer_step(optimizer, partial(self._finish_after, closure, optimizer), model, **kwargs)
+        if self._resume is not None:
+            self._resume.stepped()
+        return output
 
     def _finish_after(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
         assert self.lightning_module is not None
@@ -675,6 +678,21 @@ class AutomodelStrategy(ParallelStrategy):
             result = closure()
         self._require_finisher().finish(optimizer)
         return result
+
+    def _own_state(self) -> dict[str, Any]:
+        assert self._scaling is not None
+        step = self._require_finisher().last_step
+        return {"range_scale": self._scaling.range_factor, "last_step": None if step is None else vars(step)}
+
+    def _restore_own_state(self, state: dict[str, Any]) -> None:
+        assert self._scaling is not None
+        self._scaling.range_factor = state["range_scale"]
+        if state["last_step"] is not None:
+            on_device = {name: value.to(self.root_device) for name, value in state["last_step"].items()}
+            self._require_finisher().last_step = StepReport(**on_device)
+
+    def _say_info(self, message: str) -> None:
+        self._advice.say_once(message, say=rank_zero_info)
 
     def clip_gradients(
         self,
@@ -758,6 +776,8 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        if self._resume is not None and "optimizer_states" in checkpoint:
+            checkpoint[CHECKPOINT_KEY] = self._resume.state(self._joined_mesh().sizes_by_name(), self._host_group())
         if not self._shards_model:
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         checkpoints.refuse_storage_options(storage_options)
@@ -767,8 +787,26 @@ class AutomodelStrategy(ParallelStrategy):
             checkpoints.save_sharded(checkpoint, Path(self.broadcast(filepath)), self.is_global_zero)
         return None
 
+    def _host_group(self) -> dist.ProcessGroup | None:
+        """All ranks, on the host; None where they will not come."""
+        if self.world_size == 1 or self._guard.has_failed:
+            return None
+        return collectives.host_group(process_group.parse_timeout(self._options.timeout))
+
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = self._load_checkpoint(checkpoint_path, weights_only)
+        state = checkpoint.pop(CHECKPOINT_KEY, None)
+        assert self.lightning_module is not None
+        if (
+            state is not None
+            and self._resume is not None
+            and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        ):
+            self._resume.load(state, checkpoint, self.global_rank, self.world_size)
+        return checkpoint
+
+    def _load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None) -> dict[str, Any]:
         if not self._shards_model:
             checkpoints.refuse_shards(Path(checkpoint_path))
             return super().load_checkpoint(checkpoint_path, weights_only)
@@ -827,6 +865,8 @@ class AutomodelStrategy(ParallelStrategy):
         self._batch = None
         self.model = self.lightning_module
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if self._resume is not None:
+            self._resume.close()
         if trainer is not None:
             _compat.give_back_sigterm(trainer)
         if not self._shards_model and self._engine is not None:

@@ -1,0 +1,83 @@
+"""Plain buffers of a module: ranks hold values of their own in them, such as batch statistics under FSDP2."""
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class PlainBuffers:
+    """Notes and restores the buffers of ``module`` that are no shards.
+
+    Args:
+        module: What is trained, as it is before a checkpoint is loaded.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._copies: dict[str, Tensor] = {}
+        transient = _names_left_out_of_state_dicts(module)
+        self._as_made = {name: _digest(buffer) for name, buffer in self._now().items() if name in transient}
+
+    def _now(self) -> dict[str, Tensor]:
+        return {
+            name: buffer.detach()
+            for name, buffer in self._module.named_buffers()
+            if not isinstance(buffer, DTensor) and not buffer.is_meta
+        }
+
+    def note(self) -> dict[str, Tensor]:
+        """Copies on their device, in memory that the next call uses again. Synchronises nothing."""
+        buffers = self._now()
+        for name, buffer in buffers.items():
+            copy = self._copies.get(name)
+            if copy is None or copy.shape != buffer.shape or copy.dtype != buffer.dtype or copy.device != buffer.device:
+                self._copies[name] = torch.empty_like(buffer)
+        copies = {name: self._copies[name] for name in buffers}
+        if buffers:
+            torch._foreach_copy_(list(copies.values()), list(buffers.values()))
+        return copies
+
+    def savable(self, noted: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+        """Those of ``noted``, on the host, that the module's state dict does not tell for this rank.
+
+        They are those that differ between ranks, those that have changed since they were noted, and those that no state
+        dict holds, unless they are as the module was made.
+
+        Args:
+            noted: What :meth:`note` returned.
+            group: The ranks to compare with; with it, and any buffer, a collective. None compares with nobody.
+        """
+        now = {name: _digest(buffer) for name, buffer in self._now().items()}
+        digests = {name: _digest(buffer) for name, buffer in noted.items()}
+        everywhere = [digests]
+        if group is not None and digests:
+            everywhere = [{} for _ in range(dist.get_world_size(group))]
+            dist.all_gather_object(everywhere, digests, group=group)
+        return {
+            name: value.cpu().clone()
+            for name, value in noted.items()
+            if any(others.get(name) != digests[name] for others in everywhere)
+            or digests[name] != self._as_made.get(name, now.get(name))
+        }
+
+    def restore(self, saved: dict[str, Tensor]) -> None:
+        """Copy saved values into the buffers of their names."""
+        now = self._now()
+        for name, value in saved.items():
+            if name in now and now[name].shape == value.shape:
+                now[name].copy_(value)
+
+
+def _names_left_out_of_state_dicts(module: nn.Module) -> set[str]:
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, submodule in module.named_modules()
+        for name in submodule._non_persistent_buffers_set
+    }
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return hashlib.blake2b(tensor.cpu().reshape(-1).contiguous().view(torch.uint8).numpy(), digest_size=16).digest()

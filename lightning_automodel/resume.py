@@ -1,0 +1,329 @@
+"""From where a stopped fit goes on, bit for bit: kept up to date as it trains, written with a checkpoint, taken up."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_automodel import loader_position, loop_progress, random_state, running_metrics
+from lightning_automodel.loop_progress import (
+    AFTER_BATCH,
+    AFTER_VALIDATION,
+    BATCH,
+    BATCH_END,
+    EPOCH_END,
+    EPOCH_START,
+)
+from lightning_automodel.module_buffers import PlainBuffers
+
+CHECKPOINT_KEY = "lightning_automodel"
+FORMAT = 1
+_GOES_BACK = "The checkpoint resumes from before {what}: of what has begun since, the gradients are not kept."
+
+
+@dataclass(frozen=True)
+class Point:
+    """A moment of a fit on this rank.
+
+    Attributes:
+        next: What comes next, one of the names in :mod:`loop_progress`.
+        progress: Counters of the loops.
+        random: Global random states, then those of the generators of training and of validation loaders.
+        position: Where the training loaders are; None where they are yet to be iterated.
+        metrics: Running metrics.
+        buffers: Plain buffers.
+        counted: Small things that Lightning counts and does not save.
+        own: What the strategy itself keeps from step to step.
+    """
+
+    next: str
+    progress: dict[str, Any]
+    random: dict[str, Any]
+    position: loader_position.Position | None
+    metrics: dict[str, Any]
+    buffers: dict[str, Tensor]
+    counted: dict[str, Any]
+    own: dict[str, Any]
+
+
+class Resume:
+    """Knows from where a fit would go on if it stopped now, and takes up what a checkpoint holds.
+
+    Between two optimizer steps there is no state to save: gradients are not kept. So the moment before a window's first
+    batch is noted, and a checkpoint that is written before the window has stepped holds that moment; likewise the one
+    before a validation, and before the hooks that begin an epoch. Noting synchronises nothing and does not communicate.
+
+    Args:
+        trainer: Whose loops to follow until :meth:`close`.
+        device: Of this rank.
+        own: Returns what the strategy keeps from step to step.
+        restore_own: Takes it back.
+        say: Tells the user, on rank 0, once.
+    """
+
+    def __init__(
+        self,
+        trainer: "pl.Trainer",
+        device: torch.device,
+        own: Callable[[], dict[str, Any]],
+        restore_own: Callable[[dict[str, Any]], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._trainer, self._device = trainer, device
+        self._own, self._restore_own, self._say = own, restore_own, say
+        module = trainer.lightning_module
+        self._loaders = loader_position.TrainingLoaders(device, say)
+        self._metrics = running_metrics.RunningMetrics(trainer, module)
+        self._buffers = PlainBuffers(module)
+        self._noted: Point | None = None
+        self._next = EPOCH_START
+        self._is_iterated = False
+        self._is_validating = False
+        self._has_ended = False
+        self._plan: dict[str, Any] | None = None
+        self._position_to_take: loader_position.Position | None = None
+        self._validation_generators: list[list[Any]] | None = None
+        self.planned: str | None = None
+        loop_progress.follow(trainer, self)
+
+    # --- Writing ------------------------------------------------------------------------------------------------------
+
+    def state(self, sizes: dict[str, int], group: dist.ProcessGroup | None) -> dict[str, Any]:
+        """What a checkpoint that is written now must hold.
+
+        A collective on ``group`` where it is given: every rank must call it, and rank 0 gets the states of all. None
+        gets this rank's alone, as after a failure.
+
+        Args:
+            sizes: Ranks along each dimension of the mesh, by name.
+            group: All ranks, on the host.
+
+        Returns:
+            The format's version, the sizes, and the state of each rank.
+        """
+        own = self._plan if self._plan is not None else self._savable(self._point(), group)
+        ranks = [own]
+        if group is not None:
+            gathered: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+            dist.gather_object(own, gathered, dst=dist.get_global_rank(group, 0), group=group)
+            ranks = gathered or []
+        return {"format": FORMAT, "sizes": dict(sizes), "ranks": ranks}
+
+    def _point(self) -> Point:
+        if self._noted is None:
+            return self._take(self._next)
+        if self._next != self._noted.next:
+            self._say(_GOES_BACK.format(what=self._described(self._noted)))
+        return self._noted
+
+    def _described(self, point: Point) -> str:
+        batch = point.progress["epoch_loop.batch_progress"]["current"]["ready"]
+        epoch = point.progress["epoch_progress"]["current"]["processed"]
+        what = {BATCH: f"batch {batch}", AFTER_BATCH: f"the validation after batch {batch - 1}"}
+        return f"{what.get(point.next, 'the start')} of epoch {epoch}"
+
+    def _savable(self, point: Point, group: dist.ProcessGroup | None) -> dict[str, Any]:
+        buffers = self._buffers.savable(point.buffers, group)
+        plain = vars(point) | {
+            "buffers": buffers,
+            "position": loader_position.savable(point.position),
+            "metrics": running_metrics.savable(point.metrics),
+        }
+        return random_state.savable(plain)
+
+    # --- Taking up ----------------------------------------------------------------------------------------------------
+
+    def load(self, state: dict[str, Any], checkpoint: dict[str, Any], rank: int, world_size: int) -> None:
+        """Plan to go on from where a checkpoint was written.
+
+        Not a collective. What the loops are given, Lightning loads from ``checkpoint`` after this.
+
+        Args:
+            state: What :meth:`state` returned.
+            checkpoint: What is left of the checkpoint; its ``loops`` are replaced.
+            rank: Global rank.
+            world_size: Number of ranks.
+
+        Raises:
+            ValueError: If a newer version of this package wrote ``state``.
+        """
+        if state["format"] > FORMAT:
+            raise ValueError(
+                f"The checkpoint's resume state has format {state['format']}, and this version of lightning_automodel"
+                f" knows formats up to {FORMAT}: upgrade the package that loads it."
+            )
+        plan = state["ranks"][rank]
+        self._plan = plan
+        self.planned = plan["next"]
+        checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": plan["progress"]}
+
+    # --- What the loops tell ------------------------------------------------------------------------------------------
+
+    def begin_run(self) -> None:
+        """The fit loop begins."""
+        loop_progress.forget_restart(self._trainer)
+        if self._plan is None:
+            return
+        plan = random_state.loaded(self._plan)
+        self._metrics.restore(plan["metrics"], self._device)
+        self._buffers.restore(plan["buffers"])
+        self._restore_own(plan["own"])
+        self._position_to_take = loader_position.loaded(plan["position"])
+
+    def loaders_made(self, combined: Any) -> None:
+        """Training loaders have been made and are about to be iterated."""
+        self._loaders.follow(combined)
+        fit_loop = self._trainer.fit_loop
+        if self._position_to_take is not None:
+            self._loaders.remake_at(self._position_to_take, fit_loop.epoch_progress.current.processed)
+
+    def loaders_iterated(self, fetcher: Any) -> None:
+        """Training loaders are iterated, anew or still."""
+        fit_loop = self._trainer.fit_loop
+        if self._position_to_take is not None:
+            self._loaders.place(fetcher)
+            self._position_to_take = None
+            self._is_iterated = True
+        elif self._plan is None:
+            self._is_iterated = self._is_iterated or fit_loop.epoch_progress.current.completed == 0
+
+    def begin_planned(self) -> None:
+        """What the checkpoint has planned begins: from here on, random numbers are those of the stopped run."""
+        assert self._plan is not None
+        plan, self._plan, self.planned = random_state.loaded(self._plan), None, None
+        self._restore_counted(plan["counted"])
+        self._next = plan["next"]
+        random = plan["random"]
+        _set_generators(self._trainer.fit_loop._combined_loader, random["training"])
+        self._validation_generators = random["validation"]
+        if self._trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None:
+            self.validation_loaders_made()
+        random_state.set_to(random["global"], self._device)
+
+    def validation_loaders_made(self) -> None:
+        """Validation loaders exist."""
+        states, self._validation_generators = self._validation_generators, None
+        if states is not None:
+            _set_generators(self._trainer.fit_loop.epoch_loop.val_loop._combined_loader, states)
+
+    def begin_epoch(self) -> None:
+        """An epoch begins, its hooks first."""
+        self._next = EPOCH_START
+        self._noted = self._take(EPOCH_START)
+
+    def keeps_iterators(self) -> bool:
+        """Whether the loaders are iterated for this epoch already."""
+        return self._is_iterated
+
+    def epoch_iterated(self) -> None:
+        """The loaders are iterated for this epoch."""
+        self._is_iterated = True
+
+    def begin_batch(self) -> None:
+        """A batch is about to be drawn."""
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        begins_window = epoch_loop.batch_progress.current.ready % self._trainer.accumulate_grad_batches == 0
+        if begins_window or self._noted is None or self._noted.next != BATCH:
+            self._noted = self._take(BATCH)
+        self._next = BATCH_END
+
+    def stepped(self) -> None:
+        """The optimizer has stepped: there is nothing left of the window to go back for."""
+        self._noted, self._next = None, BATCH_END
+
+    def end_step(self) -> None:
+        """The batch is over, and validation may follow."""
+        self._next = AFTER_BATCH
+        loop: Any = self._trainer.fit_loop.epoch_loop
+        if self._noted is None and self._trainer.should_stop and not self._is_last_batch():
+            if not loop.is_validation_due(self._trainer.fit_loop._data_fetcher):
+                self._noted = self._take(AFTER_BATCH)
+
+    def begin_validation(self) -> None:
+        """Validation begins."""
+        self._is_validating = self._noted is None
+        if self._noted is None:
+            self._noted = self._take(AFTER_BATCH)
+
+    def has_validated(self) -> None:
+        """Validation has ended but for its last hooks."""
+        self._next = AFTER_VALIDATION
+        if self._is_validating:
+            self._noted = None
+
+    def end_batch(self) -> None:
+        """Nothing is left of the batch."""
+        self._next = BATCH
+
+    def begin_epoch_end(self) -> None:
+        """The hooks that end an epoch are about to run; where it was cut short, the rest of it comes next."""
+        if self._is_last_batch():
+            self._noted, self._next = None, EPOCH_END
+        elif self._noted is None:
+            self._noted = self._take(BATCH)
+
+    def end_epoch(self) -> None:
+        """Nothing is left of the epoch."""
+        if self._noted is None:
+            self._is_iterated = False
+            self._next = EPOCH_START
+            self._noted = self._take(EPOCH_START)
+
+    def close(self) -> None:
+        """Give loops and loaders back; :meth:`state` stays what it is."""
+        if self._noted is None and self._plan is None:
+            self._noted = self._take(self._next)
+        loop_progress.unfollow(self._trainer)
+        self._loaders.close()
+
+    # --- Noting -------------------------------------------------------------------------------------------------------
+
+    def _is_last_batch(self) -> bool:
+        return self._trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+    def _take(self, next_: str) -> Point:
+        trainer = self._trainer
+        progress = loop_progress.progress_of(trainer)
+        if next_ == BATCH_END:
+            loop_progress.finish_counting(progress)
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        return Point(
+            next=next_,
+            progress=progress,
+            random={
+                "global": random_state.note(self._device),
+                "training": _note_generators(trainer.fit_loop._combined_loader),
+                "validation": _note_generators(validation._combined_loader),
+            },
+            position=self._loaders.position(trainer.fit_loop._data_fetcher) if self._is_iterated else None,
+            metrics=self._metrics.note(),
+            buffers=self._buffers.note(),
+            counted={
+                "validation_batches": dict(validation._seen_batches_per_dataloader),
+                "training_loaders_made": trainer.fit_loop._last_train_dl_reload_epoch,
+                "validation_loaders_made": validation._last_val_dl_reload_epoch,
+            },
+            own=self._own(),
+        )
+
+    def _restore_counted(self, counted: dict[str, Any]) -> None:
+        fit_loop = self._trainer.fit_loop
+        validation = fit_loop.epoch_loop.val_loop
+        validation._seen_batches_per_dataloader.update(counted["validation_batches"])
+        fit_loop._last_train_dl_reload_epoch = counted["training_loaders_made"]
+        validation._last_val_dl_reload_epoch = counted["validation_loaders_made"]
+
+
+def _note_generators(combined: Any) -> list[list[Any]]:
+    loaders = [] if combined is None else combined.flattened
+    return [random_state.note_generators(random_state.generators_of(loader)) for loader in loaders]
+
+
+def _set_generators(combined: Any, states: list[list[Any]]) -> None:
+    loaders = [] if combined is None else combined.flattened
+    for loader, of_loader in zip(loaders, states, strict=False):
+        random_state.set_generators(random_state.generators_of(loader), of_loader)
