@@ -72,6 +72,13 @@ class Engine(ABC):
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Drop gradients that the engine holds outside of ``.grad`` for these (or all) parameters."""
 
+    def state(self) -> dict[str, Any]:
+        """What decides how the next micro-batch communicates, and is not settled by it."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what :meth:`state` returned."""
+
     def recover(self) -> None:
         """Forget an interrupted micro-batch."""
 
@@ -269,6 +276,16 @@ class DDPEngine(Engine):
         self._reduced = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
         self._ddp = sharding.apply_ddp(module, self.device, self.mesh.group, self._ddp_kwargs)
         return self._ddp
+
+    @override
+    def state(self) -> dict[str, Any]:
+        """Whether the next forward broadcasts rank 0's buffers: not after one without gradient synchronisation."""
+        return {} if self._ddp is None else {"broadcasts_buffers": self._ddp.require_forward_param_sync}
+
+    @override
+    def load_state(self, state: dict[str, Any]) -> None:
+        if self._ddp is not None and "broadcasts_buffers" in state:
+            self._ddp.require_forward_param_sync = state["broadcasts_buffers"]
 
     @override
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:

@@ -56,6 +56,12 @@ class FollowedFitLoop(_compat.FitLoop):
         """Not while what a checkpoint left unfinished is to be done, whatever limits were reached with it."""
         return self.follower.planned not in UNFINISHED and super().done
 
+    @_compat.FitLoop.restarting.setter  # type: ignore[attr-defined]
+    def restarting(self, restarting: bool) -> None:
+        """With a plan, at the end of an epoch too: Lightning runs no sanity check where it restarts."""
+        owner = _compat.FitLoop if self.follower.planned is None else _compat.Loop
+        owner.restarting.fset(self, restarting)  # type: ignore[attr-defined]
+
     def run(self) -> None:
         self.follower.begin_run()
         super().run()
@@ -72,9 +78,8 @@ class FollowedFitLoop(_compat.FitLoop):
         self.follower.loaders_made(self._combined_loader)
 
     def reset(self) -> None:
-        planned = self.follower.planned
         super().reset()
-        if planned in WITHIN_EPOCH:
+        if self.follower.planned in WITHIN_EPOCH:
             self._restart_stage = "restarted_mid_epoch"
 
     def on_run_start(self) -> None:

@@ -83,7 +83,7 @@ class Resume:
         self._next = EPOCH_START
         self._is_iterated = False
         self._is_validating = False
-        self._has_ended = False
+        self._first_batch_in_training: bool | None = None
         self._plan: dict[str, Any] | None = None
         self._position_to_take: loader_position.Position | None = None
         self._validation_generators: list[list[Any]] | None = None
@@ -252,7 +252,8 @@ class Resume:
     def has_validated(self) -> None:
         """Validation has ended but for its last hooks."""
         self._next = AFTER_VALIDATION
-        if self._is_validating:
+        if self._is_validating and self._noted is not None:
+            self._first_batch_in_training = self._noted.metrics["first_batch"]
             self._noted = None
 
     def end_batch(self) -> None:
@@ -288,8 +289,11 @@ class Resume:
     def _take(self, next_: str) -> Point:
         trainer = self._trainer
         progress = loop_progress.progress_of(trainer)
+        metrics = self._metrics.note()
         if next_ == BATCH_END:
             loop_progress.finish_counting(progress)
+        elif next_ == AFTER_VALIDATION:
+            metrics |= {"first_batch": self._first_batch_in_training, "hook": None}
         validation = trainer.fit_loop.epoch_loop.val_loop
         return Point(
             next=next_,
@@ -300,7 +304,7 @@ class Resume:
                 "validation": _note_generators(validation._combined_loader),
             },
             position=self._loaders.position(trainer.fit_loop._data_fetcher) if self._is_iterated else None,
-            metrics=self._metrics.note(),
+            metrics=metrics,
             buffers=self._buffers.note(),
             counted={
                 "validation_batches": dict(validation._seen_batches_per_dataloader),

@@ -682,10 +682,15 @@ class AutomodelStrategy(ParallelStrategy):
     def _own_state(self) -> dict[str, Any]:
         assert self._scaling is not None
         step = self._require_finisher().last_step
-        return {"range_scale": self._scaling.range_factor, "last_step": None if step is None else vars(step)}
+        return {
+            "engine": self._require_engine().state(),
+            "range_scale": self._scaling.range_factor,
+            "last_step": None if step is None else vars(step),
+        }
 
     def _restore_own_state(self, state: dict[str, Any]) -> None:
         assert self._scaling is not None
+        self._require_engine().load_state(state["engine"])
         self._scaling.range_factor = state["range_scale"]
         if state["last_step"] is not None:
             on_device = {name: value.to(self.root_device) for name, value in state["last_step"].items()}
