@@ -39,6 +39,7 @@ from lightning.pytorch.loops import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops import _FitLoop as FitLoop
 from lightning.pytorch.loops import _Loop as Loop
 from lightning.pytorch.loops import _TrainingEpochLoop as TrainingEpochLoop
+from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
 from lightning.pytorch.overrides.distributed import prepare_for_backward as prepare_ddp_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
@@ -89,6 +90,7 @@ __all__ = [
     "MockOptimizer",
     "MultiProcessingLauncher",
     "OptimizedModule",
+    "RestartStage",
     "ResultMetadata",
     "ResultMetric",
     "ResultSync",

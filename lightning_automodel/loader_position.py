@@ -25,19 +25,23 @@ _WORKERS = (
 _OUT_OF_ORDER = "A training loader with in_order=False does not tell which batches were used: it resumes inexactly."
 
 
+_Captured = tuple[dict[str, Any], list[Any]]
+"""Global random states, then those of a loader's own generators."""
+
+
 @dataclass(frozen=True)
 class MapPosition:
     """Where the iterator of a map-style loader is.
 
     Attributes:
-        made: The random states as the iterator was made, or made to start over: global ones, then the loader's own.
+        made: The random states as the iterator was made, or made to start over.
         first: Those as it drew its first index, which a loader without workers does with its first batch; None before.
         yielded: Batches that it has yielded.
         was_restarted: Whether it had served an epoch before (persistent workers).
     """
 
-    made: tuple[dict[str, Any], list[Any]]
-    first: tuple[dict[str, Any], list[Any]] | None
+    made: _Captured
+    first: _Captured | None
     yielded: int
     was_restarted: bool
 
@@ -51,7 +55,8 @@ class FollowedLoader:
     def __init__(self, loader: DataLoader, device: torch.device) -> None:
         self._loader, self._device = loader, device
         self._iterator: Callable[[], Any] = lambda: None
-        self._made = self._first = None
+        self._made: _Captured | None = None
+        self._first: _Captured | None = None
         self._was_restarted = False
         self._target: MapPosition | None = None
         loader._get_iterator = self._make  # type: ignore[method-assign]
@@ -75,11 +80,11 @@ class FollowedLoader:
             if iterator is not None:
                 iterator.__dict__.pop(name, None)
 
-    def _capture(self) -> Any:
+    def _capture(self) -> _Captured:
         generators = random_state.generators_of(self._loader)
         return random_state.note(self._device), random_state.note_generators(generators)
 
-    def _return_to(self, captured: Any) -> None:
+    def _return_to(self, captured: _Captured) -> None:
         random_state.set_to(captured[0], self._device)
         random_state.set_generators(random_state.generators_of(self._loader), captured[1])
 
@@ -162,12 +167,17 @@ class Position:
     """Where a combination of loaders is.
 
     Attributes:
+        started: Global random states as the loaders began to be iterated for the epoch.
+        ahead: Global random states before the batch was drawn that the loop has not taken yet; it draws one ahead where
+            it cannot know otherwise which is the last. None where it does not.
         consumed: Batches that the training loop has taken.
         index: Batches of the combination, as hooks count them.
         cycled: For each loader that starts over as long as others last, whether it has.
         loaders: For each loader a :class:`MapPosition`, a dict with its own state, or None.
     """
 
+    started: dict[str, Any]
+    ahead: dict[str, Any] | None
     consumed: int
     index: int
     cycled: list[bool]
@@ -187,6 +197,20 @@ class TrainingLoaders:
         self._combined: Any = None
         self._followed: dict[int, FollowedLoader] = {}
         self._target: Position | None = None
+        self._draws = False
+        self._started: dict[str, Any] = {}
+        self._before: tuple[dict[str, Any], list[Any]] | None = None
+
+    def begin_iteration(self) -> None:
+        """The loaders are about to be iterated for an epoch."""
+        self._started = random_state.note(self._device)
+        self._before = None
+
+    def begin_batch(self, fetcher: Any) -> None:
+        """A batch is about to be taken, and the one after it drawn where the loop draws ahead."""
+        if _buffered(fetcher):
+            stateful = [loader for loader in self._combined.flattened if isinstance(loader, _compat.Stateful)]
+            self._before = random_state.note(self._device), [loader.state_dict() for loader in stateful]
 
     def follow(self, combined: Any) -> None:
         """Follow these loaders instead of those before; to be called before they are iterated."""
@@ -214,6 +238,8 @@ class TrainingLoaders:
                 loader.load_state_dict(at["state"])
             elif position.consumed:
                 self._draws = True
+        self._started = position.started
+        random_state.set_to(position.started if self._draws or position.ahead is None else position.ahead, self._device)
 
     def _tell_limits(self, loader: DataLoader) -> None:
         if loader.num_workers > 0:
@@ -243,16 +269,23 @@ class TrainingLoaders:
         if iterator is None or fetcher is None or fetcher.iterator is None:
             return None
         buffered = len(_buffered(fetcher))
+        ahead, states = self._before if self._before is not None and buffered else (self._started, None)
         return Position(
-            fetcher.fetched - buffered,
-            iterator._idx - buffered,
-            list(getattr(iterator, "_consumed", [])),
-            [self._one(index, loader, buffered) for index, loader in enumerate(self._combined.flattened)],
+            started=self._started,
+            ahead=ahead if buffered else None,
+            consumed=fetcher.fetched - buffered,
+            index=iterator._idx - buffered,
+            cycled=list(getattr(iterator, "_consumed", [])),
+            loaders=[self._one(index, buffered, states) for index in range(len(self._combined.flattened))],
         )
 
-    def _one(self, index: int, loader: Any, buffered: int) -> MapPosition | dict[str, Any] | None:
+    def _one(self, index: int, buffered: int, states: list[Any] | None) -> MapPosition | dict[str, Any] | None:
+        loader = self._combined.flattened[index]
         if isinstance(loader, _compat.Stateful):
-            return {"state": loader.state_dict()}
+            if not buffered:
+                return {"state": loader.state_dict()}
+            stateful = [other for other in self._combined.flattened[:index] if isinstance(other, _compat.Stateful)]
+            return None if states is None else {"state": states[len(stateful)]}
         position = self._followed[index].position() if index in self._followed else None
         if position is None or buffered == 0:
             return position

@@ -5,45 +5,95 @@ validation that was due is skipped, the logger's step is one off, the end of an 
 has no setting for any of this, so for the time of a fit the loops are of these subclasses.
 """
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.training_epoch_loop import RestartStage as EpochRestartStage
+from typing_extensions import override
 
 from lightning_automodel import _compat
 
+RUN_START = "run start"
 EPOCH_START = "epoch start"
 BATCH = "batch"
 BATCH_END = "batch end"
 AFTER_BATCH = "after batch"
 AFTER_VALIDATION = "after validation"
 EPOCH_END = "epoch end"
-"""What a fit does next, in the order of an epoch."""
+"""What a fit does next, in its order."""
 
 WITHIN_EPOCH = (BATCH, BATCH_END, AFTER_BATCH, AFTER_VALIDATION)
 UNFINISHED = (BATCH_END, AFTER_BATCH, AFTER_VALIDATION, EPOCH_END)
 
 
-class Follower(Protocol):
-    """Whom the loops tell where they are; ``planned`` is what a checkpoint says that comes next, until that begins."""
+class Follower(ABC):
+    """Whom the loops tell where they are.
 
-    planned: str | None
+    Attributes:
+        planned: What comes next by a checkpoint, until that begins; None without one.
+    """
 
-    def begin_run(self) -> None: ...
-    def loaders_made(self, combined: Any) -> None: ...
-    def loaders_iterated(self, fetcher: Any) -> None: ...
-    def begin_planned(self) -> None: ...
-    def begin_epoch(self) -> None: ...
-    def keeps_iterators(self) -> bool: ...
-    def epoch_iterated(self) -> None: ...
-    def begin_batch(self) -> None: ...
-    def end_step(self) -> None: ...
-    def end_batch(self) -> None: ...
-    def begin_validation(self) -> None: ...
-    def has_validated(self) -> None: ...
-    def begin_epoch_end(self) -> None: ...
-    def end_epoch(self) -> None: ...
-    def validation_loaders_made(self) -> None: ...
+    planned: str | None = None
+
+    @abstractmethod
+    def begin_run(self) -> None:
+        """The fit loop begins."""
+
+    @abstractmethod
+    def loaders_made(self, combined: Any) -> bool:
+        """Training loaders are about to be iterated for the first time. Returns whether they begin where planned."""
+
+    @abstractmethod
+    def loaders_iterated(self, fetcher: Any) -> None:
+        """Training loaders are iterated, anew or still."""
+
+    @abstractmethod
+    def begin_planned(self) -> None:
+        """What was planned begins: from here on, random numbers are those of the stopped run."""
+
+    @abstractmethod
+    def begin_epoch(self) -> None:
+        """An epoch begins, its hooks first."""
+
+    @abstractmethod
+    def begin_iteration(self) -> bool:
+        """The epoch's batches begin. Returns whether the loaders are iterated for them already."""
+
+    @abstractmethod
+    def epoch_iterated(self) -> None:
+        """The loaders are iterated for this epoch."""
+
+    @abstractmethod
+    def begin_batch(self) -> None:
+        """A batch is about to be drawn."""
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """The hooks of a batch are over, and validation may follow."""
+
+    @abstractmethod
+    def end_batch(self) -> None:
+        """Nothing is left of the batch."""
+
+    @abstractmethod
+    def validation_loaders_made(self) -> None:
+        """Validation loaders exist."""
+
+    @abstractmethod
+    def begin_validation(self) -> None:
+        """Validation begins."""
+
+    @abstractmethod
+    def has_validated(self) -> None:
+        """Validation has ended but for its last hooks."""
+
+    @abstractmethod
+    def begin_epoch_end(self) -> None:
+        """The hooks that end an epoch are about to run, or those that end a run within one."""
+
+    @abstractmethod
+    def end_epoch(self) -> None:
+        """Nothing is left of the epoch, or of the run."""
 
 
 class FollowedFitLoop(_compat.FitLoop):
@@ -52,36 +102,44 @@ class FollowedFitLoop(_compat.FitLoop):
     follower: Follower
 
     @property
+    @override
     def done(self) -> bool:
         """Not while what a checkpoint left unfinished is to be done, whatever limits were reached with it."""
         return self.follower.planned not in UNFINISHED and super().done
 
-    @_compat.FitLoop.restarting.setter  # type: ignore[attr-defined]
+    @_compat.FitLoop.restarting.setter
     def restarting(self, restarting: bool) -> None:
         """With a plan, at the end of an epoch too: Lightning runs no sanity check where it restarts."""
-        owner = _compat.FitLoop if self.follower.planned is None else _compat.Loop
-        owner.restarting.fset(self, restarting)  # type: ignore[attr-defined]
+        owner: Any = _compat.FitLoop if self.follower.planned is None else _compat.Loop
+        owner.restarting.fset(self, restarting)
 
+    @override
     def run(self) -> None:
         self.follower.begin_run()
         super().run()
         if self.follower.planned is not None:
             self.follower.begin_planned()
 
+    @override
     def setup_data(self) -> None:
         super().setup_data()
-        self.follower.loaders_iterated(self._data_fetcher)
+        if self._data_fetcher is not None:
+            self.follower.loaders_iterated(self._data_fetcher)
 
+    @override
     def _load_combined_loader_states(self) -> None:
         """What Lightning calls between making the loaders and iterating them; it would load rank 0's states."""
-        self._combined_loader_states_to_load = []
-        self.follower.loaders_made(self._combined_loader)
+        if self.follower.loaders_made(self._combined_loader):
+            self._combined_loader_states_to_load = []
+        super()._load_combined_loader_states()
 
+    @override
     def reset(self) -> None:
         super().reset()
         if self.follower.planned in WITHIN_EPOCH:
-            self._restart_stage = "restarted_mid_epoch"
+            self._restart_stage = _compat.RestartStage.RESTARTED_MID_EPOCH
 
+    @override
     def on_run_start(self) -> None:
         super().on_run_start()
         if self.follower.planned == EPOCH_END:
@@ -90,8 +148,8 @@ class FollowedFitLoop(_compat.FitLoop):
     def _finish_epoch(self) -> None:
         """The end of :meth:`on_advance_end`, whose hooks have run."""
         self.follower.begin_planned()
-        connector = self.trainer._logger_connector
-        self.epoch_progress.current.completed = self.epoch_progress.current.processed - 1
+        connector, completed = self.trainer._logger_connector, vars(self.epoch_progress.current)
+        completed["completed"] = completed["processed"] - 1
         connector.on_epoch_end()
         self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         self.epoch_loop._batches_that_stepped -= 1
@@ -100,6 +158,7 @@ class FollowedFitLoop(_compat.FitLoop):
         self.epoch_progress.increment_completed()
         self.follower.end_epoch()
 
+    @override
     def on_advance_start(self) -> None:
         if self.follower.planned == EPOCH_START:
             self.follower.begin_planned()
@@ -107,12 +166,14 @@ class FollowedFitLoop(_compat.FitLoop):
             self.follower.begin_epoch()
         super().on_advance_start()
 
+    @override
     def on_advance_end(self) -> None:
         self.follower.begin_epoch_end()
         try:
             super().on_advance_end()
         finally:
-            if self.epoch_progress.current.completed == self.epoch_progress.current.processed:
+            counts = vars(self.epoch_progress.current)
+            if counts["completed"] == counts["processed"]:
                 self.follower.end_epoch()
 
 
@@ -122,26 +183,28 @@ class FollowedEpochLoop(_compat.TrainingEpochLoop):
     follower: Follower
 
     @property
+    @override
     def done(self) -> bool:
         """Not while the last batch is to be finished."""
         return self.follower.planned not in UNFINISHED and super().done
 
+    @override
     def reset(self) -> None:
-        if self.follower.planned in WITHIN_EPOCH:
-            self._restart_stage = EpochRestartStage.NONE
-        else:
+        if self.follower.planned not in WITHIN_EPOCH:
             super().reset()
 
+    @override
     def on_run_start(self, data_fetcher: Any) -> None:
-        fetched, fit_loop = data_fetcher.fetched, self.trainer.fit_loop
-        if keeps_iterators := self.follower.keeps_iterators():
-            fit_loop._resuming_from_checkpoint = True
+        fit_loop, is_iterated = self.trainer.fit_loop, self.follower.begin_iteration()
+        fetched = data_fetcher.fetched
+        fit_loop._resuming_from_checkpoint = fit_loop._resuming_from_checkpoint or is_iterated
         super().on_run_start(data_fetcher)
-        if keeps_iterators:
+        if is_iterated:
             fit_loop._resuming_from_checkpoint = False
             data_fetcher.fetched = fetched
         self.follower.epoch_iterated()
 
+    @override
     def advance(self, data_fetcher: Any) -> None:
         planned = self.follower.planned
         if planned is not None:
@@ -161,23 +224,16 @@ class FollowedEpochLoop(_compat.TrainingEpochLoop):
         self.batch_progress.increment_completed()
         connector.update_train_step_metrics()
 
+    @override
     def on_advance_end(self, data_fetcher: Any) -> None:
         self.follower.end_step()
         super().on_advance_end(data_fetcher)
 
+    @override
     def _save_loggers_on_train_batch_end(self) -> None:
         """The last that Lightning does in a batch, before it may raise ``SIGTERMException``."""
         self.follower.end_batch()
         super()._save_loggers_on_train_batch_end()
-
-    def is_validation_due(self, data_fetcher: Any) -> bool:
-        """Whether validation follows the batch, if nobody has asked training to stop."""
-        trainer = self.trainer
-        asked, trainer.should_stop = trainer.should_stop, False
-        try:
-            return self._should_check_val_fx(data_fetcher)
-        finally:
-            trainer.should_stop = asked
 
 
 class FollowedValidationLoop(_compat.EvaluationLoop):
@@ -185,14 +241,15 @@ class FollowedValidationLoop(_compat.EvaluationLoop):
 
     follower: Follower
 
+    @override
     def run(self) -> list[Any]:
-        if self.trainer.sanity_checking:
-            return super().run()
-        self.setup_data()
-        self.follower.validation_loaders_made()
-        self.follower.begin_validation()
+        if not self.trainer.sanity_checking:
+            self.setup_data()
+            self.follower.validation_loaders_made()
+            self.follower.begin_validation()
         return super().run()
 
+    @override
     def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
         if not self.trainer.sanity_checking:
             self.follower.has_validated()
@@ -201,23 +258,44 @@ class FollowedValidationLoop(_compat.EvaluationLoop):
 
 def follow(trainer: "pl.Trainer", follower: Follower) -> None:
     """Let the loops of ``trainer`` tell ``follower``, until :func:`unfollow`."""
-    fit_loop = trainer.fit_loop
-    for loop, followed in (
-        (fit_loop, FollowedFitLoop),
-        (fit_loop.epoch_loop, FollowedEpochLoop),
-        (fit_loop.epoch_loop.val_loop, FollowedValidationLoop),
+    for loop, followed in zip(
+        _loops(trainer), (FollowedFitLoop, FollowedEpochLoop, FollowedValidationLoop), strict=True
     ):
         loop.__class__ = type(followed.__name__, (followed, type(loop)), {})
-        loop.follower = follower  # type: ignore[attr-defined]
+        loop.follower = follower
 
 
 def unfollow(trainer: "pl.Trainer") -> None:
     """Give the loops back."""
-    fit_loop = trainer.fit_loop
-    for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop):
+    for loop in _loops(trainer):
         if "follower" in loop.__dict__:
             loop.__class__ = type(loop).__bases__[1]
             del loop.__dict__["follower"]
+
+
+def _loops(trainer: "pl.Trainer") -> tuple[Any, Any, Any]:
+    epoch_loop = trainer.fit_loop.epoch_loop
+    return trainer.fit_loop, epoch_loop, epoch_loop.val_loop
+
+
+def forget_restart(trainer: "pl.Trainer") -> None:
+    """Let no loop guess that it restarts."""
+    loops: list[Any] = [trainer.fit_loop]
+    while loops:
+        loop = loops.pop()
+        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+        loops.extend(value for value in loop.__dict__.values() if isinstance(value, _compat.Loop))
+
+
+def is_validation_due(trainer: "pl.Trainer") -> bool:
+    """Whether validation follows the batch, had nobody asked training to stop."""
+    fit_loop = trainer.fit_loop
+    assert fit_loop._data_fetcher is not None
+    asked, trainer.should_stop = trainer.should_stop, False
+    try:
+        return fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher)
+    finally:
+        trainer.should_stop = asked
 
 
 def progress_of(trainer: "pl.Trainer") -> dict[str, Any]:
@@ -246,20 +324,14 @@ def _copied(progress: Any) -> dict[str, Any]:
 
 def finish_counting(progress: dict[str, Any]) -> None:
     """Count the batch that stepped last as processed, and its step as completed, wherever in its hooks it is."""
-    for name, counted in progress.items():
-        if name.endswith("epoch_loop.batch_progress") or name == "epoch_loop.batch_progress":
-            for counter in (counted["total"], counted["current"]):
-                counter["started"] = counter["processed"] = counter["ready"]
-                counter["completed"] = counter["ready"] - 1
-        if name.endswith("optim_progress"):
-            for counter in (counted["optimizer"]["step"]["total"], counted["optimizer"]["step"]["current"]):
-                counter["completed"] = counter["ready"]
+    for batches in (progress["epoch_loop.batch_progress"][which] for which in ("total", "current")):
+        batches["started"] = batches["processed"] = batches["ready"]
+        batches["completed"] = batches["ready"] - 1
+    steps = progress["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+    for counts in (steps["total"], steps["current"]):
+        counts["completed"] = counts["ready"]
 
 
-def forget_restart(trainer: "pl.Trainer") -> None:
-    """Let no loop guess that it restarts."""
-    loops: list[Any] = [trainer.fit_loop]
-    while loops:
-        loop = loops.pop()
-        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
-        loops.extend(value for value in loop.__dict__.values() if isinstance(value, _compat.Loop))
+def batches_of_epoch(progress: dict[str, Any]) -> int:
+    """Batches of the epoch that have begun."""
+    return progress["epoch_loop.batch_progress"]["current"]["ready"]

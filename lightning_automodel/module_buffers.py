@@ -80,4 +80,5 @@ def _names_left_out_of_state_dicts(module: nn.Module) -> set[str]:
 
 
 def _digest(tensor: Tensor) -> bytes:
-    return hashlib.blake2b(tensor.cpu().reshape(-1).contiguous().view(torch.uint8).numpy(), digest_size=16).digest()
+    array = tensor.cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
+    return hashlib.blake2b(array.tobytes(), digest_size=16).digest()

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_automodel import loader_position, loop_progress, random_state, running_metrics
 from lightning_automodel.loop_progress import (
@@ -17,12 +18,20 @@ from lightning_automodel.loop_progress import (
     BATCH_END,
     EPOCH_END,
     EPOCH_START,
+    RUN_START,
 )
 from lightning_automodel.module_buffers import PlainBuffers
 
 CHECKPOINT_KEY = "lightning_automodel"
 FORMAT = 1
-_GOES_BACK = "The checkpoint resumes from before {what}: of what has begun since, the gradients are not kept."
+_GOES_BACK = (
+    "The checkpoint resumes before batch {batch} of epoch {epoch}, where the window of gradients began that has not"
+    " stepped yet: gradients are not saved."
+)
+_HALF_A_STEP = (
+    "The checkpoint is inexact: one optimizer has stepped, and another holds gradients, which are not saved. Save where"
+    " all of them have stepped."
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,7 @@ class Point:
     own: dict[str, Any]
 
 
-class Resume:
+class Resume(loop_progress.Follower):
     """Knows from where a fit would go on if it stopped now, and takes up what a checkpoint holds.
 
     Between two optimizer steps there is no state to save: gradients are not kept. So the moment before a window's first
@@ -62,6 +71,7 @@ class Resume:
         device: Of this rank.
         own: Returns what the strategy keeps from step to step.
         restore_own: Takes it back.
+        holds_gradients: Whether a window of manual optimization has begun and not stepped.
         say: Tells the user, on rank 0, once.
     """
 
@@ -71,23 +81,24 @@ class Resume:
         device: torch.device,
         own: Callable[[], dict[str, Any]],
         restore_own: Callable[[dict[str, Any]], None],
+        holds_gradients: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
         self._trainer, self._device = trainer, device
         self._own, self._restore_own, self._say = own, restore_own, say
         module = trainer.lightning_module
+        self._holds_gradients, self._is_manual = holds_gradients, not module.automatic_optimization
         self._loaders = loader_position.TrainingLoaders(device, say)
         self._metrics = running_metrics.RunningMetrics(trainer, module)
         self._buffers = PlainBuffers(module)
         self._noted: Point | None = None
-        self._next = EPOCH_START
+        self._next = RUN_START
         self._is_iterated = False
         self._is_validating = False
         self._first_batch_in_training: bool | None = None
         self._plan: dict[str, Any] | None = None
         self._position_to_take: loader_position.Position | None = None
         self._validation_generators: list[list[Any]] | None = None
-        self.planned: str | None = None
         loop_progress.follow(trainer, self)
 
     # --- Writing ------------------------------------------------------------------------------------------------------
@@ -116,15 +127,14 @@ class Resume:
     def _point(self) -> Point:
         if self._noted is None:
             return self._take(self._next)
-        if self._next != self._noted.next:
-            self._say(_GOES_BACK.format(what=self._described(self._noted)))
+        then = loop_progress.batches_of_epoch(self._noted.progress)
+        if (
+            self._noted.next == BATCH
+            and loop_progress.batches_of_epoch(loop_progress.progress_of(self._trainer)) > then
+        ):
+            epoch = self._noted.progress["epoch_progress"]["current"]["processed"]
+            self._say(_GOES_BACK.format(batch=then, epoch=epoch))
         return self._noted
-
-    def _described(self, point: Point) -> str:
-        batch = point.progress["epoch_loop.batch_progress"]["current"]["ready"]
-        epoch = point.progress["epoch_progress"]["current"]["processed"]
-        what = {BATCH: f"batch {batch}", AFTER_BATCH: f"the validation after batch {batch - 1}"}
-        return f"{what.get(point.next, 'the start')} of epoch {epoch}"
 
     def _savable(self, point: Point, group: dist.ProcessGroup | None) -> dict[str, Any]:
         buffers = self._buffers.savable(point.buffers, group)
@@ -163,40 +173,43 @@ class Resume:
 
     # --- What the loops tell ------------------------------------------------------------------------------------------
 
+    @override
     def begin_run(self) -> None:
-        """The fit loop begins."""
-        loop_progress.forget_restart(self._trainer)
         if self._plan is None:
             return
+        loop_progress.forget_restart(self._trainer)
         plan = random_state.loaded(self._plan)
         self._metrics.restore(plan["metrics"], self._device)
         self._buffers.restore(plan["buffers"])
         self._restore_own(plan["own"])
         self._position_to_take = loader_position.loaded(plan["position"])
+        if self.planned == RUN_START:
+            self.begin_planned()
 
-    def loaders_made(self, combined: Any) -> None:
-        """Training loaders have been made and are about to be iterated."""
+    @override
+    def loaders_made(self, combined: Any) -> bool:
         self._loaders.follow(combined)
-        fit_loop = self._trainer.fit_loop
+        self._loaders.begin_iteration()
         if self._position_to_take is not None:
-            self._loaders.remake_at(self._position_to_take, fit_loop.epoch_progress.current.processed)
+            epoch = self._trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+            self._loaders.remake_at(self._position_to_take, epoch)
+        return self._plan is not None
 
+    @override
     def loaders_iterated(self, fetcher: Any) -> None:
-        """Training loaders are iterated, anew or still."""
-        fit_loop = self._trainer.fit_loop
         if self._position_to_take is not None:
             self._loaders.place(fetcher)
             self._position_to_take = None
             self._is_iterated = True
-        elif self._plan is None:
-            self._is_iterated = self._is_iterated or fit_loop.epoch_progress.current.completed == 0
+        elif self._plan is None and self._next == RUN_START:
+            self._is_iterated, self._next = self._trainer.current_epoch == 0, EPOCH_START
 
+    @override
     def begin_planned(self) -> None:
-        """What the checkpoint has planned begins: from here on, random numbers are those of the stopped run."""
         assert self._plan is not None
         plan, self._plan, self.planned = random_state.loaded(self._plan), None, None
-        self._restore_counted(plan["counted"])
         self._next = plan["next"]
+        self._restore_counted(plan["counted"])
         random = plan["random"]
         _set_generators(self._trainer.fit_loop._combined_loader, random["training"])
         self._validation_generators = random["validation"]
@@ -204,71 +217,81 @@ class Resume:
             self.validation_loaders_made()
         random_state.set_to(random["global"], self._device)
 
+    @override
     def validation_loaders_made(self) -> None:
-        """Validation loaders exist."""
         states, self._validation_generators = self._validation_generators, None
         if states is not None:
             _set_generators(self._trainer.fit_loop.epoch_loop.val_loop._combined_loader, states)
 
+    @override
     def begin_epoch(self) -> None:
-        """An epoch begins, its hooks first."""
         self._next = EPOCH_START
         self._noted = self._take(EPOCH_START)
 
-    def keeps_iterators(self) -> bool:
-        """Whether the loaders are iterated for this epoch already."""
+    @override
+    def begin_iteration(self) -> bool:
+        if not self._is_iterated:
+            self._loaders.begin_iteration()
         return self._is_iterated
 
+    @override
     def epoch_iterated(self) -> None:
-        """The loaders are iterated for this epoch."""
         self._is_iterated = True
 
+    @override
     def begin_batch(self) -> None:
-        """A batch is about to be drawn."""
-        epoch_loop = self._trainer.fit_loop.epoch_loop
-        begins_window = epoch_loop.batch_progress.current.ready % self._trainer.accumulate_grad_batches == 0
-        if begins_window or self._noted is None or self._noted.next != BATCH:
+        if self._begins_window():
             self._noted = self._take(BATCH)
         self._next = BATCH_END
+        self._loaders.begin_batch(self._trainer.fit_loop._data_fetcher)
+
+    def _begins_window(self) -> bool:
+        if self._noted is None or self._noted.next != BATCH:
+            return True
+        if self._is_manual:
+            return not self._holds_gradients()
+        begun = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return begun % self._trainer.accumulate_grad_batches == 0
 
     def stepped(self) -> None:
         """The optimizer has stepped: there is nothing left of the window to go back for."""
         self._noted, self._next = None, BATCH_END
 
+    @override
     def end_step(self) -> None:
-        """The batch is over, and validation may follow."""
         self._next = AFTER_BATCH
-        loop: Any = self._trainer.fit_loop.epoch_loop
-        if self._noted is None and self._trainer.should_stop and not self._is_last_batch():
-            if not loop.is_validation_due(self._trainer.fit_loop._data_fetcher):
-                self._noted = self._take(AFTER_BATCH)
+        if self._is_manual and not self._holds_gradients():
+            self._noted = None
+        is_asked_to_stop = self._trainer.should_stop and not self._is_last_batch()
+        if is_asked_to_stop and self._noted is None and not loop_progress.is_validation_due(self._trainer):
+            self._noted = self._take(AFTER_BATCH)
 
+    @override
     def begin_validation(self) -> None:
-        """Validation begins."""
         self._is_validating = self._noted is None
         if self._noted is None:
             self._noted = self._take(AFTER_BATCH)
 
+    @override
     def has_validated(self) -> None:
-        """Validation has ended but for its last hooks."""
         self._next = AFTER_VALIDATION
         if self._is_validating and self._noted is not None:
             self._first_batch_in_training = self._noted.metrics["first_batch"]
             self._noted = None
 
+    @override
     def end_batch(self) -> None:
-        """Nothing is left of the batch."""
         self._next = BATCH
 
+    @override
     def begin_epoch_end(self) -> None:
-        """The hooks that end an epoch are about to run; where it was cut short, the rest of it comes next."""
         if self._is_last_batch():
             self._noted, self._next = None, EPOCH_END
         elif self._noted is None:
             self._noted = self._take(BATCH)
 
+    @override
     def end_epoch(self) -> None:
-        """Nothing is left of the epoch."""
         if self._noted is None:
             self._is_iterated = False
             self._next = EPOCH_START

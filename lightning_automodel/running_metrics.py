@@ -90,7 +90,8 @@ class RunningMetrics:
         for name, value in saved["fields"].items():
             setattr(metric, name, value)
         for name, dtype in saved["dtypes"].items():
-            metric._defaults[name] = metric._defaults[name].to(getattr(torch, dtype))
+            default: Any = metric._defaults[name]
+            metric._defaults[name] = default.to(getattr(torch, dtype))
         if not is_tensor:
             metric.value = self._module.get_submodule(saved["meta"]["fields"]["metric_attribute"])
         return metric.to(device) if is_tensor else metric

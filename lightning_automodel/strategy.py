@@ -476,7 +476,14 @@ class AutomodelStrategy(ParallelStrategy):
         precision.leave_casting_to_units(self.precision_plugin, module)
         if fitting:
             _compat.optimizers_to_device(self.optimizers, self.root_device)
-            self._resume = Resume(trainer, self.root_device, self._own_state, self._restore_own_state, self._say_info)
+            self._resume = Resume(
+                trainer,
+                self.root_device,
+                self._own_state,
+                self._restore_own_state,
+                self._windows.hold_gradients,
+                partial(self._advice.say_once, say=rank_zero_info),
+            )
         self._log_description()
 
     def _give_values(self) -> None:
@@ -695,9 +702,6 @@ class AutomodelStrategy(ParallelStrategy):
         if state["last_step"] is not None:
             on_device = {name: value.to(self.root_device) for name, value in state["last_step"].items()}
             self._require_finisher().last_step = StepReport(**on_device)
-
-    def _say_info(self, message: str) -> None:
-        self._advice.say_once(message, say=rank_zero_info)
 
     def clip_gradients(
         self,
