@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_automodel import _compat, random_state
 
@@ -21,6 +21,10 @@ _RESUMED_DRAWS = (
 )
 _WORKERS = (
     "Workers of training loaders start with fresh random states on resume: what they draw differs, not the order."
+)
+_OTHER_ORDER = (
+    "The ranks are not those that wrote the checkpoint, and a training loader has no DistributedSampler: of its epoch,"
+    " samples may be left out or used twice."
 )
 _OUT_OF_ORDER = "A training loader with in_order=False does not tell which batches were used: it resumes inexactly."
 
@@ -34,13 +38,13 @@ class MapPosition:
     """Where the iterator of a map-style loader is.
 
     Attributes:
-        made: The random states as the iterator was made, or made to start over.
+        made: The random states as the iterator was made, or made to start over; None where other ranks did.
         first: Those as it drew its first index, which a loader without workers does with its first batch; None before.
         yielded: Batches that it has yielded.
         was_restarted: Whether it had served an epoch before (persistent workers).
     """
 
-    made: _Captured
+    made: _Captured | None
     first: _Captured | None
     yielded: int
     was_restarted: bool
@@ -84,7 +88,9 @@ class FollowedLoader:
         generators = random_state.generators_of(self._loader)
         return random_state.note(self._device), random_state.note_generators(generators)
 
-    def _return_to(self, captured: _Captured) -> None:
+    def _return_to(self, captured: _Captured | None) -> None:
+        if captured is None:
+            return
         random_state.set_to(captured[0], self._device)
         random_state.set_generators(random_state.generators_of(self._loader), captured[1])
 
@@ -120,10 +126,9 @@ class FollowedLoader:
     def _remake(self, target: MapPosition) -> Any:
         self._return_to(target.made)
         iterator = type(self._loader)._get_iterator(self._loader)
-        if target.first is not None:
-            self._return_to(target.first)
-            for _ in range(target.yielded):
-                next(iterator._sampler_iter)
+        self._return_to(target.first)
+        for _ in range(target.yielded):
+            next(iterator._sampler_iter)
         return iterator
 
     def _remake_with_workers(self, target: MapPosition) -> Any:
@@ -167,7 +172,7 @@ class Position:
     """Where a combination of loaders is.
 
     Attributes:
-        started: Global random states as the loaders began to be iterated for the epoch.
+        started: Global random states as the loaders began to be iterated for the epoch; None where other ranks did.
         ahead: Global random states before the batch was drawn that the loop has not taken yet; it draws one ahead where
             it cannot know otherwise which is the last. None where it does not.
         consumed: Batches that the training loop has taken.
@@ -176,7 +181,7 @@ class Position:
         loaders: For each loader a :class:`MapPosition`, a dict with its own state, or None.
     """
 
-    started: dict[str, Any]
+    started: dict[str, Any] | None
     ahead: dict[str, Any] | None
     consumed: int
     index: int
@@ -198,7 +203,7 @@ class TrainingLoaders:
         self._followed: dict[int, FollowedLoader] = {}
         self._target: Position | None = None
         self._draws = False
-        self._started: dict[str, Any] = {}
+        self._started: dict[str, Any] | None = None
         self._before: tuple[dict[str, Any], list[Any]] | None = None
 
     def begin_iteration(self) -> None:
@@ -233,15 +238,19 @@ class TrainingLoaders:
             _compat.set_sampler_epoch(loader, epoch)
             if isinstance(at, MapPosition) and index in self._followed:
                 self._followed[index].remake_at(at)
-                self._tell_limits(loader)
+                self._tell_limits(loader, at)
             elif isinstance(at, dict) and isinstance(loader, _compat.Stateful):
                 loader.load_state_dict(at["state"])
             elif position.consumed:
                 self._draws = True
-        self._started = position.started
-        random_state.set_to(position.started if self._draws or position.ahead is None else position.ahead, self._device)
+        states = position.started if self._draws or position.ahead is None else position.ahead
+        if position.started is not None and states is not None:
+            self._started = position.started
+            random_state.set_to(states, self._device)
 
-    def _tell_limits(self, loader: DataLoader) -> None:
+    def _tell_limits(self, loader: DataLoader, at: MapPosition) -> None:
+        if at.made is None and at.yielded and not isinstance(_sampler(loader), DistributedSampler):
+            self._say(_OTHER_ORDER)
         if loader.num_workers > 0:
             self._say(_WORKERS)
             if not getattr(loader, "in_order", True):
@@ -300,6 +309,10 @@ class TrainingLoaders:
 
 def _buffered(fetcher: Any) -> list[Any]:
     return getattr(fetcher, "batches", [])
+
+
+def _sampler(loader: DataLoader) -> Any:
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
 def _is_map_style(loader: Any) -> bool:

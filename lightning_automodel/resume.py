@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_automodel import loader_position, loop_progress, random_state, running_metrics
+from lightning_automodel import loader_position, loop_progress, other_shape, random_state, running_metrics
 from lightning_automodel.loop_progress import (
     AFTER_BATCH,
     AFTER_VALIDATION,
@@ -21,9 +21,14 @@ from lightning_automodel.loop_progress import (
     RUN_START,
 )
 from lightning_automodel.module_buffers import PlainBuffers
+from lightning_automodel.save_order import LateSaves
 
 CHECKPOINT_KEY = "lightning_automodel"
 FORMAT = 1
+_OTHER_RANKS = (
+    "The checkpoint was written by other ranks ({then}, now {now}): the data goes on where it stopped, and each rank's"
+    " random states, buffers and running metrics of the epoch start anew."
+)
 _GOES_BACK = (
     "The checkpoint resumes before batch {batch} of epoch {epoch}, where the window of gradients began that has not"
     " stepped yet: gradients are not saved."
@@ -99,6 +104,7 @@ class Resume(loop_progress.Follower):
         self._plan: dict[str, Any] | None = None
         self._position_to_take: loader_position.Position | None = None
         self._validation_generators: list[list[Any]] | None = None
+        self._late_saves = LateSaves(trainer)
         loop_progress.follow(trainer, self)
 
     # --- Writing ------------------------------------------------------------------------------------------------------
@@ -147,7 +153,7 @@ class Resume(loop_progress.Follower):
 
     # --- Taking up ----------------------------------------------------------------------------------------------------
 
-    def load(self, state: dict[str, Any], checkpoint: dict[str, Any], rank: int, world_size: int) -> None:
+    def load(self, state: dict[str, Any], checkpoint: dict[str, Any], sizes: dict[str, int], rank: int) -> None:
         """Plan to go on from where a checkpoint was written.
 
         Not a collective. What the loops are given, Lightning loads from ``checkpoint`` after this.
@@ -155,8 +161,8 @@ class Resume(loop_progress.Follower):
         Args:
             state: What :meth:`state` returned.
             checkpoint: What is left of the checkpoint; its ``loops`` are replaced.
+            sizes: Ranks along each dimension of the mesh, by name.
             rank: Global rank.
-            world_size: Number of ranks.
 
         Raises:
             ValueError: If a newer version of this package wrote ``state``.
@@ -166,7 +172,11 @@ class Resume(loop_progress.Follower):
                 f"The checkpoint's resume state has format {state['format']}, and this version of lightning_automodel"
                 f" knows formats up to {FORMAT}: upgrade the package that loads it."
             )
-        plan = state["ranks"][rank]
+        if (len(state["ranks"]), state["sizes"]["data_parallel"]) == (self._trainer.world_size, sizes["data_parallel"]):
+            plan = state["ranks"][rank]
+        else:
+            plan = other_shape.carried_over(state, sizes["data_parallel"])
+            self._say(_OTHER_RANKS.format(then=state["sizes"], now=sizes))
         self._plan = plan
         self.planned = plan["next"]
         checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": plan["progress"]}
@@ -210,7 +220,10 @@ class Resume(loop_progress.Follower):
         plan, self._plan, self.planned = random_state.loaded(self._plan), None, None
         self._next = plan["next"]
         self._restore_counted(plan["counted"])
-        random = plan["random"]
+        if plan["random"] is not None:
+            self._set_random(plan["random"])
+
+    def _set_random(self, random: dict[str, Any]) -> None:
         _set_generators(self._trainer.fit_loop._combined_loader, random["training"])
         self._validation_generators = random["validation"]
         if self._trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None:
@@ -301,6 +314,7 @@ class Resume(loop_progress.Follower):
         """Give loops and loaders back; :meth:`state` stays what it is."""
         if self._noted is None and self._plan is None:
             self._noted = self._take(self._next)
+        self._late_saves.close()
         loop_progress.unfollow(self._trainer)
         self._loaders.close()
 

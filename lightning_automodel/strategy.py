@@ -812,7 +812,7 @@ class AutomodelStrategy(ParallelStrategy):
             and self._resume is not None
             and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         ):
-            self._resume.load(state, checkpoint, self.global_rank, self.world_size)
+            self._resume.load(state, checkpoint, self._joined_mesh().sizes_by_name(), self.global_rank)
         return checkpoint
 
     def _load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,23 @@ import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy
 from tests.trainer.exactness import PLAN, VOCABULARY, WIDTH, Block
 
+try:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+except ImportError:
+    StatefulDataLoader = None
+
 NUM_SAMPLES = 29
+DISTRIBUTED = ("distributed", "single rows", "workers", "persistent workers")
 Line = tuple[int, tuple[tuple[str, float], ...]]
 
 
@@ -103,15 +111,16 @@ class Learner(LightningModule):
         hidden = self.statistics(hidden.flatten(0, 1)).view_as(hidden)
         return F.cross_entropy(self.head(hidden).flatten(0, 1).float(), batch["labels"].flatten())
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        self.seen += batch["input_ids"].numel() + random.random() + np.random.rand()
-        loss = self.loss(batch)
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        batches = [batch] if "labels" in batch else list(batch.values())
+        self.seen += sum(each["input_ids"].sum() for each in batches) + random.random() + np.random.rand()
+        loss = torch.stack([self.loss(each) for each in batches]).mean()
         self.running.update(loss.detach())
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
         self.log("running", self.running, on_step=False, on_epoch=True)
         self.log("seen", self.seen)
-        return loss
+        return {"loss": loss, "num_label_tokens": sum(int((each["labels"] != -100).sum()) for each in batches)}
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         loss = self.loss(batch) + torch.rand(())
@@ -144,46 +153,25 @@ class Saver(Callback):
             trainer.save_checkpoint(self.path)
 
 
+@dataclasses.dataclass(frozen=True)
 class Setting:
     """How a fit is set up; everything is made anew for each run.
 
-    Args:
+    Attributes:
         strategy: Options of the strategy.
         trainer: Options of the Trainer.
         learner: Options of the module.
-        loader: Options of the training loader.
+        module: Its class.
+        loader: Kind of training loader.
         callbacks: Makes callbacks.
     """
 
-    def __init__(
-        self,
-        strategy: dict[str, Any] | None = None,
-        trainer: dict[str, Any] | None = None,
-        learner: dict[str, Any] | None = None,
-        loader: str = "own generator",
-        callbacks: Callable[[], list[Callback]] = list,
-        module: type[Learner] = Learner,
-    ) -> None:
-        self.strategy, self.trainer = strategy or {}, trainer or {}
-        self.learner, self.loader, self.callbacks, self.module = learner or {}, loader, callbacks, module
-
-
-def training_loader(kind: str) -> Any:
-    """A shuffled loader that brings each rank other rows."""
-    options: dict[str, Any] = {"batch_size": 2, "collate_fn": collate}
-    data = torch.utils.data.Subset(Ragged(), range(dist.get_rank() // _ranks_alike(), NUM_SAMPLES, 2))
-    if kind == "own generator":
-        generator = torch.Generator().manual_seed(11 + dist.get_rank() // _ranks_alike())
-        return DataLoader(data, shuffle=True, generator=generator, drop_last=True, **options)
-    if kind == "global generator":
-        return DataLoader(data, shuffle=True, drop_last=True, **options)
-    if kind == "distributed":
-        return DataLoader(Ragged(), shuffle=True, **options)
-    if kind == "workers":
-        return DataLoader(Quiet(), shuffle=True, num_workers=2, **options)
-    if kind == "persistent workers":
-        return DataLoader(Quiet(), shuffle=True, num_workers=1, persistent_workers=True, **options)
-    raise ValueError(kind)
+    strategy: dict[str, Any] = dataclasses.field(default_factory=dict)
+    trainer: dict[str, Any] = dataclasses.field(default_factory=dict)
+    learner: dict[str, Any] = dataclasses.field(default_factory=dict)
+    module: type[Learner] = Learner
+    loader: str = "own generator"
+    callbacks: Callable[[], list[Callback]] = list
 
 
 class Quiet(Ragged):
@@ -197,8 +185,65 @@ class Quiet(Ragged):
         return row
 
 
-def _ranks_alike() -> int:
-    return 1
+class Stream(IterableDataset):
+    """Every rank its own rows, in order, without a length."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        rows = Quiet()
+        return iter([rows[index] for index in range(self.rank, NUM_SAMPLES - NUM_SAMPLES % self.ranks, self.ranks)])
+
+
+def training_loader(kind: str, rank: int, ranks: int) -> Any:
+    """A loader that brings each rank other rows, tensor-parallel peers the same."""
+    options: dict[str, Any] = {"batch_size": 2, "collate_fn": collate}
+    rows = Subset(Ragged(), range(rank, NUM_SAMPLES - NUM_SAMPLES % ranks, ranks))
+    generator = torch.Generator().manual_seed(11 + rank)
+    if kind == "own generator":
+        return DataLoader(rows, shuffle=True, generator=generator, **options)
+    if kind == "global generator":
+        return DataLoader(rows, shuffle=True, **options)
+    if kind == "distributed":
+        return DataLoader(Ragged(), shuffle=True, **options)
+    if kind == "single rows":
+        return DataLoader(Single(), shuffle=True, batch_size=None)
+    if kind == "workers":
+        return DataLoader(Quiet(), shuffle=True, num_workers=2, **options)
+    if kind == "persistent workers":
+        return DataLoader(Quiet(), shuffle=True, num_workers=1, persistent_workers=True, **options)
+    if kind == "stateful":
+        return StatefulDataLoader(rows, shuffle=True, generator=generator, **options)
+    if kind == "stateful stream":
+        return StatefulDataLoader(Stream(rank, ranks), **options)
+    if kind == "stream":
+        return DataLoader(Stream(rank, ranks), **options)
+    if kind == "iterable":
+        return Batches([collate([row]) for row in Stream(rank, ranks)])
+    few = DataLoader(Subset(rows, range(4)), shuffle=True, generator=generator, **options)
+    many = DataLoader(rows, shuffle=True, **options)
+    return CombinedLoader({"few": few, "many": many}, kind)
+
+
+class Batches:
+    """No DataLoader."""
+
+    def __init__(self, batches: list[dict[str, Tensor]]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(self.batches)
+
+
+class Single(Ragged):
+    """Rows that are batches."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return collate([super().__getitem__(index)])
 
 
 def make_trainer(setting: Setting, callbacks: list[Callback]) -> Trainer:
@@ -208,13 +253,14 @@ def make_trainer(setting: Setting, callbacks: list[Callback]) -> Trainer:
             "accelerator": "cpu",
             "devices": dist.get_world_size(),
             "plugins": [LightningEnvironment()],
-            "max_epochs": 3,
+            "max_epochs": 2,
             "logger": Recorder(),
             "log_every_n_steps": 1,
             "enable_checkpointing": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
-            "use_distributed_sampler": setting.loader not in ("own generator", "global generator"),
+            "use_distributed_sampler": setting.loader
+            in ("distributed", "single rows", "workers", "persistent workers"),
             "num_sanity_val_steps": 1,
             "callbacks": [*setting.callbacks(), *callbacks],
             **setting.trainer,
@@ -223,8 +269,7 @@ def make_trainer(setting: Setting, callbacks: list[Callback]) -> Trainer:
 
 
 def disturb(seed: int) -> None:
-    """Set all global random states to something of this rank and `seed`."""
-    seed = 1000 * seed + dist.get_rank()
+    """Set all global random states to something of `seed`."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -232,22 +277,22 @@ def disturb(seed: int) -> None:
 
 def run(setting: Setting, *callbacks: Callback, seed: int = 1, ckpt_path: Path | None = None) -> tuple[Trainer, Any]:
     """Fit; return the Trainer and what is to be the same."""
-    disturb(seed)
+    peers = setting.strategy.get("tensor_parallel_size", 1)
+    disturb(1000 * seed + dist.get_rank() // peers)
     trainer = make_trainer(setting, list(callbacks))
     learner = setting.module(**setting.learner)
-    if trainer.precision in ("32-true", "bf16-mixed", "bf16-true"):
-        learner.float()
+    training = training_loader(setting.loader, dist.get_rank() // peers, dist.get_world_size() // peers)
     validation = DataLoader(Quiet(), batch_size=8, collate_fn=collate)
-    trainer.fit(learner, training_loader(setting.loader), validation, ckpt_path=ckpt_path)
+    trainer.fit(learner, training, validation, ckpt_path=ckpt_path)
     return trainer, outcome(trainer)
 
 
 def outcome(trainer: Trainer) -> dict[str, Any]:
     """Weights, buffers, optimizer and scheduler state, counters, and the next random numbers of this rank."""
     module = trainer.lightning_module
-    tensors = {name: _whole(value) for name, value in (*module.named_parameters(), *module.named_buffers())}
+    tensors = {name: _own_part(value) for name, value in (*module.named_parameters(), *module.named_buffers())}
     for name, state in ((n, trainer.optimizers[0].state.get(p, {})) for n, p in module.named_parameters()):
-        tensors |= {f"{name}/{key}": _whole(value) for key, value in state.items()}
+        tensors |= {f"{name}/{key}": _own_part(value) for key, value in state.items()}
     return {
         "tensors": tensors,
         "lr": [group["lr"] for group in trainer.optimizers[0].param_groups],
@@ -259,7 +304,7 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _whole(value: Any) -> Tensor:
+def _own_part(value: Any) -> Tensor:
     value = value.to_local() if isinstance(value, DTensor) else torch.as_tensor(value)
     return value.detach().clone()
 
@@ -284,23 +329,44 @@ def compare(setting: Setting, folder: Path, *stops: tuple[str, int]) -> list[str
     """
     trainer, undisturbed = run(setting)
     lines = trainer.logger.lines
-    found = []
-    for hook, when in stops:
-        path = folder / f"{hook}-{when}.ckpt"
-        saver = Saver(hook, when, path)
-        saving, saved = run(setting, saver)
+    savers = [Saver(hook, when, folder / f"{hook}-{when}.ckpt") for hook, when in stops]
+    saving, saved = run(setting, *savers)
+    disturbed = differences(undisturbed, saved) + differing_lines(lines, saving.logger.lines)
+    found = [f"saving disturbs {name}" for name in disturbed]
+    for saver in savers:
+        name = saver.path.stem
         if saver.logged < 0:
-            found.append(f"{hook} was called {saver.calls} times")
-            continue
-        disturbed = differences(undisturbed, saved) + differing_lines(lines, saving.logger.lines)
-        resumed, outcome_ = run(setting, seed=2, ckpt_path=path)
-        differing = differences(undisturbed, outcome_)
-        differing += differing_lines(lines[len(lines) - len(resumed.logger.lines) :], resumed.logger.lines)
-        if len(resumed.logger.lines) < len(lines) - saver.logged:
-            differing.append(f"{len(resumed.logger.lines)} of {len(lines) - saver.logged} lines were logged")
-        found += [f"saving in {hook} {when} disturbs {name}" for name in disturbed]
-        found += [f"resumed from {hook} {when}: {name}" for name in differing]
+            found.append(f"{name}: {saver.calls} calls")
+        else:
+            resumed = resume(setting, saver.path, undisturbed, lines, len(lines) - saver.logged)
+            found += [f"resumed from {name}: {difference}" for difference in resumed]
     return found
+
+
+def compare_stop(setting: Setting, stopped: Setting, path: Path, *callbacks: Callback) -> list[str]:
+    """Runs on every rank: what differs between a fit and one that was stopped, saved to `path` and resumed."""
+    trainer, undisturbed = run(setting)
+    try:
+        stopped_trainer, _ = run(stopped, *callbacks)
+    except (Stop, SystemExit):
+        stopped_trainer = None
+    if stopped_trainer is not None and not path.exists():
+        stopped_trainer.save_checkpoint(path)
+    return resume(setting, path, undisturbed, trainer.logger.lines, 1)
+
+
+def resume(setting: Setting, path: Path, undisturbed: Any, lines: list[Line], least: int) -> list[str]:
+    """What differs where a fit goes on from `path`; it must log what the undisturbed one did last, `least` lines."""
+    resumed, outcome_ = run(setting, seed=2, ckpt_path=path)
+    logged = resumed.logger.lines
+    differing = differences(undisturbed, outcome_) + differing_lines(lines[len(lines) - len(logged) :], logged)
+    if len(logged) < least:
+        differing.append(f"{len(logged)} lines were logged, not {least}")
+    return differing
+
+
+class Stop(Exception):  # noqa: N818 - it is none
+    """What ends a run."""
 
 
 def differing_lines(expected: list[Line], found: list[Line]) -> list[str]:

@@ -1,0 +1,115 @@
+"""A fit that is stopped and resumed equals one that never stopped, bit for bit: weights, optimizer, log, randomness."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_automodel import resume as resume_room
+from tests.rank_pool import RankPool
+from tests.trainer.resuming import Setting, compare
+
+DDP, FSDP2 = {"data_parallel": "ddp"}, {"data_parallel": "fsdp2"}
+DOUBLE = {"precision": "64-true"}
+WINDOWS = {"precision": "32-true", "accumulate_grad_batches": 3, "val_check_interval": 2}
+
+EVERYWHERE = (
+    ("on_fit_start", 1),
+    ("on_train_start", 1),
+    ("on_train_epoch_start", 2),
+    ("on_train_batch_start", 5),
+    ("on_before_optimizer_step", 2),
+    ("on_train_batch_end", 2),
+    ("on_train_batch_end", 3),
+    ("on_train_batch_end", 7),
+    ("on_train_batch_end", 10),
+    ("on_validation_batch_end", 2),
+    ("on_validation_end", 2),
+    ("on_train_epoch_end", 1),
+    ("on_train_epoch_end", 2),
+    ("on_train_end", 1),
+)
+SOMEWHERE = (("on_train_batch_end", 4), ("on_validation_end", 1), ("on_train_epoch_end", 1))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(FSDP2, DOUBLE, loader="own generator"),
+        Setting(FSDP2, WINDOWS, {"schedule": "plateau"}, loader="global generator"),
+        Setting(DDP, WINDOWS, {"schedule": "epoch"}, loader="distributed"),
+    ],
+    ids=["fsdp2", "fsdp2-windows", "ddp-windows"],
+)
+@pytest.mark.timeout(400)
+def test_from_everywhere(pool2: RankPool, setting: Setting, tmp_path: Path) -> None:
+    """Whatever hook saves, within a window or after it, before a validation or in the midst of it."""
+    for differing in pool2.run(compare, setting, tmp_path, *EVERYWHERE, timeout_s=300):
+        assert differing == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "precision"),
+    [(FSDP2, "bf16-mixed"), (FSDP2, "bf16-true"), (DDP, "64-true"), (DDP, "bf16-mixed")],
+    ids=lambda value: value if isinstance(value, str) else value["data_parallel"],
+)
+@pytest.mark.timeout(400)
+def test_precisions(pool2: RankPool, engine: dict[str, Any], precision: str, tmp_path: Path) -> None:
+    for differing in pool2.run(compare, Setting(engine, {"precision": precision}), tmp_path, *SOMEWHERE, timeout_s=300):
+        assert differing == []
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting({"data_parallel_replicate_size": 2}, WINDOWS),
+        Setting({"tensor_parallel_size": 2}, DOUBLE, {"tensor_parallel": True, "optimizer": "sgd"}),
+    ],
+    ids=["replicas", "tensor parallel"],
+)
+@pytest.mark.timeout(400)
+def test_layouts_of_four_ranks(pool4: RankPool, setting: Setting, tmp_path: Path) -> None:
+    for differing in pool4.run(compare, setting, tmp_path, *SOMEWHERE, timeout_s=300):
+        assert differing == []
+
+
+def compare_without(part: str, *args: Any) -> list[str]:
+    """Runs on every rank: the same, with a part of the restoring left out."""
+    owner, name = {
+        "random states": (resume_room.random_state, "set_to"),
+        "loaders": (resume_room.loader_position.TrainingLoaders, "remake_at"),
+        "metrics": (resume_room.running_metrics.RunningMetrics, "restore"),
+        "buffers": (resume_room.PlainBuffers, "restore"),
+    }[part]
+    kept = getattr(owner, name)
+    setattr(owner, name, lambda *_, **__: None)
+    try:
+        return compare(*args)
+    finally:
+        setattr(owner, name, kept)
+
+
+@pytest.mark.parametrize("part", ["random states", "loaders", "metrics", "buffers"])
+@pytest.mark.timeout(400)
+def test_each_part_is_needed(pool2: RankPool, part: str, tmp_path: Path) -> None:
+    """The comparison notices where one is not restored."""
+    setting = Setting(FSDP2, DOUBLE, loader="global generator")
+    for differing in pool2.run(compare_without, part, setting, tmp_path, ("on_train_batch_end", 3), timeout_s=300):
+        assert differing
+
+
+def saved_state(folder: Path) -> list[str]:
+    """Runs on every rank: what a checkpoint of one file holds, read without unpickling code."""
+    compare(Setting(DDP, WINDOWS), folder, ("on_train_batch_end", 2))
+    checkpoint = torch.load(folder / "on_train_batch_end-2.ckpt", weights_only=True)
+    state = checkpoint["lightning_automodel"]
+    return [*state, *(rank["next"] for rank in state["ranks"]), str(state["sizes"]["data_parallel"])]
+
+
+def test_state_is_plain(pool2: RankPool, tmp_path: Path) -> None:
+    """One state a rank, all of it loadable with `weights_only`; in mid-window, the batch that began the window."""
+    for told in pool2.run(saved_state, tmp_path, timeout_s=120):
+        assert told == ["format", "sizes", "ranks", "batch", "batch", "2"]
