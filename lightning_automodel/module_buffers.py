@@ -18,14 +18,25 @@ class PlainBuffers:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._copies: dict[str, Tensor] = {}
+        self._places: list[tuple[str, dict[str, Tensor | None], str]] = []
+        self.look_again()
         transient = _names_left_out_of_state_dicts(module)
         self._as_made = {name: _digest(buffer) for name, buffer in self._now().items() if name in transient}
 
+    def look_again(self) -> None:
+        """Look for buffers that were registered, or left out, since the last time."""
+        self._places = [
+            (f"{prefix}.{name}" if prefix else name, submodule._buffers, name)
+            for prefix, submodule in self._module.named_modules()
+            for name in submodule._buffers
+        ]
+
     def _now(self) -> dict[str, Tensor]:
+        buffers = ((name, owner.get(key)) for name, owner, key in self._places)
         return {
             name: buffer.detach()
-            for name, buffer in self._module.named_buffers()
-            if not isinstance(buffer, DTensor) and not buffer.is_meta
+            for name, buffer in buffers
+            if buffer is not None and not isinstance(buffer, DTensor) and not buffer.is_meta
         }
 
     def note(self) -> dict[str, Tensor]:

@@ -96,6 +96,7 @@ class Resume(loop_progress.Follower):
         self._loaders = loader_position.TrainingLoaders(device, say)
         self._metrics = running_metrics.RunningMetrics(trainer, module)
         self._buffers = PlainBuffers(module)
+        self._generators: dict[str, list[list[random_state.Generator]]] = {"training": [], "validation": []}
         self._noted: Point | None = None
         self._next = RUN_START
         self._is_iterated = False
@@ -211,7 +212,8 @@ class Resume(loop_progress.Follower):
             self._loaders.place(fetcher)
             self._position_to_take = None
             self._is_iterated = True
-        elif self._plan is None and self._next == RUN_START:
+        if self._plan is None and self._next == RUN_START:
+            self._look_again()
             self._is_iterated, self._next = self._trainer.current_epoch == 0, EPOCH_START
 
     @override
@@ -220,6 +222,7 @@ class Resume(loop_progress.Follower):
         plan, self._plan, self.planned = random_state.loaded(self._plan), None, None
         self._next = plan["next"]
         self._restore_counted(plan["counted"])
+        self._look_again()
         if plan["random"] is not None:
             self._set_random(plan["random"])
 
@@ -233,11 +236,14 @@ class Resume(loop_progress.Follower):
     @override
     def validation_loaders_made(self) -> None:
         states, self._validation_generators = self._validation_generators, None
+        if not self._generators["validation"]:
+            self._look_again()
         if states is not None:
             _set_generators(self._trainer.fit_loop.epoch_loop.val_loop._combined_loader, states)
 
     @override
     def begin_epoch(self) -> None:
+        self._look_again()
         self._next = EPOCH_START
         self._noted = self._take(EPOCH_START)
 
@@ -320,6 +326,15 @@ class Resume(loop_progress.Follower):
 
     # --- Noting -------------------------------------------------------------------------------------------------------
 
+    def _look_again(self) -> None:
+        """Look for what is to be noted: finding it takes longer than noting it."""
+        fit_loop = self._trainer.fit_loop
+        self._buffers.look_again()
+        self._generators = {
+            "training": _generators(fit_loop._combined_loader),
+            "validation": _generators(fit_loop.epoch_loop.val_loop._combined_loader),
+        }
+
     def _is_last_batch(self) -> bool:
         return self._trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
@@ -337,8 +352,8 @@ class Resume(loop_progress.Follower):
             progress=progress,
             random={
                 "global": random_state.note(self._device),
-                "training": _note_generators(trainer.fit_loop._combined_loader),
-                "validation": _note_generators(validation._combined_loader),
+                "training": _states(self._generators["training"]),
+                "validation": _states(self._generators["validation"]),
             },
             position=self._loaders.position(trainer.fit_loop._data_fetcher) if self._is_iterated else None,
             metrics=metrics,
@@ -359,12 +374,14 @@ class Resume(loop_progress.Follower):
         validation._last_val_dl_reload_epoch = counted["validation_loaders_made"]
 
 
-def _note_generators(combined: Any) -> list[list[Any]]:
-    loaders = [] if combined is None else combined.flattened
-    return [random_state.note_generators(random_state.generators_of(loader)) for loader in loaders]
+def _generators(combined: Any) -> list[list[random_state.Generator]]:
+    return [] if combined is None else [random_state.generators_of(loader) for loader in combined.flattened]
+
+
+def _states(generators: list[list[random_state.Generator]]) -> list[list[Any]]:
+    return [random_state.note_generators(of_loader) for of_loader in generators]
 
 
 def _set_generators(combined: Any, states: list[list[Any]]) -> None:
-    loaders = [] if combined is None else combined.flattened
-    for loader, of_loader in zip(loaders, states, strict=False):
-        random_state.set_generators(random_state.generators_of(loader), of_loader)
+    for generators, of_loader in zip(_generators(combined), states, strict=False):
+        random_state.set_generators(generators, of_loader)

@@ -55,6 +55,8 @@ from lightning_automodel.token_loss import Count, StepReport, TokenWeighting
 from lightning_automodel.weight_callbacks import ShardedAverages
 from lightning_automodel.windows import GradientFinisher, OptimizerWindows, optimizer_parameters, unwrap
 
+_PATIENCE_AFTER_FAILURE = timedelta(seconds=15)
+
 
 class AutomodelStrategy(ParallelStrategy):
     """Trains any LightningModule sharded (FSDP2) or replicated (DDP) with the gradients of one single-process batch.
@@ -786,7 +788,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         if self._resume is not None and "optimizer_states" in checkpoint:
-            checkpoint[CHECKPOINT_KEY] = self._resume.state(self._joined_mesh().sizes_by_name(), self._host_group())
+            checkpoint[CHECKPOINT_KEY] = self._resume.state(self._joined_mesh().sizes_by_name(), self._those_who_save())
         if not self._shards_model:
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         checkpoints.refuse_storage_options(storage_options)
@@ -796,9 +798,11 @@ class AutomodelStrategy(ParallelStrategy):
             checkpoints.save_sharded(checkpoint, Path(self.broadcast(filepath)), self.is_global_zero)
         return None
 
-    def _host_group(self) -> dist.ProcessGroup | None:
-        """All ranks, on the host; None where they will not come."""
-        if self.world_size == 1 or self._guard.has_failed:
+    def _those_who_save(self) -> dist.ProcessGroup | None:
+        """All ranks, on the host; None for this one alone, where others have left after a failure."""
+        if self.world_size == 1 or (
+            self._guard.has_failed and not collectives.everybody_comes(_PATIENCE_AFTER_FAILURE)
+        ):
             return None
         return collectives.host_group(process_group.parse_timeout(self._options.timeout))
 
