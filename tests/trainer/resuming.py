@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -256,7 +257,7 @@ def make_trainer(setting: Setting, callbacks: list[Callback]) -> Trainer:
             "max_epochs": 2,
             "logger": Recorder(),
             "log_every_n_steps": 1,
-            "enable_checkpointing": False,
+            "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "use_distributed_sampler": setting.loader

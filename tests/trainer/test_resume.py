@@ -97,7 +97,7 @@ def compare_without(part: str, *args: Any) -> list[str]:
 def test_each_part_is_needed(pool2: RankPool, part: str, tmp_path: Path) -> None:
     """The comparison notices where one is not restored."""
     setting = Setting(FSDP2, DOUBLE, loader="global generator")
-    for differing in pool2.run(compare_without, part, setting, tmp_path, ("on_train_batch_end", 3), timeout_s=300):
+    for differing in pool2.run(compare_without, part, setting, tmp_path, ("on_train_batch_start", 5), timeout_s=300):
         assert differing
 
 
