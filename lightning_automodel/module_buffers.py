@@ -1,6 +1,7 @@
-"""Plain buffers of a module: ranks hold values of their own in them, such as batch statistics under FSDP2."""
+"""Plain buffers of modules: ranks hold values of their own in them, such as batch statistics under FSDP2."""
 
 import hashlib
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -9,25 +10,33 @@ from torch.distributed.tensor import DTensor
 
 
 class PlainBuffers:
-    """Notes and restores the buffers of ``module`` that are no shards.
+    """Notes and restores the buffers of modules that are no shards.
 
     Args:
-        module: What is trained, as it is before a checkpoint is loaded.
+        modules: What is trained, and averages of it, by name, as they are before a checkpoint is loaded.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self._modules = modules
         self._copies: dict[str, Tensor] = {}
         self._places: list[tuple[str, dict[str, Tensor | None], str]] = []
         self.look_again()
-        transient = _names_left_out_of_state_dicts(module)
+        transient = {
+            f"{prefix}.{name}"
+            for prefix, submodule in self._submodules()
+            for name in submodule._non_persistent_buffers_set
+        }
         self._as_made = {name: _digest(buffer) for name, buffer in self._now().items() if name in transient}
+
+    def _submodules(self) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in self._modules.items():
+            yield from module.named_modules(prefix=name)
 
     def look_again(self) -> None:
         """Look for buffers that were registered, or left out, since the last time."""
         self._places = [
-            (f"{prefix}.{name}" if prefix else name, submodule._buffers, name)
-            for prefix, submodule in self._module.named_modules()
+            (f"{prefix}.{name}", submodule._buffers, name)
+            for prefix, submodule in self._submodules()
             for name in submodule._buffers
         ]
 
@@ -80,14 +89,6 @@ class PlainBuffers:
         for name, value in saved.items():
             if name in now and now[name].shape == value.shape:
                 now[name].copy_(value)
-
-
-def _names_left_out_of_state_dicts(module: nn.Module) -> set[str]:
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, submodule in module.named_modules()
-        for name in submodule._non_persistent_buffers_set
-    }
 
 
 def _digest(tensor: Tensor) -> bytes:

@@ -10,7 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_automodel import loader_position, loop_progress, other_shape, random_state, running_metrics
+from lightning_automodel import (
+    loader_position,
+    loop_progress,
+    other_shape,
+    random_state,
+    running_metrics,
+    weight_callbacks,
+)
 from lightning_automodel.loop_progress import (
     AFTER_BATCH,
     AFTER_VALIDATION,
@@ -95,7 +102,8 @@ class Resume(loop_progress.Follower):
         self._holds_gradients, self._is_manual = holds_gradients, not module.automatic_optimization
         self._loaders = loader_position.TrainingLoaders(device, say)
         self._metrics = running_metrics.RunningMetrics(trainer, module)
-        self._buffers = PlainBuffers(module)
+        averages = enumerate(weight_callbacks.averaged_models(module))
+        self._buffers = PlainBuffers({"module": module} | {f"average{index}": average for index, average in averages})
         self._generators: dict[str, list[list[random_state.Generator]]] = {"training": [], "validation": []}
         self._noted: Point | None = None
         self._next = RUN_START

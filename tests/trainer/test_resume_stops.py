@@ -192,10 +192,13 @@ def test_other_ranks(pool2: RankPool, pool4: RankPool, tmp_path: Path) -> None:
 
 
 class Writes(Callback):
-    """Writes what each rank has at the end."""
+    """Seeds each rank at the beginning, and writes what it has at the end."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder, name
+    def __init__(self, folder: Path, name: str, seed: int) -> None:
+        self.folder, self.name, self.seed = folder, name, seed
+
+    def setup(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        disturb(1000 * self.seed + trainer.global_rank)
 
     def on_train_end(self, trainer: Trainer, module: Learner) -> None:
         weights = {name: parameter.to_local().clone() for name, parameter in module.named_parameters()}
@@ -214,7 +217,6 @@ class Dies(Saver):
 
 def train(folder: Path, name: str, ckpt_path: Path | None = None, dies: bool = False) -> None:
     """A program: fit on two ranks that it starts."""
-    disturb(1 if ckpt_path is None else 2)
     callbacks: list[Callback] = [Dies("on_train_batch_end", 3, folder / "died.ckpt")] if dies else []
     trainer = Trainer(
         strategy=AutomodelStrategy(start_method="fork", timeout=1),
@@ -227,7 +229,7 @@ def train(folder: Path, name: str, ckpt_path: Path | None = None, dies: bool = F
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[*callbacks, Writes(folder, name)],
+        callbacks=[*callbacks, Writes(folder, name, seed=1 if ckpt_path is None else 2)],
     )
     trainer.fit(Learner(), training_loader("distributed", 0, 2), ckpt_path=ckpt_path)
 
