@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 from typing_extensions import override
 
@@ -113,6 +114,7 @@ class Resume(loop_progress.Follower):
         self._plan: dict[str, Any] | None = None
         self._position_to_take: loader_position.Position | None = None
         self._validation_generators: list[list[Any]] | None = None
+        self._before_validation: dict[str, Any] = {}
         self._late_saves = LateSaves(trainer)
         loop_progress.follow(trainer, self)
 
@@ -141,15 +143,19 @@ class Resume(loop_progress.Follower):
 
     def _point(self) -> Point:
         if self._noted is None:
+            if self._is_manual and self._holds_gradients():
+                self._say(_HALF_A_STEP)
             return self._take(self._next)
         then = loop_progress.batches_of_epoch(self._noted.progress)
-        if (
-            self._noted.next == BATCH
-            and loop_progress.batches_of_epoch(loop_progress.progress_of(self._trainer)) > then
-        ):
+        now = loop_progress.batches_of_epoch(loop_progress.progress_of(self._trainer))
+        if self._noted.next == BATCH and now > then:
             epoch = self._noted.progress["epoch_progress"]["current"]["processed"]
             self._say(_GOES_BACK.format(batch=then, epoch=epoch))
         return self._noted
+
+    def states_of_callbacks(self) -> dict[str, Any]:
+        """States by key of callbacks that have seen a validation which the checkpoint goes back before."""
+        return self._before_validation
 
     def _savable(self, point: Point, group: dist.ProcessGroup | None) -> dict[str, Any]:
         buffers = self._buffers.savable(point.buffers, group)
@@ -268,7 +274,7 @@ class Resume(loop_progress.Follower):
     @override
     def begin_batch(self) -> None:
         if self._begins_window():
-            self._noted = self._take(BATCH)
+            self._noted, self._before_validation = self._take(BATCH), {}
         self._next = BATCH_END
         self._loaders.begin_batch(self._trainer.fit_loop._data_fetcher)
 
@@ -282,7 +288,7 @@ class Resume(loop_progress.Follower):
 
     def stepped(self) -> None:
         """The optimizer has stepped: there is nothing left of the window to go back for."""
-        self._noted, self._next = None, BATCH_END
+        self._noted, self._next, self._before_validation = None, BATCH_END, {}
 
     @override
     def end_step(self) -> None:
@@ -298,6 +304,9 @@ class Resume(loop_progress.Follower):
         self._is_validating = self._noted is None
         if self._noted is None:
             self._noted = self._take(AFTER_BATCH)
+        elif not self._before_validation:
+            watching = [c for c in self._trainer.callbacks if isinstance(c, EarlyStopping)]  # type: ignore[attr-defined]
+            self._before_validation = {callback.state_key: callback.state_dict() for callback in watching}
 
     @override
     def has_validated(self) -> None:

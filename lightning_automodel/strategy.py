@@ -788,6 +788,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         if self._resume is not None and "optimizer_states" in checkpoint:
+            checkpoint["callbacks"].update(self._resume.states_of_callbacks())
             checkpoint[CHECKPOINT_KEY] = self._resume.state(self._joined_mesh().sizes_by_name(), self._those_who_save())
         if not self._shards_model:
             return super().save_checkpoint(checkpoint, filepath, storage_options)

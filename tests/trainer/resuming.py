@@ -302,6 +302,7 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
         "epoch": trainer.current_epoch,
         "random": [torch.rand(2).tolist(), random.random(), np.random.rand()],
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "stopping": [callback.state_dict() for callback in trainer.early_stopping_callbacks],
     }
 
 
@@ -342,6 +343,19 @@ def compare(setting: Setting, folder: Path, *stops: tuple[str, int]) -> list[str
             resumed = resume(setting, saver.path, undisturbed, lines, len(lines) - saver.logged)
             found += [f"resumed from {name}: {difference}" for difference in resumed]
     return found
+
+
+def compare_chain(setting: Setting, folder: Path, *stops: tuple[str, int]) -> list[str]:
+    """Runs on every rank: what differs between a fit and one that was resumed, and what that saved, resumed again."""
+    trainer, undisturbed = run(setting)
+    path = None
+    for index, (hook, when) in enumerate(stops):
+        saver = Saver(hook, when, folder / f"{index}.ckpt")
+        run(setting, saver, seed=index + 3, ckpt_path=path) if path else run(setting, saver)
+        if saver.logged < 0:
+            break
+        path = saver.path
+    return [] if path is None else resume(setting, path, undisturbed, trainer.logger.lines, 0)
 
 
 def compare_stop(setting: Setting, stopped: Setting, path: Path, *callbacks: Callback) -> list[str]:

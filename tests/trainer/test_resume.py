@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from lightning_automodel import resume as resume_room
 from tests.rank_pool import RankPool
-from tests.trainer.resuming import Setting, compare
+from tests.trainer.resuming import Setting, compare, compare_chain
 
 DDP, FSDP2 = {"data_parallel": "ddp"}, {"data_parallel": "fsdp2"}
 DOUBLE = {"precision": "64-true"}
@@ -74,6 +75,46 @@ def test_precisions(pool2: RankPool, engine: dict[str, Any], precision: str, tmp
 def test_layouts_of_four_ranks(pool4: RankPool, setting: Setting, tmp_path: Path) -> None:
     for differing in pool4.run(compare, setting, tmp_path, *SOMEWHERE, timeout_s=300):
         assert differing == []
+
+
+HOOKS = (
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_batch_end",
+    "on_validation_end",
+    "on_train_epoch_end",
+)
+LOADERS = ("own generator", "global generator", "distributed", "workers", "stream", "max_size_cycle")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.timeout(400)
+def test_random_stops(pool2: RankPool, seed: int, tmp_path: Path) -> None:
+    """Stopped twice anywhere, in any setting."""
+    rng = random.Random(seed)
+    trainer = {
+        "precision": rng.choice(["64-true", "32-true", "bf16-mixed", "bf16-true"]),
+        "accumulate_grad_batches": rng.randint(1, 4),
+        "max_epochs": rng.randint(2, 3),
+        "log_every_n_steps": rng.randint(1, 3),
+        "num_sanity_val_steps": rng.randint(0, 2),
+    }
+    loader = rng.choice(LOADERS)
+    if loader == "stream":
+        trainer |= {"val_check_interval": rng.choice([1.0, 3])}
+    else:
+        trainer |= {"val_check_interval": rng.choice([1.0, 0.5, 1, 2, 5]), "check_val_every_n_epoch": rng.randint(1, 2)}
+    learner = {"schedule": rng.choice(["step", "epoch", "plateau"]), "optimizer": rng.choice(["adamw", "sgd"])}
+    learner["schedule"] = learner["schedule"] if trainer.get("check_val_every_n_epoch", 1) == 1 else "step"
+    setting = Setting(rng.choice([DDP, FSDP2]), trainer, learner, loader=loader)
+    stops = [(rng.choice(HOOKS), rng.randint(1, 9)) for _ in range(2)]
+    for differing in pool2.run(compare_chain, setting, tmp_path, *stops, timeout_s=300):
+        assert differing == [], (setting, stops)
 
 
 def compare_without(part: str, *args: Any) -> list[str]:

@@ -139,6 +139,10 @@ def test_module_hook_comes_before_checkpoint(pool2: RankPool, tmp_path: Path) ->
         assert differing == []
 
 
+def patient() -> list[Callback]:
+    return [EarlyStopping("val_loss", patience=9)]
+
+
 def early_stopping() -> list[Callback]:
     return [EarlyStopping("val_loss", patience=1), WeightAveraging()]
 
@@ -151,11 +155,15 @@ def early_stopping() -> list[Callback]:
             (("on_train_batch_end", 3), ("on_train_batch_end", 4)),
         ),
         (
+            Setting(DDP, WINDOWS, callbacks=patient),
+            (("on_validation_end", 1), ("on_train_batch_end", 2)),
+        ),
+        (
             Setting(FSDP2, {"max_epochs": 5}, {"schedule": "plateau"}, callbacks=early_stopping),
             (("on_train_batch_end", 4), ("on_validation_end", 1), ("on_train_epoch_end", 2)),
         ),
     ],
-    ids=["by hand", "callbacks"],
+    ids=["by hand", "stopping", "callbacks"],
 )
 @pytest.mark.timeout(400)
 def test_with(pool2: RankPool, setting: Setting, stops: Any, tmp_path: Path) -> None:
