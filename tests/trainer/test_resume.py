@@ -66,10 +66,11 @@ def test_precisions(pool2: RankPool, engine: dict[str, Any], precision: str, tmp
 @pytest.mark.parametrize(
     "setting",
     [
+        Setting(DDP, DOUBLE),
         Setting({"data_parallel_replicate_size": 2}, WINDOWS),
         Setting({"tensor_parallel_size": 2}, DOUBLE, {"tensor_parallel": True, "optimizer": "sgd"}),
     ],
-    ids=["replicas", "tensor parallel"],
+    ids=["ddp", "replicas", "tensor parallel"],
 )
 @pytest.mark.timeout(400)
 def test_layouts_of_four_ranks(pool4: RankPool, setting: Setting, tmp_path: Path) -> None:
