@@ -328,8 +328,8 @@ class Resume(loop_progress.Follower):
 
     @override
     def end_epoch(self) -> None:
+        self._is_iterated = False
         if self._noted is None:
-            self._is_iterated = False
             self._next = EPOCH_START
             self._noted = self._take(EPOCH_START)
 
@@ -353,7 +353,9 @@ class Resume(loop_progress.Follower):
         }
 
     def _is_last_batch(self) -> bool:
-        return self._trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        fit_loop = self._trainer.fit_loop
+        is_exhausted = fit_loop._data_fetcher is not None and fit_loop._data_fetcher.done
+        return is_exhausted or fit_loop.epoch_loop._num_ready_batches_reached()
 
     def _take(self, next_: str) -> Point:
         trainer = self._trainer
