@@ -3,6 +3,7 @@
 Written against torch 2.13 and Lightning 2.6.6. An upstream rename breaks this file and no other.
 """
 
+import inspect
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -158,6 +159,7 @@ __all__ = [
     "take_over_requeueing",
     "take_over_sigterm",
     "tell_sigterm",
+    "told_weights_only",
     "trainable_and_gathered",
     "unpark_gathered",
     "unscale_anew",
@@ -563,3 +565,15 @@ def tell_sigterm(trainer: Trainer) -> None:
 
 def _do_nothing(*_: Any) -> None:
     pass
+
+
+def told_weights_only(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
+    """What the user passed as ``weights_only`` to ``fit``, ``validate``, ``test`` or ``predict``; None for nothing.
+
+    Lightning 2.6.6 forgets it where a strategy loads checkpoints after its set-up. ``function`` is what the launcher
+    gets to call.
+    """
+    signature = inspect.signature(function)
+    if "weights_only" not in signature.parameters:
+        return None
+    return signature.bind(*args, **kwargs).arguments.get("weights_only")

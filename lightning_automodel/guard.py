@@ -26,6 +26,9 @@ class RunGuard:
 
     An exception on this rank is posted for the others. If it only follows from the failure of another rank, that one
     is raised in its place. SIGTERM on any rank ends the run of all ranks after the same step.
+
+    Attributes:
+        weights_only: What the user told ``fit``, ``validate``, ``test`` or ``predict`` about loading checkpoints.
     """
 
     _current: ClassVar[Watchdog | None] = None
@@ -43,6 +46,7 @@ class RunGuard:
         self._is_running = False
         self._has_failed = False
         self._failed_at = 0.0
+        self.weights_only: bool | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function``, which may call :meth:`watch` as soon as the process group exists.
@@ -54,6 +58,7 @@ class RunGuard:
             # A callback's `on_exception` raised in an earlier run, so that Lightning did not tear it down.
             RunGuard._unclosed.close()
         self._is_running, self._has_failed = True, False
+        self.weights_only = _compat.told_weights_only(function, args, kwargs)
         try:
             result = function(*args, **kwargs)
             self._raise_what_came_late()

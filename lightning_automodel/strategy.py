@@ -809,7 +809,9 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = self._load_checkpoint(checkpoint_path, weights_only)
+        checkpoint = self._load_checkpoint(
+            checkpoint_path, self._guard.weights_only if weights_only is None else weights_only
+        )
         state = checkpoint.pop(CHECKPOINT_KEY, None)
         assert self.lightning_module is not None
         if (

@@ -11,7 +11,16 @@ import torch
 
 from lightning_automodel import resume as resume_room
 from tests.rank_pool import RankPool
-from tests.trainer.resuming import Setting, compare, compare_chain
+from tests.trainer.resuming import (
+    Learner,
+    Saver,
+    Setting,
+    compare,
+    compare_chain,
+    make_trainer,
+    run,
+    training_loader,
+)
 
 DDP, FSDP2 = {"data_parallel": "ddp"}, {"data_parallel": "fsdp2"}
 DOUBLE = {"precision": "64-true"}
@@ -141,6 +150,37 @@ def test_each_part_is_needed(pool2: RankPool, part: str, tmp_path: Path) -> None
     setting = Setting(FSDP2, DOUBLE, loader="global generator")
     for differing in pool2.run(compare_without, part, setting, tmp_path, ("on_train_batch_start", 5), timeout_s=300):
         assert differing
+
+
+class Anything:
+    """What `weights_only` refuses to load."""
+
+
+class Keeps(Learner):
+    """Saves an object of some class."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["anything"] = Anything()
+
+
+def resume_with(engine: dict[str, Any], folder: Path, told: bool | None) -> str:
+    """Runs on every rank: how a fit ends that is resumed from what holds more than tensors."""
+    setting, path = Setting(engine, {"max_epochs": 1}, module=Keeps), folder / f"{engine['data_parallel']}.ckpt"
+    run(setting, Saver("on_train_batch_end", 2, path))
+    validation = training_loader("own generator", 0, 1)
+    try:
+        make_trainer(setting, []).fit(Keeps(), validation, validation, ckpt_path=path, weights_only=told)
+    except Exception as error:
+        return str(error)
+    return "resumed"
+
+
+@pytest.mark.parametrize("engine", [DDP, FSDP2], ids=["ddp", "fsdp2"])
+def test_weights_only_is_heeded(pool2: RankPool, engine: dict[str, Any], tmp_path: Path) -> None:
+    """Lightning forgets it where checkpoints are loaded after set-up."""
+    assert pool2.run(resume_with, engine, tmp_path, False, timeout_s=120) == ["resumed"] * 2
+    for told in pool2.run(resume_with, engine, tmp_path, True, timeout_s=120):
+        assert told != "resumed"
 
 
 def saved_state(folder: Path) -> list[str]:
