@@ -57,7 +57,7 @@ class Follower(ABC):
 
     @abstractmethod
     def begin_iteration(self) -> bool:
-        """The epoch's batches begin. Returns whether the loaders are iterated for them already."""
+        """The epoch's batches begin. Returns whether the loaders stand where a checkpoint says already."""
 
     @abstractmethod
     def epoch_iterated(self) -> None:
@@ -195,11 +195,11 @@ class FollowedEpochLoop(_compat.TrainingEpochLoop):
 
     @override
     def on_run_start(self, data_fetcher: Any) -> None:
-        fit_loop, is_iterated = self.trainer.fit_loop, self.follower.begin_iteration()
-        fetched = data_fetcher.fetched
-        fit_loop._resuming_from_checkpoint = fit_loop._resuming_from_checkpoint or is_iterated
+        fetched, fit_loop = data_fetcher.fetched, self.trainer.fit_loop
+        if is_placed := self.follower.begin_iteration():
+            fit_loop._resuming_from_checkpoint = True
         super().on_run_start(data_fetcher)
-        if is_iterated:
+        if is_placed:
             fit_loop._resuming_from_checkpoint = False
             data_fetcher.fetched = fetched
         self.follower.epoch_iterated()
@@ -258,6 +258,7 @@ class FollowedValidationLoop(_compat.EvaluationLoop):
 
 def follow(trainer: "pl.Trainer", follower: Follower) -> None:
     """Let the loops of ``trainer`` tell ``follower``, until :func:`unfollow`."""
+    unfollow(trainer)
     for loop, followed in zip(
         _loops(trainer), (FollowedFitLoop, FollowedEpochLoop, FollowedValidationLoop), strict=True
     ):

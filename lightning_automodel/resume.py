@@ -109,11 +109,12 @@ class Resume(loop_progress.Follower):
         self._noted: Point | None = None
         self._next = RUN_START
         self._is_iterated = False
+        self._is_placed = False
         self._is_validating = False
         self._first_batch_in_training: bool | None = None
         self._plan: dict[str, Any] | None = None
         self._position_to_take: loader_position.Position | None = None
-        self._validation_generators: list[list[Any]] | None = None
+        self._validation_to_take: tuple[list[list[Any]], dict[int, int]] | None = None
         self._before_validation: dict[str, Any] = {}
         self._late_saves = LateSaves(trainer)
         loop_progress.follow(trainer, self)
@@ -225,7 +226,7 @@ class Resume(loop_progress.Follower):
         if self._position_to_take is not None:
             self._loaders.place(fetcher)
             self._position_to_take = None
-            self._is_iterated = True
+            self._is_iterated = self._is_placed = True
         if self._plan is None and self._next == RUN_START:
             self._look_again()
             self._is_iterated, self._next = self._trainer.current_epoch == 0, EPOCH_START
@@ -237,23 +238,26 @@ class Resume(loop_progress.Follower):
         self._next = plan["next"]
         self._restore_counted(plan["counted"])
         self._look_again()
+        generators = [] if plan["random"] is None else plan["random"]["validation"]
+        self._validation_to_take = generators, plan["counted"]["validation_batches"]
+        if self._trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None:
+            self.validation_loaders_made()
         if plan["random"] is not None:
             self._set_random(plan["random"])
 
     def _set_random(self, random: dict[str, Any]) -> None:
         _set_generators(self._trainer.fit_loop._combined_loader, random["training"])
-        self._validation_generators = random["validation"]
-        if self._trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None:
-            self.validation_loaders_made()
         random_state.set_to(random["global"], self._device)
 
     @override
     def validation_loaders_made(self) -> None:
-        states, self._validation_generators = self._validation_generators, None
         if not self._generators["validation"]:
             self._look_again()
-        if states is not None:
-            _set_generators(self._trainer.fit_loop.epoch_loop.val_loop._combined_loader, states)
+        taken, self._validation_to_take = self._validation_to_take, None
+        if taken is not None:
+            validation = self._trainer.fit_loop.epoch_loop.val_loop
+            _set_generators(validation._combined_loader, taken[0])
+            validation._seen_batches_per_dataloader.update(taken[1])
 
     @override
     def begin_epoch(self) -> None:
@@ -265,7 +269,8 @@ class Resume(loop_progress.Follower):
     def begin_iteration(self) -> bool:
         if not self._is_iterated:
             self._loaders.begin_iteration()
-        return self._is_iterated
+        is_placed, self._is_placed = self._is_placed, False
+        return is_placed
 
     @override
     def epoch_iterated(self) -> None:
@@ -328,7 +333,7 @@ class Resume(loop_progress.Follower):
 
     @override
     def end_epoch(self) -> None:
-        self._is_iterated = False
+        self._is_iterated = self._is_placed = False
         if self._noted is None:
             self._next = EPOCH_START
             self._noted = self._take(EPOCH_START)
@@ -366,6 +371,7 @@ class Resume(loop_progress.Follower):
         elif next_ == AFTER_VALIDATION:
             metrics |= {"first_batch": self._first_batch_in_training, "hook": None}
         validation = trainer.fit_loop.epoch_loop.val_loop
+        has_position = self._is_iterated and next_ != EPOCH_END
         return Point(
             next=next_,
             progress=progress,
@@ -374,7 +380,7 @@ class Resume(loop_progress.Follower):
                 "training": _states(self._generators["training"]),
                 "validation": _states(self._generators["validation"]),
             },
-            position=self._loaders.position(trainer.fit_loop._data_fetcher) if self._is_iterated else None,
+            position=self._loaders.position(trainer.fit_loop._data_fetcher) if has_position else None,
             metrics=metrics,
             buffers=self._buffers.note(),
             counted={
@@ -388,7 +394,6 @@ class Resume(loop_progress.Follower):
     def _restore_counted(self, counted: dict[str, Any]) -> None:
         fit_loop = self._trainer.fit_loop
         validation = fit_loop.epoch_loop.val_loop
-        validation._seen_batches_per_dataloader.update(counted["validation_batches"])
         fit_loop._last_train_dl_reload_epoch = counted["training_loaders_made"]
         validation._last_val_dl_reload_epoch = counted["validation_loaders_made"]
 

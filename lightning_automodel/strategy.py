@@ -478,6 +478,8 @@ class AutomodelStrategy(ParallelStrategy):
         precision.leave_casting_to_units(self.precision_plugin, module)
         if fitting:
             _compat.optimizers_to_device(self.optimizers, self.root_device)
+            if self._resume is not None:
+                self._resume.close()
             self._resume = Resume(
                 trainer,
                 self.root_device,
