@@ -352,6 +352,7 @@ class Resume(loop_progress.Follower):
         """Look for what is to be noted: finding it takes longer than noting it."""
         fit_loop = self._trainer.fit_loop
         self._buffers.look_again()
+        self._metrics.look_again()
         self._generators = {
             "training": _generators(fit_loop._combined_loader),
             "validation": _generators(fit_loop.epoch_loop.val_loop._combined_loader),

@@ -36,8 +36,13 @@ class RunningMetrics:
 
     def __init__(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         self._trainer, self._module = trainer, module
-        self._objects = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
+        self._objects: dict[str, Metric] = {}
         self._noted: dict[str, dict[str, Any]] = {}
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Look for TorchMetrics objects that the module has by now."""
+        self._objects = {name: metric for name, metric in self._module.named_modules() if isinstance(metric, Metric)}
 
     def note(self) -> dict[str, Any]:
         """What there is now. Synchronises nothing."""
@@ -99,9 +104,14 @@ class RunningMetrics:
 
 def savable(noted: dict[str, Any]) -> dict[str, Any]:
     """A note as a checkpoint holds it."""
-    objects = {name: {k: v for k, v in state.items() if k != "originals"} for name, state in noted["objects"].items()}
+    objects = {name: _savable_object(state) for name, state in noted["objects"].items()}
     results = {key: _savable_result(state) for key, state in noted["results"].items() if _can_be_saved(state)}
     return {**noted, "objects": objects, "results": results}
+
+
+def _savable_object(noted: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: noted[name] if _is_plain(noted[name]) else None for name in ("computed", "cache")}
+    return {"count": noted["count"], "states": noted["states"], **kept}
 
 
 def _are_same(noted: dict[str, Any], now: dict[str, Any]) -> bool:
@@ -135,7 +145,12 @@ def _savable_result(noted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (Tensor, bool, int, float))
+    """Whether ``weights_only`` loads it."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(map(_is_plain, value))
+    return value is None or isinstance(value, (Tensor, bool, int, float, str))
 
 
 def _reduction(saved: tuple[str, bool]) -> Callable[..., Any]:
