@@ -34,7 +34,8 @@ class ReadyOrder:
                 assert self.indices is not None
                 self.indices.append(places[id(parameter)])
 
-            self._handles = [p.register_post_accumulate_grad_hook(is_ready) for p in self._parameters]
+            trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+            self._handles = [parameter.register_post_accumulate_grad_hook(is_ready) for parameter in trained]
 
     def end(self) -> None:
         """That backward is over."""
@@ -45,8 +46,8 @@ class ReadyOrder:
     def bring_about(self, indices: list[int]) -> None:
         """Let the buckets be arranged in this order with the next forward. A collective over DDP's group.
 
-        It is a backward of zeros, unless DDP looks for unused parameters, and so keeps its first arrangement, or has a
-        static graph, which a backward that is not the model's would settle.
+        It is a backward of zeros, unless the order is not of all parameters, DDP looks for unused ones and so keeps its
+        first arrangement, or has a static graph, which a backward that is not the model's would settle.
         """
         self.indices = list(indices)
         ddp = self._ddp
