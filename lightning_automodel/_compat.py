@@ -3,6 +3,7 @@
 Written against torch 2.13 and Lightning 2.6.6. An upstream rename breaks this file and no other.
 """
 
+import inspect
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,6 +17,8 @@ from lightning.fabric.strategies.launchers.multiprocessing import _check_missing
 from lightning.fabric.strategies.launchers.multiprocessing import (
     _disable_module_memory_sharing as disable_module_memory_sharing,
 )
+from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
+from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper as DatasetSamplerWrapper
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend_for_device,
 )
@@ -26,9 +29,16 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimi
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import _Stateful as Stateful
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
+from lightning.pytorch.loops import _EvaluationLoop as EvaluationLoop
+from lightning.pytorch.loops import _FitLoop as FitLoop
+from lightning.pytorch.loops import _Loop as Loop
+from lightning.pytorch.loops import _TrainingEpochLoop as TrainingEpochLoop
+from lightning.pytorch.loops.fit_loop import RestartStage
+from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
 from lightning.pytorch.overrides.distributed import prepare_for_backward as prepare_ddp_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
@@ -38,6 +48,9 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as ResultMetadata
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as ResultSync
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from torch import Tensor, nn
@@ -67,18 +80,29 @@ __all__ = [
     "CHECKPOINT_METADATA_CLASSES",
     "CHECKPOINT_METADATA_FILENAME",
     "IS_INTERACTIVE",
+    "BaseProgress",
     "DDPForwardRedirection",
+    "DatasetSamplerWrapper",
+    "EvaluationLoop",
     "FSDPParamGroup",
+    "FitLoop",
     "FsspecFileSystem",
     "FsspecReader",
     "FsspecWriter",
     "GlobalStateSnapshot",
     "Launcher",
+    "Loop",
     "MockOptimizer",
     "MultiProcessingLauncher",
     "OptimizedModule",
+    "RestartStage",
+    "ResultMetadata",
+    "ResultMetric",
+    "ResultSync",
     "SIGTERMException",
+    "Stateful",
     "SubprocessScriptLauncher",
+    "TrainingEpochLoop",
     "TunerExitException",
     "averaged_model",
     "averaging_size",
@@ -134,6 +158,7 @@ __all__ = [
     "set_group_timeout",
     "set_num_threads_if_needed",
     "set_rng_states",
+    "set_sampler_epoch",
     "sharded_and_gathered",
     "sharded_versions",
     "start_accumulator",
@@ -142,6 +167,7 @@ __all__ = [
     "take_over_requeueing",
     "take_over_sigterm",
     "tell_sigterm",
+    "told_weights_only",
     "unpark_gathered",
     "unscale_anew",
     "unsharded_gradient_bytes",
@@ -616,3 +642,15 @@ def tell_sigterm(trainer: Trainer) -> None:
 
 def _do_nothing(*_: Any) -> None:
     pass
+
+
+def told_weights_only(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
+    """What the user passed as ``weights_only`` to ``fit``, ``validate``, ``test`` or ``predict``; None for nothing.
+
+    Lightning 2.6.6 forgets it where a strategy loads checkpoints after its set-up. ``function`` is what the launcher
+    gets to call.
+    """
+    signature = inspect.signature(function)
+    if "weights_only" not in signature.parameters:
+        return None
+    return signature.bind(*args, **kwargs).arguments.get("weights_only")

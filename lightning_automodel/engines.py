@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_automodel import _compat, gradients, memory, precision, sharding, tensor_parallel
+from lightning_automodel.bucket_order import ReadyOrder
 from lightning_automodel.grad_sync import Deferral, FSDPGradSync
 from lightning_automodel.mesh import RunMesh
 from lightning_automodel.options import StrategyOptions
@@ -73,6 +74,13 @@ class Engine(ABC):
 
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Drop gradients that the engine holds outside of ``.grad`` for these (or all) parameters."""
+
+    def state(self) -> dict[str, Any]:
+        """What decides how the next micro-batch communicates, and is not settled by it."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what :meth:`state` returned."""
 
     def recover(self) -> None:
         """Forget an interrupted micro-batch."""
@@ -266,6 +274,7 @@ class DDPEngine(Engine):
         self._ddp: DistributedDataParallel | None = None
         self._static_graph_is_flushed = False
         self._reduced: set[int] = set()
+        self._order: ReadyOrder | None = None
 
     @override
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
@@ -280,7 +289,26 @@ class DDPEngine(Engine):
             return module
         self._reduced = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
         self._ddp = sharding.apply_ddp(module, self.device, self.mesh.group, self._ddp_kwargs)
+        self._order = ReadyOrder(self._ddp)
         return self._ddp
+
+    @override
+    def state(self) -> dict[str, Any]:
+        """What DDP makes of the micro-batches so far.
+
+        Whether the next forward broadcasts rank 0's buffers (not after one without gradient synchronisation), and the
+        order of gradients in its buckets, in which more than two ranks add them up.
+        """
+        if self._ddp is None or self._order is None:
+            return {}
+        return {"broadcasts_buffers": self._ddp.require_forward_param_sync, "order": self._order.indices}
+
+    @override
+    def load_state(self, state: dict[str, Any]) -> None:
+        if self._ddp is not None and "broadcasts_buffers" in state:
+            if self._order is not None and state["order"] is not None:
+                self._order.bring_about(state["order"])
+            self._ddp.require_forward_param_sync = state["broadcasts_buffers"]
 
     @override
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
@@ -290,6 +318,8 @@ class DDPEngine(Engine):
     def start_backward(self, loss: Tensor) -> None:
         if self._ddp is not None and not self._ddp.module.automatic_optimization:
             _compat.prepare_ddp_for_backward(self._ddp, loss)
+        if self._order is not None and self._ddp is not None and self._ddp.require_backward_grad_sync:
+            self._order.note()
 
     @override
     def end_backward(self) -> None:
@@ -302,6 +332,8 @@ class DDPEngine(Engine):
         ddp = self._ddp
         if ddp is None or not ddp.require_backward_grad_sync:
             return
+        if self._order is not None:
+            self._order.end()
         if ddp.static_graph:
             if not ddp.module.automatic_optimization and not self._static_graph_is_flushed:
                 self._static_graph_is_flushed = True
@@ -319,6 +351,11 @@ class DDPEngine(Engine):
                 " different gradients. Pass AutomodelStrategy(data_parallel='ddp',"
                 " ddp_kwargs={'find_unused_parameters': True})."
             ) from error
+
+    @override
+    def close(self) -> None:
+        if self._order is not None:
+            self._order.end()
 
     @override
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:

@@ -1,12 +1,11 @@
 """The Trainer's function runs inside of this, so that all ranks leave together."""
 
-import inspect
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -32,7 +31,7 @@ class RunGuard:
         before_telling: Called after an exception on this rank, before the others learn of it and leave.
 
     Attributes:
-        arguments: What the run was called with, by name; empty outside of a run.
+        weights_only: What the user told ``fit``, ``validate``, ``test`` or ``predict`` about loading checkpoints.
     """
 
     _current: ClassVar[Watchdog | None] = None
@@ -51,7 +50,7 @@ class RunGuard:
         self._is_running = False
         self._has_failed = False
         self._failed_at = 0.0
-        self.arguments: Mapping[str, Any] = {}
+        self.weights_only: bool | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function``, which may call :meth:`watch` as soon as the process group exists.
@@ -63,7 +62,7 @@ class RunGuard:
             # A callback's `on_exception` raised in an earlier run, so that Lightning did not tear it down.
             RunGuard._unclosed.close()
         self._is_running, self._has_failed = True, False
-        self.arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+        self.weights_only = _compat.told_weights_only(function, args, kwargs)
         try:
             result = function(*args, **kwargs)
             self._raise_what_came_late()
@@ -81,7 +80,7 @@ class RunGuard:
             self._end()
             return result
         finally:
-            self._is_running, self.arguments = False, {}
+            self._is_running = False
 
     def watch(self, timeout: timedelta, where: Callable[[], str]) -> None:
         """Start to watch the other ranks; nothing in a world of one. Every rank must call it, after joining.

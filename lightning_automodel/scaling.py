@@ -81,6 +81,16 @@ class LossScaling:
         if self.scaler is not None:
             _compat.replace_unscaling(self.scaler, finish, self._agree if self._is_sharded else None)
 
+    @property
+    def range_factor(self) -> Tensor | None:
+        """[] the power of two of the windows to come; None where there is none."""
+        return self._range.factor
+
+    @range_factor.setter
+    def range_factor(self, factor: Tensor | None) -> None:
+        if self._range.factor is not None and factor is not None:
+            self._range.factor = factor.to(self._range.factor)
+
     def apply(self, objective: Tensor, window: LossWindow) -> Tensor:
         """[] the sum of token losses as it is to be backpropagated; the first of a window settles its scales."""
         if window.num_micro_batches == 0:

@@ -48,10 +48,13 @@ from lightning_automodel.launchers import InPlaceLauncher, make_launcher
 from lightning_automodel.mesh import RunMesh, build_mesh, resolve_sizes
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.plugin import adapt_plugin, give_back_plugin
+from lightning_automodel.resume import CHECKPOINT_KEY, Resume
 from lightning_automodel.scaling import LossScaling, RangeScale
 from lightning_automodel.token_loss import Count, StepReport, TokenWeighting
 from lightning_automodel.weight_callbacks import AverageCopies
 from lightning_automodel.windows import GradientFinisher, OptimizerWindows, optimizer_parameters, unwrap
+
+_PATIENCE_AFTER_FAILURE = timedelta(seconds=15)
 
 
 class AutomodelStrategy(ParallelStrategy):
@@ -208,6 +211,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._scaling: LossScaling | None = None
         self._finisher: GradientFinisher | None = None
         self._advice = Advice()
+        self._resume: Resume | None = None
         self._report_of_children: Mapping[str, Any] = {}
 
     @classmethod
@@ -478,6 +482,16 @@ class AutomodelStrategy(ParallelStrategy):
         precision.leave_casting_to_units(self.precision_plugin, module)
         if fitting:
             _compat.optimizers_to_device(self.optimizers, self.root_device)
+            if self._resume is not None:
+                self._resume.close()
+            self._resume = Resume(
+                trainer,
+                self.root_device,
+                self._own_state,
+                self._restore_own_state,
+                self._windows.hold_gradients,
+                partial(self._advice.say_once, say=rank_zero_info),
+            )
         self._log_description()
 
     def _give_values(self) -> None:
@@ -668,7 +682,10 @@ class AutomodelStrategy(ParallelStrategy):
         Every rank must call it, once a window: it is one all-reduce over the data-parallel ranks, beside what the
         engine reduces. See :meth:`Strategy.optimizer_step` for the arguments.
         """
-        return super().optimizer_step(optimizer, partial(self._finish_after, closure, optimizer), model, **kwargs)
+        output = super().optimizer_step(optimizer, partial(self._finish_after, closure, optimizer), model, **kwargs)
+        if self._resume is not None:
+            self._resume.stepped()
+        return output
 
     def _finish_after(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
         assert self.lightning_module is not None
@@ -679,6 +696,23 @@ class AutomodelStrategy(ParallelStrategy):
             result = closure()
         self._require_finisher().finish(optimizer)
         return result
+
+    def _own_state(self) -> dict[str, Any]:
+        assert self._scaling is not None
+        step = self._require_finisher().last_step
+        return {
+            "engine": self._require_engine().state(),
+            "range_scale": self._scaling.range_factor,
+            "last_step": None if step is None else vars(step),
+        }
+
+    def _restore_own_state(self, state: dict[str, Any]) -> None:
+        assert self._scaling is not None
+        self._require_engine().load_state(state["engine"])
+        self._scaling.range_factor = state["range_scale"]
+        if state["last_step"] is not None:
+            on_device = {name: value.to(self.root_device) for name, value in state["last_step"].items()}
+            self._require_finisher().last_step = StepReport(**on_device)
 
     def clip_gradients(
         self,
@@ -769,13 +803,26 @@ class AutomodelStrategy(ParallelStrategy):
         Raises:
             CheckpointError: On every rank, if it failed on any; older checkpoints are as they were.
         """
-        if self._guard.has_failed:
+        ranks = self._those_who_save()
+        if self._resume is not None and "optimizer_states" in checkpoint:
+            checkpoint["callbacks"].update(self._resume.states_of_callbacks())
+            checkpoint[CHECKPOINT_KEY] = self._resume.state(self._joined_mesh().sizes_by_name(), ranks)
+        if ranks is None and self.world_size > 1:
             self._checkpoints.save_alone(checkpoint, filepath, self.checkpoint_io)
             return
         module = self.lightning_module
         assert module is not None
-        goes_on = module.trainer.state.fn == TrainerFn.FITTING and module.trainer.state.status == TrainerStatus.RUNNING
+        state = module.trainer.state
+        goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         self._checkpoints.save(checkpoint, filepath, self.root_device, self.checkpoint_io, goes_on, storage_options)
+
+    def _those_who_save(self) -> dist.ProcessGroup | None:
+        """All ranks, on the host; None for this one alone, where others have left after a failure."""
+        if self.world_size == 1 or (
+            self._guard.has_failed and not collectives.everybody_comes(_PATIENCE_AFTER_FAILURE)
+        ):
+            return None
+        return collectives.host_group(process_group.parse_timeout(self._options.timeout))
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
@@ -785,10 +832,17 @@ class AutomodelStrategy(ParallelStrategy):
             CheckpointError: On every rank, if any cannot read it.
         """
         self._require_engine().release()
-        if weights_only is None:
-            # Lightning (2.6.6) does not pass it on to a strategy that loads after set-up.
-            weights_only = self._guard.arguments.get("weights_only")
-        return self._checkpoints.open(checkpoint_path, weights_only, self.checkpoint_io, self.local_rank == 0)
+        weights_only = self._guard.weights_only if weights_only is None else weights_only
+        checkpoint = self._checkpoints.open(checkpoint_path, weights_only, self.checkpoint_io, self.local_rank == 0)
+        state = checkpoint.pop(CHECKPOINT_KEY, None)
+        assert self.lightning_module is not None
+        if (
+            state is not None
+            and self._resume is not None
+            and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        ):
+            self._resume.load(state, checkpoint, self._joined_mesh().sizes_by_name(), self.global_rank)
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -856,6 +910,8 @@ class AutomodelStrategy(ParallelStrategy):
         self._batch = None
         self.model = self.lightning_module
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if self._resume is not None:
+            self._resume.close()
         if trainer is not None:
             _compat.give_back_sigterm(trainer)
             _compat.give_back_links(trainer)

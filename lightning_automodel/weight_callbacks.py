@@ -115,7 +115,7 @@ class AverageCopies:
         for empty in self._copies:
             empty.fill(module)
         self._copies = []
-        for averaged in filter(is_sharded, _averaged_models(module)):
+        for averaged in filter(is_sharded, averaged_models(module)):
             averaged.update_parameters = _ByKind(averaged)  # type: ignore[method-assign]
 
 
@@ -131,14 +131,15 @@ def refuse_pruning(module: pl.LightningModule) -> None:
 
 def keeps_average(module: pl.LightningModule) -> bool:
     """Whether a callback will look for the average of the weights in a checkpoint, under ``state_dict``."""
-    return bool(_averaged_models(module))
+    return bool(averaged_models(module))
 
 
 def _callbacks(module: pl.LightningModule) -> list[Callback]:
     return module.trainer.callbacks  # type: ignore[attr-defined]
 
 
-def _averaged_models(module: pl.LightningModule) -> list[AveragedModel]:
+def averaged_models(module: pl.LightningModule) -> list[AveragedModel]:
+    """The averages that callbacks keep of the weights of ``module``."""
     averaged = [_compat.averaged_model(c) for c in _callbacks(module) if isinstance(c, WeightAveraging)]
     return [model for model in averaged if model is not None]
 

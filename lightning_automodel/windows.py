@@ -142,6 +142,10 @@ class OptimizerWindows:
         optimizer.zero_grad()
         return window
 
+    def hold_gradients(self) -> bool:
+        """Whether any window has begun and not ended by a step."""
+        return any(window.num_micro_batches > 0 and not window.is_rescaled for window in self._windows.values())
+
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Context in which ``zero_grad`` is not the user's: torch calls it when it initialises optimizer state."""
