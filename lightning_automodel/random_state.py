@@ -79,7 +79,7 @@ def _set_state(generator: Generator, state: Any) -> None:
 def savable(value: Any) -> Any:
     """``value`` with arrays as tensors and every tensor as a copy on the host, as ``weights_only`` loads it."""
     if isinstance(value, np.ndarray):
-        return {"numpy": torch.from_numpy(value.copy())}
+        return {"numpy": torch.from_numpy(value.astype(np.int64)), "dtype": str(value.dtype)}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, torch.Tensor):
@@ -94,8 +94,8 @@ def savable(value: Any) -> Any:
 def loaded(value: Any) -> Any:
     """The inverse of :func:`savable`, tensors on the host."""
     if isinstance(value, dict):
-        if value.keys() == {"numpy"}:
-            return value["numpy"].numpy()
+        if value.keys() == {"numpy", "dtype"}:
+            return value["numpy"].numpy().astype(value["dtype"])
         return {key: loaded(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(map(loaded, value)) if type(value) in (list, tuple) else value
