@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from lightning_automodel.process_group import get_rank_safe
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or is not what it should be. Nothing was loaded, no older one was touched."""
@@ -44,9 +46,13 @@ def on_every_rank(what: str, group: dist.ProcessGroup | None = None) -> Iterator
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Turn what torch.distributed.checkpoint raises on every rank into a :class:`CheckpointError`."""
+    """Turn what this rank raises, or torch.distributed.checkpoint on every rank, into a :class:`CheckpointError`."""
     try:
         yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise_if_any(what, {get_rank_safe(): _Told.of(error)}, error)
     except CheckpointException as failure:
         causes = {rank: _Told.of(cause) for rank, (cause, _) in failure.failures.items()}
         raise_if_any(what, causes, failure)
