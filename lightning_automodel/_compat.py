@@ -17,9 +17,6 @@ from lightning.fabric.strategies.launchers.multiprocessing import _check_missing
 from lightning.fabric.strategies.launchers.multiprocessing import (
     _disable_module_memory_sharing as disable_module_memory_sharing,
 )
-from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_load as distributed_checkpoint_load
-from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_save as distributed_checkpoint_save
-from lightning.fabric.strategies.model_parallel import _load_checkpoint as load_checkpoint
 from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
 from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper as DatasetSamplerWrapper
 from lightning.fabric.utilities.distributed import (
@@ -34,7 +31,7 @@ from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _Stateful as Stateful
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
 from lightning.pytorch.loops import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops import _FitLoop as FitLoop
@@ -59,6 +56,9 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerE
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.amp.grad_scaler import GradScaler, OptState
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
@@ -77,6 +77,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "CHECKPOINT_METADATA_CLASSES",
     "CHECKPOINT_METADATA_FILENAME",
     "IS_INTERACTIVE",
     "BaseProgress",
@@ -85,6 +86,9 @@ __all__ = [
     "EvaluationLoop",
     "FSDPParamGroup",
     "FitLoop",
+    "FsspecFileSystem",
+    "FsspecReader",
+    "FsspecWriter",
     "GlobalStateSnapshot",
     "Launcher",
     "Loop",
@@ -115,20 +119,21 @@ __all__ = [
     "default_store",
     "disable_module_memory_sharing",
     "discard_partial_reduction",
-    "distributed_checkpoint_load",
-    "distributed_checkpoint_save",
     "failing_hook",
     "finish_backward",
     "flatten_mesh",
     "flush_static_graph",
     "forget_meshes",
+    "forget_process_groups",
     "free_parked",
     "fsdp_param_groups",
     "gathered_bytes",
     "gathered_storage_is_alive",
+    "give_back_links",
     "give_back_sigterm",
     "give_back_unscaling",
     "has_deferred_gradients",
+    "has_gradient_hook",
     "has_post_accumulate_hook",
     "initialise_fsdp_root",
     "is_compiled",
@@ -136,7 +141,6 @@ __all__ = [
     "is_fsdp_root",
     "is_replicated",
     "lacks_accumulator",
-    "load_checkpoint",
     "local_tensor",
     "move_what_has_values",
     "name_of",
@@ -150,23 +154,49 @@ __all__ = [
     "reset_seed",
     "restore_unscaled",
     "save_and_requeue",
+    "set_element",
     "set_group_timeout",
     "set_num_threads_if_needed",
     "set_rng_states",
     "set_sampler_epoch",
+    "sharded_and_gathered",
     "sharded_versions",
+    "start_accumulator",
     "take_over_forward_hooks",
+    "take_over_links",
     "take_over_requeueing",
     "take_over_sigterm",
     "tell_sigterm",
     "told_weights_only",
-    "trainable_and_gathered",
     "unpark_gathered",
     "unscale_anew",
     "unsharded_gradient_bytes",
     "verify_shapes_across_ranks",
+    "was_gathered",
     "widen_gradient",
 ]
+
+CHECKPOINT_METADATA_CLASSES = frozenset(
+    {
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+    }
+)
+"""What torch.distributed.checkpoint (torch 2.13) pickles into ``.metadata``; anything else there could run code."""
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -178,6 +208,22 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 def process_groups() -> list[dist.ProcessGroup]:
     """Every group that this process is in, in the order in which they were made: the default one first."""
     return list(dist.distributed_c10d._world.pg_map)
+
+
+def forget_process_groups() -> list[Any]:
+    """Let torch believe that no group was ever made, and return what would otherwise be destroyed.
+
+    ``destroy_process_group`` shuts groups down, which in a forked process waits for threads of its parent.
+    """
+    world = dist.distributed_c10d._world
+    kept = [*world.pg_map.items()]
+    dist.distributed_c10d._update_default_pg(None)
+    registries: list[dict[Any, Any]] = [world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config]
+    for registry in (*registries, world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state):
+        registry.clear()
+    torch._C._distributed_c10d._unregister_all_process_groups()
+    world.group_count = 0
+    return kept
 
 
 def forget_meshes() -> None:
@@ -239,12 +285,12 @@ def is_replicated(group: FSDPParamGroup) -> bool:
     return group._is_hsdp
 
 
-def trainable_and_gathered(group: FSDPParamGroup) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Trainable sharded parameters, each with the one that stands for it while gathered.
+def sharded_and_gathered(group: FSDPParamGroup) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Sharded parameters, each with the one that stands for it while gathered.
 
     The latter are the same objects from the first gathering on, which must have happened.
     """
-    return [(p.sharded_param, p._unsharded_param) for p in group.fsdp_params if p.sharded_param.requires_grad]
+    return [(param.sharded_param, param._unsharded_param) for param in group.fsdp_params]
 
 
 def has_deferred_gradients(root: FSDPModule) -> bool:
@@ -280,6 +326,11 @@ def discard_partial_reduction(group: FSDPParamGroup) -> None:
 def is_fsdp_root(module: FSDPModule) -> bool:
     """Whether lazy initialisation made ``module`` a root."""
     return bool(module._get_fsdp_state()._is_root)
+
+
+def was_gathered(group: FSDPParamGroup) -> bool:
+    """Whether the group was gathered before: buffers and parameters for that are made once, in the dtype of then."""
+    return any(len(param.all_gather_outputs) > 0 for param in group.fsdp_params)
 
 
 def name_of(group: FSDPParamGroup) -> str:
@@ -323,6 +374,11 @@ def lacks_accumulator(group: FSDPParamGroup) -> list[FSDPParam]:
     return lacking if len(lacking) < len(trainable) else []
 
 
+def start_accumulator(param: FSDPParam) -> None:
+    """Let the gradients of ``param`` be added to a zero in the dtype of the reduction."""
+    param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param, dtype=param.reduce_dtype)
+
+
 def widen_gradient(param: FSDPParam) -> RemovableHandle:
     """Move the next gradient of ``param`` to the dtype of the reduction as soon as autograd has accumulated it."""
 
@@ -341,6 +397,11 @@ def widen_gradient(param: FSDPParam) -> RemovableHandle:
 def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
     """Whether anybody acts on the gradient of ``parameter`` as soon as it is accumulated."""
     return bool(parameter._post_accumulate_grad_hooks)
+
+
+def has_gradient_hook(parameter: nn.Parameter) -> bool:
+    """Whether anybody looks at or replaces the gradient of ``parameter`` before it is accumulated."""
+    return bool(parameter._backward_hooks)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -424,7 +485,7 @@ def current_scale(scaler: GradScaler) -> Tensor:
 
 def replace_unscaling(
     scaler: GradScaler,
-    unscale: Callable[[Optimizer], None],
+    unscale: Callable[[Optimizer], object],
     agree: Callable[[dict[torch.device, Tensor]], dict[torch.device, Tensor]] | None,
 ) -> None:
     """Let whoever calls ``scaler.unscale_`` call ``unscale``, and where ``agree`` is given unscale shard by shard.
@@ -556,6 +617,22 @@ def give_back_sigterm(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
     trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
     trainer._signal_connector.__dict__.pop("_slurm_sigusr_handler_fn", None)
+
+
+def take_over_links(trainer: Trainer, link: Callable[[str, str], None]) -> None:
+    """Let ``ModelCheckpoint(save_last="link")`` call ``link`` with the checkpoint and the name of the link.
+
+    Lightning 2.6.6 removes the old link, or directory, before it makes the new one. :func:`give_back_links` undoes it.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            callback._link_checkpoint = lambda _, path, name: link(path, name)  # type: ignore[assignment,method-assign]
+
+
+def give_back_links(trainer: Trainer) -> None:
+    """Undo :func:`take_over_links`."""
+    for callback in trainer.checkpoint_callbacks:
+        callback.__dict__.pop("_link_checkpoint", None)
 
 
 def tell_sigterm(trainer: Trainer) -> None:

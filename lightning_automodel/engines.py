@@ -21,6 +21,8 @@ from lightning_automodel.grad_sync import Deferral, FSDPGradSync
 from lightning_automodel.mesh import RunMesh
 from lightning_automodel.options import StrategyOptions
 
+_SHARDED_BEFORE = "sharded before this set-up (by configure_model or an earlier run); left as they were"
+
 
 class Engine(ABC):
     """How the model is held, and what each micro-batch communicates.
@@ -119,24 +121,8 @@ class FSDP2Engine(Engine):
 
     @override
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
-        self._report = {"units": "sharded before this set-up (by configure_model or an earlier run); left as they were"}
-        if not sharding.has_fsdp_units(module):
-            self._check_reshard_after_forward()
-            tensor_parallel.apply_own_plans(module, self.mesh)
-        tensor_parallel.refuse_compiled(module, self.mesh)
-        sharding.broadcast_states(module, self.mesh)
-        if not sharding.has_fsdp_units(module):
-            plan = sharding.plan_sharding(module, self._options.auto_wrap_policy, module.automatic_optimization)
-            plan = replace(plan, replicated=plan.replicated | precision.kept_wide(module, self._policy))
-            self._report = _describe_plan(module, plan)
-            sharding.apply_fsdp2(
-                module,
-                plan,
-                self.mesh.fsdp,
-                self._options.reshard_after_forward,
-                self._options.cpu_offload,
-                self._policy,
-            )
+        with sharding.attributes_kept(module):
+            self._shard(module)
         give_values()
         self._report["averaged_by_the_strategy"] = [
             name for name, parameter in module.named_parameters() if sharding.is_plain_and_trainable(parameter)
@@ -146,6 +132,32 @@ class FSDP2Engine(Engine):
         self._sync.discard()
         tensor_parallel.share_random_state(self.mesh, self.device)
         return module
+
+    def _shard(self, module: pl.LightningModule) -> None:
+        """Make weights equal everywhere and shard them, unless somebody has. A collective over the world."""
+        plan = None if sharding.has_fsdp_units(module) else self._plan(module)
+        if plan is None:
+            self._report = {"units": _SHARDED_BEFORE}
+        else:
+            sharding.refuse_gradient_hooks(module, plan.replicated)
+            self._check_reshard_after_forward()
+            self._report = _describe_plan(module, plan)
+        tensor_parallel.apply_own_plans(module, self.mesh)
+        tensor_parallel.refuse_compiled(module, self.mesh)
+        sharding.broadcast_states(module, self.mesh)
+        if plan is not None:
+            sharding.apply_fsdp2(
+                module,
+                plan,
+                self.mesh.fsdp,
+                self._options.reshard_after_forward,
+                self._options.cpu_offload,
+                self._policy,
+            )
+
+    def _plan(self, module: pl.LightningModule) -> sharding.ShardingPlan:
+        plan = sharding.plan_sharding(module, self._options.auto_wrap_policy, module.automatic_optimization)
+        return replace(plan, replicated=plan.replicated | precision.kept_wide(module, self._policy))
 
     def _check_reshard_after_forward(self) -> None:
         """Raise ValueError unless the size to reshard to divides the number of ranks that a unit is sharded over."""

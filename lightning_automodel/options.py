@@ -28,6 +28,14 @@ _SIZES: dict[str, Any] = {
     "data_parallel_replicate_size": 1,
     "tensor_parallel_size": 1,
 }
+_SWITCHES = (
+    "per_token_loss",
+    "cpu_offload",
+    "track_grad_norm",
+    "error_if_nonfinite",
+    "first_rank_setup",
+    "async_checkpoint",
+)
 _COUNTING_ONLY: dict[str, Any] = {
     "label_key": "labels",
     "ignore_index": -100,
@@ -77,6 +85,8 @@ class StrategyOptions:
     timeout: timedelta | float
     start_method: Literal["popen", "spawn", "fork", "forkserver"]
     first_rank_setup: bool
+    save_distributed_checkpoint: bool | None
+    async_checkpoint: bool
 
     def __post_init__(self) -> None:
         self._check_choice("data_parallel", "fsdp2", "ddp")
@@ -93,8 +103,9 @@ class StrategyOptions:
         self._check_type("ignore_index", int, "a label value, such as -100")
         self._check_type("process_group_backend", str | None, "the name of a backend, such as 'gloo'")
         self._check_integer("label_shift", smallest=0)
-        for name in ("per_token_loss", "cpu_offload", "track_grad_norm", "error_if_nonfinite", "first_rank_setup"):
+        for name in _SWITCHES:
             self._check_choice(name, True, False)
+        self._check_choice("save_distributed_checkpoint", True, False, None)
         if not isinstance(self.reshard_after_forward, bool):
             self._check_integer("reshard_after_forward", smallest=2)
         if self.count_label_tokens is not None and not callable(self.count_label_tokens):
@@ -137,6 +148,13 @@ class StrategyOptions:
             raise TypeError(
                 f"activation_checkpointing must be True, False or a set of nn.Module classes, got {choice!r}."
             )
+
+    @property
+    def writes_directories(self) -> bool:
+        """Whether checkpoints are directories of shards."""
+        if self.save_distributed_checkpoint is None:
+            return self.data_parallel == "fsdp2"
+        return self.save_distributed_checkpoint
 
     def told_sizes(self) -> dict[str, Any]:
         """Sizes of the mesh that are not left at their defaults, by keyword."""

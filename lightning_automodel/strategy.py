@@ -5,7 +5,6 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -16,7 +15,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -38,10 +37,10 @@ from lightning_automodel import (
     sharding,
     weight_callbacks,
 )
-from lightning_automodel import checkpoint as checkpoints
 from lightning_automodel.activations import RecomputedBlocks
 from lightning_automodel.advice import Advice, shortened
 from lightning_automodel.caller_mesh import adopt_mesh
+from lightning_automodel.checkpoint import RunCheckpoints, model_state, optimizer_state
 from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine
 from lightning_automodel.first_rank import FirstRankPerNode
 from lightning_automodel.guard import RunGuard
@@ -52,7 +51,7 @@ from lightning_automodel.plugin import adapt_plugin, give_back_plugin
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
 from lightning_automodel.scaling import LossScaling, RangeScale
 from lightning_automodel.token_loss import Count, StepReport, TokenWeighting
-from lightning_automodel.weight_callbacks import ShardedAverages
+from lightning_automodel.weight_callbacks import AverageCopies
 from lightning_automodel.windows import GradientFinisher, OptimizerWindows, optimizer_parameters, unwrap
 
 _PATIENCE_AFTER_FAILURE = timedelta(seconds=15)
@@ -106,6 +105,10 @@ class AutomodelStrategy(ParallelStrategy):
             rank computes with one CPU thread.
         timeout: How long a collective may wait, and a rank give no sign of life: ``timedelta`` or minutes.
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
+        save_distributed_checkpoint: Whether a checkpoint is a directory of shards; otherwise one file, which takes the
+            host memory of rank 0 for the whole state. None: a directory where the model is sharded.
+        async_checkpoint: Write checkpoints while training goes on, after the state was copied to host memory. One save
+            at a time; a failure is raised in the next step, and a run ends when its last checkpoint is on disk.
 
     Raises:
         ValueError: If an option is out of range; the message gives the valid values.
@@ -144,6 +147,8 @@ class AutomodelStrategy(ParallelStrategy):
         timeout: timedelta | float = 30,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         first_rank_setup: bool = False,
+        save_distributed_checkpoint: bool | None = None,
+        async_checkpoint: bool = False,
     ) -> None:
         super().__init__()
         options = StrategyOptions(
@@ -173,8 +178,13 @@ class AutomodelStrategy(ParallelStrategy):
             timeout=timeout,
             start_method=start_method,
             first_rank_setup=first_rank_setup,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            async_checkpoint=async_checkpoint,
         )
         self._options = options
+        self._checkpoints = RunCheckpoints(
+            is_sharded=data_parallel == "fsdp2", as_directory=options.writes_directories, in_background=async_checkpoint
+        )
         self.num_nodes = 1
         self._weighting = TokenWeighting(
             per_token_loss=per_token_loss,
@@ -184,9 +194,9 @@ class AutomodelStrategy(ParallelStrategy):
             label_shift=label_shift,
             count_label_tokens=count_label_tokens,
         )
-        self._guard = RunGuard()
+        self._guard = RunGuard(before_telling=self._checkpoints.linger)
         self._setup_turn: FirstRankPerNode | None = None
-        self._averages = ShardedAverages()
+        self._averages = AverageCopies()
         self._evaluation_steps = 0
         self._forward_redirection = _compat.DDPForwardRedirection()
         self._mesh: RunMesh | None = None
@@ -285,17 +295,6 @@ class AutomodelStrategy(ParallelStrategy):
             yield
 
     @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        """True: set-up shards the model, gives values to what has none, and converts it to wider dtypes."""
-        return True
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return not self._shards_model
-
-    @property
     def _shards_model(self) -> bool:
         return self._options.data_parallel == "fsdp2"
 
@@ -389,9 +388,10 @@ class AutomodelStrategy(ParallelStrategy):
         if self._guard.has_failed:
             return
         collectives.named_barrier(name or "unnamed", process_group.parse_timeout(self._options.timeout))
-        if name == "pre_setup" and self._shards_model and self.lightning_module is not None:
-            weight_callbacks.refuse_pruning(self.lightning_module)
-            self._averages.prepare(self.lightning_module)
+        if name == "pre_setup" and self.lightning_module is not None:
+            if self._shards_model:
+                weight_callbacks.refuse_pruning(self.lightning_module)
+            self._averages.prepare(self.lightning_module, self._shards_model)
         if name == "pre_setup" and self._options.first_rank_setup:
             turn = self.first_rank_per_node()
             turn.__enter__()
@@ -437,9 +437,12 @@ class AutomodelStrategy(ParallelStrategy):
         if self.world_size > 1:
             _compat.take_over_sigterm(trainer)
             _compat.take_over_requeueing(trainer, self._guard.ask_to_requeue)
+        _compat.take_over_links(trainer, self._checkpoints.link)
         self.accelerator.setup(trainer)
         precision.check_precision(self.precision_plugin, self._options.data_parallel)
-        self._created_as, self._untouched = materialize.waiting(module), []
+        if self._shards_model:
+            precision.check_conversion(self.precision_plugin, module)
+        self._created_as, self._untouched = materialize.waiting(module), materialize.left_empty(module)
         for note in self._options.without_effect():
             self._advice.say_once(note)
         if fitting and self._layer_sync is not None:
@@ -456,13 +459,13 @@ class AutomodelStrategy(ParallelStrategy):
             )
         engine = self._make_engine(module)
         self.model = engine.setup(module, fitting, self._give_values)
-        if self._shards_model:
-            self._averages.fill(module)
+        self._advice.about_wrap_policy(self._options.auto_wrap_policy, engine.describe())
+        self._averages.fill(module)
         self._engine = engine
         self._scaling = LossScaling(
             scaler=precision.enabled_scaler(self.precision_plugin),
             range_scale=RangeScale(
-                precision.computes_in_float16(self.precision_plugin, module),
+                precision.passes_float16(self.precision_plugin, module),
                 self._options.per_token_loss,
                 self.root_device,
             ),
@@ -474,6 +477,7 @@ class AutomodelStrategy(ParallelStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self._advice.about_clipping(self.precision_plugin)
         adapt_plugin(self.precision_plugin, self._finisher)
         precision.leave_casting_to_units(self.precision_plugin, module)
         if fitting:
@@ -497,7 +501,7 @@ class AutomodelStrategy(ParallelStrategy):
         if not self._created_as:
             return
         offloads = self._shards_model and self._options.cpu_offload
-        self._untouched = materialize.materialize(module, self._created_as, self.root_device, offloads)
+        self._untouched += materialize.materialize(module, self._created_as, self.root_device, offloads)
         self.model_to_device()
 
     def _make_engine(self, module: "pl.LightningModule") -> Engine:
@@ -508,6 +512,8 @@ class AutomodelStrategy(ParallelStrategy):
         is_made_elsewhere = sharding.is_sharded(module) and not precision.is_applied(policy, module)
         if is_made_elsewhere and self._options.mp_policy is not None:
             self._advice.say_once("mp_policy has no effect on a model that was sharded before, with another policy.")
+        elif is_made_elsewhere:
+            self._advice.about_units_of_before(str(self.precision_plugin.precision), module, policy)
         self._policy = None if is_made_elsewhere else policy
         return FSDP2Engine(self._joined_mesh(), self.root_device, self._options, self.num_processes, policy)
 
@@ -576,6 +582,7 @@ class AutomodelStrategy(ParallelStrategy):
         return output
 
     def _begin_step(self, step: int, is_training: bool) -> None:
+        self._checkpoints.check()
         if self._guard.begin_step(step, is_training):
             assert self.lightning_module is not None
             _compat.tell_sigterm(self.lightning_module.trainer)
@@ -772,34 +779,42 @@ class AutomodelStrategy(ParallelStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return collectives.broadcast_object(obj, src)
 
+    # --- Checkpoints --------------------------------------------------------------------------------------------------
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if not self._shards_model:
+        if not self._checkpoints.names_parameters:
             return super().lightning_module_state_dict()
-        assert self.model is not None
-        return checkpoints.sharded_model_state(self.model)
+        assert self.lightning_module is not None
+        return model_state(self.lightning_module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if not self._shards_model:
+        if not self._checkpoints.names_parameters:
             return super().optimizer_state(optimizer)
-        assert self.model is not None
+        assert self.lightning_module is not None
         with self._windows.unchanged():
-            return checkpoints.sharded_optimizer_state(self.model, unwrap(optimizer))
+            return optimizer_state(self.lightning_module, unwrap(optimizer))
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Write a checkpoint, which appears in one step or not at all. Every rank must call it, together.
+
+        Raises:
+            CheckpointError: On every rank, if it failed on any; older checkpoints are as they were.
+        """
+        ranks = self._those_who_save()
         if self._resume is not None and "optimizer_states" in checkpoint:
             checkpoint["callbacks"].update(self._resume.states_of_callbacks())
-            checkpoint[CHECKPOINT_KEY] = self._resume.state(self._joined_mesh().sizes_by_name(), self._those_who_save())
-        if not self._shards_model:
-            return super().save_checkpoint(checkpoint, filepath, storage_options)
-        checkpoints.refuse_storage_options(storage_options)
-        with checkpoints.given_up_after_failure(filepath) if self._guard.has_failed else nullcontext():
-            if self._engine is None:
-                raise RuntimeError("the model was not sharded yet")
-            checkpoints.save_sharded(checkpoint, Path(self.broadcast(filepath)), self.is_global_zero)
-        return None
+            checkpoint[CHECKPOINT_KEY] = self._resume.state(self._joined_mesh().sizes_by_name(), ranks)
+        if ranks is None and self.world_size > 1:
+            self._checkpoints.save_alone(checkpoint, filepath, self.checkpoint_io)
+            return
+        module = self.lightning_module
+        assert module is not None
+        state = module.trainer.state
+        goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+        self._checkpoints.save(checkpoint, filepath, self.root_device, self.checkpoint_io, goes_on, storage_options)
 
     def _those_who_save(self) -> dist.ProcessGroup | None:
         """All ranks, on the host; None for this one alone, where others have left after a failure."""
@@ -811,9 +826,14 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = self._load_checkpoint(
-            checkpoint_path, self._guard.weights_only if weights_only is None else weights_only
-        )
+        """Check a checkpoint of any form, and read all but the shards. Every rank must call it, together.
+
+        Raises:
+            CheckpointError: On every rank, if any cannot read it.
+        """
+        self._require_engine().release()
+        weights_only = self._guard.weights_only if weights_only is None else weights_only
+        checkpoint = self._checkpoints.open(checkpoint_path, weights_only, self.checkpoint_io, self.local_rank == 0)
         state = checkpoint.pop(CHECKPOINT_KEY, None)
         assert self.lightning_module is not None
         if (
@@ -824,28 +844,32 @@ class AutomodelStrategy(ParallelStrategy):
             self._resume.load(state, checkpoint, self._joined_mesh().sizes_by_name(), self.global_rank)
         return checkpoint
 
-    def _load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None) -> dict[str, Any]:
-        if not self._shards_model:
-            checkpoints.refuse_shards(Path(checkpoint_path))
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        module = self.lightning_module
-        assert module is not None
-        self._require_engine().release()
-        path = Path(self.broadcast(checkpoint_path))
-        checkpoint = checkpoints.load_into(path, module, self.optimizers, module.strict_loading, weights_only)
-        if weight_callbacks.keeps_average(module):
-            checkpoint["state_dict"] = checkpoints.model_state(module)
-        return checkpoint
-
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if not self._shards_model:
+        if not self._checkpoints.fills_optimizers:
             super().load_model_state_dict(checkpoint, strict)
+            return
+        module = self.lightning_module
+        assert module is not None
+        assert isinstance(checkpoint, dict)
+        optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
+        self._checkpoints.fill(checkpoint, module, optimizers, strict)
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: shards must exist, and values are loaded in the dtype that the model trains in."""
+        return True
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return not self._checkpoints.fills_optimizers
 
     @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if not self._shards_model:
-            super().load_optimizer_state_dict(checkpoint)
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Remove a checkpoint; one that a save in flight is to replace, when that is on disk."""
+        self._checkpoints.remove(filepath, self.checkpoint_io)
 
     # --- Leaving ------------------------------------------------------------------------------------------------------
 
@@ -864,9 +888,12 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         try:
-            self._teardown_training()
+            self._checkpoints.close(was_interrupted=self._guard.has_failed)
         finally:
-            self._guard.close()
+            try:
+                self._teardown_training()
+            finally:
+                self._guard.close()
 
     def _teardown_training(self) -> None:
         assert self.cluster_environment is not None
@@ -887,6 +914,7 @@ class AutomodelStrategy(ParallelStrategy):
             self._resume.close()
         if trainer is not None:
             _compat.give_back_sigterm(trainer)
+            _compat.give_back_links(trainer)
         if not self._shards_model and self._engine is not None:
             if self._layer_sync is not None and self.model is not None:
                 self._layer_sync.revert(self.model)

@@ -189,7 +189,7 @@ def test_default_checkpointing(pool2: RankPool, tmp_path: Path) -> None:
 
 
 def _error_of_missing_checkpoint(options: dict[str, Any], folder: str) -> str:
-    with pytest.raises((FileNotFoundError, ValueError)) as raised:
+    with pytest.raises(FileNotFoundError) as raised:
         _fit(options, ckpt_path=Path(folder) / "missing.ckpt")
     return str(raised.value)
 
@@ -199,17 +199,3 @@ def test_a_missing_checkpoint_raises_on_every_rank(pool2: RankPool, tmp_path: Pa
     """Naming the path."""
     for message in pool2.run(_error_of_missing_checkpoint, options, str(tmp_path)):
         assert "missing.ckpt" in message
-
-
-def _error_of_shards_under_ddp(folder: str) -> str:
-    trainer, _ = _fit({})
-    trainer.save_checkpoint(Path(folder) / "shards.ckpt")
-    with pytest.raises(ValueError, match="directory of shards") as raised:
-        _fit(ENGINES["ddp"], ckpt_path=Path(folder) / "shards.ckpt")
-    return str(raised.value)
-
-
-def test_ddp_refuses_a_directory_of_shards(pool2: RankPool, tmp_path: Path) -> None:
-    """And says how to make one file of it."""
-    for message in pool2.run(_error_of_shards_under_ddp, str(tmp_path)):
-        assert "consolidate_checkpoint" in message

@@ -58,6 +58,8 @@ KEYWORDS: dict[str, Any] = {
     "timeout": 30,
     "start_method": "popen",
     "first_rank_setup": False,
+    "save_distributed_checkpoint": None,
+    "async_checkpoint": False,
 }
 REGISTERED: dict[str, dict[str, Any]] = {
     "automodel": {},

@@ -1,0 +1,48 @@
+"""Where checkpoints are: local paths, which are published in one step, and whatever else fsspec knows."""
+
+from pathlib import Path
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning_automodel.checkpoint import publishing
+
+
+def normal(path: str | Path) -> str:
+    """An absolute local path without protocol, or a URL without a slash at its end."""
+    filesystem, place = url_to_fs(str(path))
+    return place if isinstance(filesystem, LocalFileSystem) else str(path).rstrip("/")
+
+
+def is_local(path: str) -> bool:
+    """Whether ``path`` lies in this machine's file system."""
+    return isinstance(url_to_fs(path)[0], LocalFileSystem)
+
+
+def is_directory(path: str) -> bool:
+    """Whether there is a directory at ``path``."""
+    filesystem, place = url_to_fs(path)
+    return filesystem.isdir(place)
+
+
+def parent(path: str) -> str:
+    """The directory that ``path`` lies in."""
+    return path.rpartition("/")[0]
+
+
+def remove(path: str) -> None:
+    """Remove a checkpoint, a directory or a file. Called by one rank."""
+    if is_local(path):
+        publishing.remove(Path(path))
+        return
+    filesystem, place = url_to_fs(path)
+    if filesystem.exists(place):
+        filesystem.rm(place, recursive=True)
+
+
+def discard(path: str) -> None:
+    """Remove what was written of a checkpoint that is not to be. Called by one rank."""
+    if is_local(path):
+        publishing.discard(Path(path))
+    else:
+        remove(path)

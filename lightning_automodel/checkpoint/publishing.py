@@ -1,0 +1,149 @@
+"""Checkpoints appear in one step: written beside their place, then renamed into it or exchanged with what is there.
+
+Until then they carry a name that nothing takes for a checkpoint, and that tells which process writes it. So a crash
+leaves either the old checkpoint or the new one in place, and beside it leftovers that are known as such.
+"""
+
+import ctypes
+import errno
+import logging
+import os
+import shutil
+import socket
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+UNFINISHED = ".unfinished-"
+"""What the names of directories and files begin with that are being written or removed."""
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """What a save or a removal that never ended has left behind.
+
+    Attributes:
+        path: Where it is.
+        host: Name of the machine of the process that wrote it.
+        pid: Number of that process.
+    """
+
+    path: Path
+    host: str
+    pid: int
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the process has ended, as far as this host can tell."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        return False
+
+
+def unfinished_name() -> str:
+    """A new name for what this process is about to write or remove."""
+    return f"{UNFINISHED}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+
+
+def publish(staging: Path, target: Path) -> None:
+    """Let ``staging`` take the place of ``target``, in the same directory, in one step; then remove what was there.
+
+    Called by one rank, with the content of ``staging`` on disk.
+    """
+    if staging.is_dir():
+        _sync_directory(staging)
+    if (staging.is_dir() and os.path.lexists(target)) or target.is_dir():
+        replaced = _exchange(staging, target) or _swap_names(staging, target)
+        _sync_directory(target.parent)
+        discard(replaced)
+    else:
+        os.replace(staging, target)
+        _sync_directory(target.parent)
+
+
+def link(target: Path, name: Path) -> None:
+    """Let ``name`` lead to ``target``, in one step, whatever it was before. Called by one rank."""
+    if target.absolute() == name.absolute():
+        return
+    staging = name.with_name(unfinished_name())
+    os.symlink(os.path.relpath(target, name.parent), staging)
+    publish(staging, name)
+
+
+def remove(target: Path) -> None:
+    """Remove a checkpoint, a directory or a file, so that no part of it is ever taken for a whole one."""
+    if os.path.lexists(target):
+        aside = target.with_name(unfinished_name())
+        os.rename(target, aside)
+        discard(aside)
+
+
+def discard(path: Path) -> None:
+    """Remove what is no checkpoint (any more), if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def leftovers(folder: Path) -> list[Leftover]:
+    """What saves and removals that have not ended, or never will, have left in ``folder``."""
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        parts = path.name.removeprefix(UNFINISHED).rsplit("-", 2)
+        if path.name.startswith(UNFINISHED) and len(parts) == 3 and parts[1].isdecimal():
+            found.append(Leftover(path, parts[0], int(parts[1])))
+    return found
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Report and remove what saves of processes that have ended have left in ``folder``. Called by one rank."""
+    for leftover in leftovers(folder):
+        if leftover.is_dead:
+            log.warning(
+                "%s is what process %d left of a checkpoint when it ended in the middle of writing or removing it;"
+                " removing it.",
+                leftover.path,
+                leftover.pid,
+            )
+            discard(leftover.path)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(staging: Path, target: Path) -> Path | None:
+    """Swap two names in one step (``renameat2``, Linux): where the old content is; None where that is impossible."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return None
+    if renameat2(_AT_FDCWD, os.fsencode(staging), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0:
+        return staging
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM):
+        return None
+    raise OSError(number, os.strerror(number), str(staging), None, str(target))
+
+
+def _swap_names(staging: Path, target: Path) -> Path:
+    """The same in two steps: a crash between them leaves no ``target``, and two unfinished names that are whole."""
+    aside = target.with_name(unfinished_name())
+    os.rename(target, aside)
+    os.rename(staging, target)
+    return aside

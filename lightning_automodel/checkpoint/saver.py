@@ -1,0 +1,236 @@
+"""Saving: at once or in the background, one save at a time, and removing what newer checkpoints have replaced."""
+
+import concurrent.futures
+import io
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fsspec.core import url_to_fs
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from lightning_automodel import collectives
+from lightning_automodel.checkpoint import places
+from lightning_automodel.checkpoint.errors import on_every_rank, translated
+from lightning_automodel.checkpoint.plain_data import warn_about_code
+from lightning_automodel.checkpoint.publishing import clear_leftovers
+from lightning_automodel.checkpoint.shards import SavePlace, ShardWriter
+from lightning_automodel.checkpoint.state import MODEL, optimizer_key, split_shards
+from lightning_automodel.process_group import get_rank_safe, get_world_size_safe
+
+
+@dataclass
+class _InFlight:
+    """A save in the background; on ranks that only wait for rank 0 there is no ``future``."""
+
+    what: str
+    future: Future[Any] | None
+    place: SavePlace | None
+
+
+class CheckpointSaver:
+    """Writes checkpoints of one run. All methods must be called by every rank, unless they say otherwise.
+
+    Args:
+        device: Where the model is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._in_flight: _InFlight | None = None
+        self._afterwards: list[Callable[[], None]] = []
+        self._stager: DefaultStager | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    def save_shards(self, checkpoint: dict[str, Any], path: str, group: dist.ProcessGroup | None) -> None:
+        """Write ``checkpoint`` as a directory: shards of model and optimizers by every rank, the rest by rank 0.
+
+        A collective over the default group. The directory appears, or takes the place of an older one, in one step when
+        all of it is on disk and was read back.
+
+        Args:
+            checkpoint: As Lightning makes it, with shards in place of tensors; taken apart.
+            path: The directory; the same on every rank.
+            group: A gloo group of all ranks to write in the background, after the state was copied to host memory.
+                None: return when it is published.
+
+        Raises:
+            CheckpointError: If it, or the save before it, failed on any rank; older checkpoints are as they were.
+        """
+        self.wait()
+        what = f"Cannot save {path}"
+        shards, rest = _take_shards(checkpoint)
+        place, content = None, b""
+        with on_every_rank(what):
+            if get_rank_safe() == 0:
+                place, content = SavePlace.choose(path), _serialised(rest)
+                _prepare_parent(path)
+        place = collectives.broadcast_object(place, 0)
+        writer = ShardWriter(place, content, get_world_size_safe())
+        self._in_flight = _InFlight(what, None, place)
+        if group is None:
+            with translated(what), self._discarding():
+                dcp.save(shards, storage_writer=writer)
+            self.wait()
+            return
+        with self._discarding():
+            self._in_flight.future = dcp.async_save(  # type: ignore[assignment]  # the stager is no asynchronous one
+                shards, storage_writer=writer, process_group=group, async_stager=self._require_stager()
+            )
+
+    def save_file(
+        self, checkpoint: dict[str, Any], path: str, write: Callable[[dict[str, Any], str], None], in_background: bool
+    ) -> None:
+        """Write ``checkpoint`` as one file, by rank 0. A collective over the default group.
+
+        Args:
+            checkpoint: As Lightning makes it; used on rank 0.
+            path: The file.
+            write: What writes it.
+            in_background: Return as soon as the state was copied to host memory.
+
+        Raises:
+            CheckpointError: If it, or the save before it, failed; older checkpoints are as they were.
+        """
+        self.wait()
+        is_first = get_rank_safe() == 0
+        what = f"Cannot save {path}"
+        future = None
+        with on_every_rank(what):
+            if is_first:
+                _prepare_parent(path)
+                if in_background:
+                    staged = cast("dict[str, Any]", self._require_stager().stage(checkpoint))
+                    future = self._require_thread().submit(write, staged, path)
+                else:
+                    write(checkpoint, path)
+        if in_background:
+            self._in_flight = _InFlight(what, future, None)
+
+    def afterwards(self, action: Callable[[], None]) -> None:
+        """Let rank 0 call ``action`` once the saves so far have succeeded, at the next step at the earliest.
+
+        (Removing what a save replaces, say: until the new checkpoint is on disk, and a link leads to it, the old one is
+        the newest.) Not a collective.
+        """
+        self._afterwards.append(action)
+
+    def check(self) -> None:
+        """Raise the error of a save in the background, if there is one by now. Not a collective; cheap."""
+        if self._in_flight is None:
+            self._catch_up()
+        elif self._in_flight.future is not None and self._in_flight.future.done():
+            self._settle()
+
+    def wait(self) -> None:
+        """Wait until no save is in flight.
+
+        Raises:
+            CheckpointError: If it failed.
+        """
+        if self._in_flight is None:
+            self._catch_up()
+            return
+        with on_every_rank(self._in_flight.what) if self._in_flight.place is None else nullcontext():
+            self._settle()
+
+    def linger(self, seconds: float) -> None:
+        """Give a save in flight some time to end, whatever comes of it. Not a collective."""
+        if self._in_flight is not None and self._in_flight.future is not None:
+            concurrent.futures.wait([self._in_flight.future], seconds)
+
+    def close(self, together: bool) -> None:
+        """Wait until no save is in flight, and give memory and threads back.
+
+        Args:
+            together: Whether every rank comes here; otherwise it is no collective.
+
+        Raises:
+            CheckpointError: If a save failed.
+        """
+        try:
+            if together:
+                self.wait()
+            elif self._in_flight is not None:
+                self._settle()
+        finally:
+            if self._stager is not None:
+                self._stager.close()
+            if self._thread is not None:
+                self._thread.shutdown()
+            self._stager = self._thread = None
+
+    def _settle(self) -> None:
+        assert self._in_flight is not None
+        what, future = self._in_flight.what, self._in_flight.future
+        with translated(what), self._discarding():
+            if future is not None:
+                future.result()
+        self._in_flight = None
+        self._catch_up()
+
+    @contextmanager
+    def _discarding(self) -> Iterator[None]:
+        """If the save in flight fails inside, remove what was written of it, and keep what it would have replaced."""
+        assert self._in_flight is not None
+        place = self._in_flight.place
+        try:
+            yield
+        except BaseException:
+            self._in_flight = None
+            self._afterwards.clear()
+            if place is not None and get_rank_safe() == 0:
+                places.discard(place.folder)
+            raise
+
+    def _catch_up(self) -> None:
+        actions, self._afterwards = self._afterwards, []
+        for action in actions if get_rank_safe() == 0 else []:
+            action()
+
+    def _require_stager(self) -> DefaultStager:
+        if self._stager is None:
+            from_device = self._device.type != "cpu"
+            options = StagingOptions(
+                use_pinned_memory=from_device,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=from_device,
+            )
+            self._stager = DefaultStager(options)
+        return self._stager
+
+    def _require_thread(self) -> ThreadPoolExecutor:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        return self._thread
+
+
+def _take_shards(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Shards by where they belong, and the rest of ``checkpoint``, which loses the states of model and optimizers."""
+    shards: dict[str, Any] = {MODEL: checkpoint.pop("state_dict")}
+    for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
+        shards[optimizer_key(index)] = state
+    rest, others = split_shards(checkpoint, shards[MODEL].keys())
+    return {**shards, **others}, rest
+
+
+def _serialised(rest: dict[str, Any]) -> bytes:
+    stream = io.BytesIO()
+    torch.save(rest, stream)
+    warn_about_code(stream)
+    return stream.getvalue()
+
+
+def _prepare_parent(path: str) -> None:
+    """Make the directory that ``path`` is to be in, and clear it of what crashed saves have left there."""
+    filesystem, parent = url_to_fs(places.parent(path))
+    filesystem.makedirs(parent, exist_ok=True)
+    if places.is_local(path):
+        clear_leftovers(Path(parent))

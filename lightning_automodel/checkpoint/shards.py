@@ -1,0 +1,275 @@
+"""A directory of shards: written and read by torch.distributed.checkpoint, checked against a manifest, loaded as data.
+
+A directory holds what ``torch.distributed.checkpoint`` writes (``.metadata`` and one ``.distcp`` file a rank), the rest
+of the checkpoint (``meta.pt``) and a :class:`~lightning_automodel.checkpoint.manifest.Manifest`. Torch and Lightning
+can read it too.
+"""
+
+import io
+import os
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from typing_extensions import override
+
+from lightning_automodel import _compat
+from lightning_automodel.checkpoint import places, publishing
+from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, translated
+from lightning_automodel.checkpoint.manifest import MANIFEST, FileRecord, Manifest, checksum
+from lightning_automodel.checkpoint.plain_data import MetadataUnpickler, load_plain_data
+from lightning_automodel.checkpoint.streams import RecordedStream
+
+REST = _compat.CHECKPOINT_METADATA_FILENAME
+"""File of everything that is no shard: loops, callbacks, hyperparameters."""
+
+_METADATA = ".metadata"
+_SIGNATURE = "lightning_automodel-"
+
+
+@dataclass(frozen=True)
+class _FileResult(WriteResult):
+    """Reports a file that a rank has written, instead of an entry within one."""
+
+
+@dataclass(frozen=True)
+class SavePlace:
+    """Where the files of one save are written, and what they become. Rank 0 chooses it for all.
+
+    A local directory is written beside its place and then takes it. Elsewhere nothing can be renamed in one step: there
+    the files go to a folder of their own within ``target``, and the manifest, one object, says which folder is valid.
+
+    Attributes:
+        target: The checkpoint.
+        folder: Where the files are written.
+    """
+
+    target: str
+    folder: str
+
+    @classmethod
+    def choose(cls, target: str) -> "SavePlace":
+        """A new place for what is to become ``target``."""
+        name = publishing.unfinished_name()
+        return cls(target, f"{places.parent(target) if places.is_local(target) else target}/{name}")
+
+    @property
+    def save_id(self) -> str:
+        """Different for each save."""
+        return self.folder.rpartition("-")[2]
+
+
+class ShardWriter(_compat.FsspecWriter):
+    """Writes one directory, checks what was written, and publishes it: all by ``dcp.save`` or ``dcp.async_save``.
+
+    Every rank makes one for each save, with the same arguments.
+
+    Args:
+        place: Where to write.
+        rest: Content of ``meta.pt``; used on the coordinator.
+        world_size: Ranks that write.
+    """
+
+    def __init__(self, place: SavePlace, rest: bytes, world_size: int) -> None:
+        self._is_local = places.is_local(place.target)
+        super().__init__(place.folder, sync_files=self._is_local)
+        self._records: dict[str, FileRecord] = {}
+        self._storage, _ = url_to_fs(place.folder)
+        self.fs = _RecordingFileSystem(self._storage, self._records)  # type: ignore[assignment]
+        self._place, self._rest, self._world_size = place, rest, world_size
+
+    @override
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self._place.target, save_id=f"{_SIGNATURE}{self._place.save_id}")
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written = super().write_data(plan, planner)
+        self._check_written()
+        files = [_FileResult(MetadataIndex(name), record.size, record) for name, record in self._records.items()]
+        results: Future[list[WriteResult]] = Future()
+        results.set_result([*written.wait(), *files])
+        return results
+
+    @override
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, when all ranks have written: complete the directory, and publish it."""
+        everything = [result for of_rank in results for result in of_rank]
+        files = {result.index.fqn: result.storage_data for result in everything if isinstance(result, _FileResult)}
+        self._records.clear()
+        super().finish(metadata, [[result for result in everything if not isinstance(result, _FileResult)]])
+        self._records[_METADATA] = self._records.pop(f"{_METADATA}.tmp")
+        self._write(f"{self.path}/{REST}", self._rest)
+        self._check_written()
+        self._publish({**files, **self._records})
+
+    def _publish(self, files: dict[str, FileRecord]) -> None:
+        target = self._place.target
+        folder = "" if self._is_local else str(self.path).rpartition("/")[2]
+        manifest = Manifest(self._place.save_id, self._world_size, folder, files).to_bytes()
+        if self._is_local:
+            self._write(f"{self.path}/{MANIFEST}", manifest)
+            publishing.publish(Path(self.path), Path(target))
+            return
+        self._write(f"{target}/{MANIFEST}", manifest)
+        for name in self.fs.ls(target):
+            if folder not in name and publishing.UNFINISHED in name:
+                self._storage.rm(name, recursive=True)
+
+    def _write(self, path: str, content: bytes) -> None:
+        with self.fs.create_stream(path, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            if self._is_local:
+                os.fsync(stream.fileno())
+
+    def _check_written(self) -> None:
+        """Read what this process has written once more."""
+        for name, record in self._records.items():
+            path = f"{self.path}/{name}"
+            if self._storage.size(path) != record.size or checksum(self._storage, path) != record.crc32:
+                raise CheckpointError(f"{name} does not read back as it was written to {self.path}")
+
+
+class _RecordingFileSystem(_compat.FsspecFileSystem):
+    """Notes size and checksum of each file that is written."""
+
+    def __init__(self, fs: AbstractFileSystem, records: dict[str, FileRecord]) -> None:
+        super().__init__()
+        self.fs, self._records = fs, records
+
+    @contextmanager
+    @override
+    def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
+        with super().create_stream(path, mode) as stream:
+            if "w" not in mode:
+                yield stream
+                return
+            recorded = RecordedStream(stream)
+            try:
+                yield recorded
+            except RuntimeError:
+                if recorded.error is not None:
+                    raise recorded.error from None
+                raise
+        self._records[str(path).rpartition("/")[2]] = FileRecord(recorded.size, f"{recorded.crc32:08x}")
+
+
+class ShardDirectory:
+    """A directory of shards, open for loading.
+
+    Opening is a collective over the default group where there is one: every rank must do it, with the same ``path``.
+    It reads all files once, each rank a share, and raises on every rank before anything was loaded.
+
+    Args:
+        path: The directory, local or any URL that fsspec knows.
+        weights_only: False lets ``pickle`` run what code the files hold: for files that you trust. Else plain data is
+            loaded alone.
+
+    Raises:
+        CheckpointError: If files are missing, damaged, or hold code.
+    """
+
+    def __init__(self, path: str, weights_only: bool | None) -> None:
+        self.path, self._weights_only = path, weights_only is not False
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        with on_every_rank(f"Cannot load {path}"):
+            filesystem, folder = url_to_fs(path)
+            manifest = _read_manifest(filesystem, folder)
+            if manifest is not None:
+                folder = f"{folder}/{manifest.folder}".rstrip("/")
+                manifest.check(filesystem, folder, dist.get_rank() if dist.is_initialized() else 0, world)
+            self.metadata = _read_metadata(filesystem, folder)
+            signed = str(getattr(self.metadata.storage_meta, "save_id", "")).startswith(_SIGNATURE)
+            if manifest is None and signed:
+                raise CheckpointError(f"{MANIFEST} is missing, so that nobody can tell whether the rest is whole")
+            self.manifest = manifest
+            self._folder = f"{path}/{manifest.folder}".rstrip("/") if manifest is not None else path
+            self.rest: dict[str, Any] = load_plain_data(
+                io.BytesIO(filesystem.cat_file(f"{folder}/{REST}")), f"{REST} of {path}", self._weights_only
+            )
+
+    @property
+    def entries(self) -> Mapping[str, torch.Size | None]:
+        """Sizes of the tensors by flattened name; None for other objects."""
+        return {
+            name: entry.size if isinstance(entry, TensorStorageMetadata) else None
+            for name, entry in self.metadata.state_dict_metadata.items()
+        }
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Of a tensor by its flattened name; None for what is no tensor."""
+        entry = self.metadata.state_dict_metadata[name]
+        return entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
+
+    def read_into(self, targets: dict[str, Any]) -> None:
+        """Overwrite the tensors in ``targets`` (nested dicts) in place, and replace what else is in it.
+
+        Every rank must call it, with the same names; each reads what its own shards need.
+
+        Raises:
+            CheckpointError: If an entry is missing or has another shape (nothing was read then), or cannot be read.
+        """
+        planner = _PlainDataPlanner(self._weights_only)
+        with translated(f"Cannot load {self.path}"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(targets, storage_reader=_Reader(self._folder, self.metadata), planner=planner, no_dist=_is_alone())
+
+
+class _Reader(_compat.FsspecReader):
+    """Reads a directory whose metadata was read before."""
+
+    def __init__(self, path: str, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+class _PlainDataPlanner(DefaultLoadPlanner):
+    """Loads objects that are no tensors as plain data, too."""
+
+    def __init__(self, weights_only: bool) -> None:
+        super().__init__()
+        self._weights_only = weights_only
+
+    @override
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        loaded = load_plain_data(value, f"entry {name!r}", self._weights_only)
+        _compat.set_element(self.original_state_dict, self.mappings[name], loaded)
+
+
+def _read_manifest(filesystem: AbstractFileSystem, folder: str) -> Manifest | None:
+    try:
+        return Manifest.from_bytes(filesystem.cat_file(f"{folder}/{MANIFEST}"))
+    except FileNotFoundError:
+        return None
+
+
+def _read_metadata(filesystem: AbstractFileSystem, folder: str) -> Metadata:
+    try:
+        return MetadataUnpickler(io.BytesIO(filesystem.cat_file(f"{folder}/{_METADATA}"))).load()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"there is no {_METADATA}: this is no directory of shards, or its save never ended"
+        ) from None
+
+
+def _is_alone() -> bool:
+    return not (dist.is_available() and dist.is_initialized())

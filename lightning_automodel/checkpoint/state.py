@@ -1,0 +1,221 @@
+"""The state of a model and its optimizers under the names of parameters: collected for saving, filled when loading."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
+
+MODEL = "state_dict"
+
+
+def optimizer_key(index: int) -> str:
+    """Under what the state of the ``index``-th optimizer is kept."""
+    return f"optimizer_{index}"
+
+
+class Saved(Protocol):
+    """A checkpoint that is open for loading."""
+
+    path: str
+    rest: dict[str, Any]
+
+    @property
+    def entries(self) -> Mapping[str, torch.Size | None]:
+        """Sizes of tensors by flattened name; None for other objects."""
+
+    def read_into(self, targets: dict[str, Any]) -> None:
+        """Overwrite the tensors in ``targets`` in place, and replace what else is in it."""
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """State dict of a model's very own tensors, which change as it trains. Every rank must call it."""
+    return get_model_state_dict(model)
+
+
+def whole(state: Any, keep: bool) -> Any:
+    """``state``, nested dicts and lists, with whole tensors on the CPU. Every rank must call it where any is sharded.
+
+    Gathers one tensor at a time: beside the shards, a rank holds one whole tensor on its device, and one that keeps
+    them the whole state in host memory.
+
+    Args:
+        state: Sharded or not.
+        keep: Whether this rank wants it; the others get empty dicts and lists.
+    """
+    if isinstance(state, Mapping):
+        gathered = {name: whole(value, keep) for name, value in state.items()}
+        return gathered if keep else {}
+    if isinstance(state, list):
+        listed = [whole(value, keep) for value in state]
+        return listed if keep else []
+    tensor = state.full_tensor() if isinstance(state, DTensor) else state
+    if not keep:
+        return None
+    return tensor.cpu() if isinstance(tensor, torch.Tensor) and not tensor.is_meta else tensor
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Optimizer state by parameter name, of its very own tensors. Every rank must call it.
+
+    Torch initialises the state of an optimizer that has not stepped yet by stepping it (with zero gradients and
+    learning rate), which would count as a step for the next real one; such a state is put back to empty and comes
+    empty.
+    """
+    had_stepped = bool(optimizer.state)
+    state = get_optimizer_state_dict(model, optimizer)
+    if not had_stepped:
+        optimizer.state.clear()
+        state["state"] = {}
+    return state
+
+
+def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], strict: bool) -> None:
+    """Fill a model and its optimizers, after all of it was checked. Every rank must call it.
+
+    What had no state when it was saved (an optimizer that had not stepped, a parameter without gradients so far) starts
+    without. Gradients are dropped: where an earlier fit has left some, torch (2.13) would not initialise the state.
+
+    Args:
+        saved: The checkpoint.
+        model: Sharded or not; wrappers leave no trace in the names.
+        optimizers: In their order; empty where only the model is wanted.
+        strict: False loads what both the checkpoint and the model have.
+
+    Raises:
+        CheckpointError: If entries are missing, left over (``strict`` only), or have other shapes; nothing was loaded.
+    """
+    model.zero_grad()
+    of_model = model_state(model)
+    of_optimizers: list[dict[str, Any]] = [get_optimizer_state_dict(model, optimizer) for optimizer in optimizers]
+    with on_every_rank(f"Cannot load {saved.path}"):
+        _check_model(saved.entries, of_model, strict)
+        of_model = {name: value for name, value in of_model.items() if f"{MODEL}.{name}" in saved.entries}
+        targets = {MODEL: of_model}
+        for index, state in enumerate(of_optimizers):
+            targets[optimizer_key(index)] = _optimizer_targets(saved.entries, state, index)
+    saved.read_into(targets)
+    set_model_state_dict(model, of_model, options=StateDictOptions(strict=False))
+    for index, (optimizer, state) in enumerate(zip(optimizers, of_optimizers, strict=True)):
+        read = targets[optimizer_key(index)]
+        for group, settings in zip(state["param_groups"], read["param_groups"], strict=True):
+            group.update(settings)
+        state["state"] = read["state"]
+        set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
+
+
+def _check_model(entries: Mapping[str, torch.Size | None], targets: dict[str, Any], strict: bool) -> None:
+    saved = [name.removeprefix(f"{MODEL}.") for name in entries if name.startswith(f"{MODEL}.")]
+    missing = [name for name in targets if f"{MODEL}.{name}" not in entries]
+    unknown = [name for name in saved if name not in targets]
+    if (targets and len(missing) == len(targets)) or (strict and (missing or unknown)):
+        lacks = f"lacks {_some(missing)}" if missing else ""
+        holds = f"holds {_some(unknown)}, which this model has not" if unknown else ""
+        raise CheckpointError(
+            f"it is of another model: it {' and '.join(filter(None, (lacks, holds)))}"
+            " (with LightningModule.strict_loading = False, what both have is loaded)"
+        )
+    for name, target in targets.items():
+        size = entries.get(f"{MODEL}.{name}")
+        if isinstance(target, torch.Tensor) and size is not None and size != target.size():
+            raise CheckpointError(f"{name} has shape {list(size)} there and {list(target.size())} in this model")
+
+
+def _optimizer_targets(entries: Mapping[str, torch.Size | None], state: dict[str, Any], index: int) -> dict[str, Any]:
+    """What of an optimizer's ``state`` was saved.
+
+    Raises:
+        CheckpointError: If none of it was, or the optimizer keeps other state for a parameter than was saved.
+    """
+    key = optimizer_key(index)
+    if not any(name.startswith(f"{key}.param_groups.") for name in entries):
+        raise CheckpointError(
+            f"it holds no state of optimizer {index}: it was saved with save_weights_only=True, or with fewer"
+            " optimizers; validate, test and predict can load it"
+        )
+    found: dict[str, set[str]] = {name: set() for name in state["state"]}
+    for entry in entries:
+        name, _, kind = entry.removeprefix(f"{key}.state.").rpartition(".")
+        if entry.startswith(f"{key}.state.") and name in found:
+            found[name].add(kind)
+    for name, kinds in found.items():
+        own = {kind for kind, value in state["state"][name].items() if not isinstance(value, dict)}
+        if kinds and kinds != own:
+            raise CheckpointError(
+                f"the optimizer keeps {_some(sorted(own)) or 'nothing'} for {name}, but {_some(sorted(kinds))} was"
+                " saved: configure the optimizer that the run was saved with"
+            )
+    groups = [
+        {setting: value for setting, value in group.items() if f"{key}.param_groups.{i}.{setting}" in entries}
+        for i, group in enumerate(state["param_groups"])
+    ]
+    for group in groups:
+        group.pop("params", None)
+    return {
+        "state": {name: state["state"][name] for name, kinds in found.items() if kinds},
+        "param_groups": groups,
+    }
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def split_shards(
+    tree: dict[str, Any], names: Collection[str], place: str = ""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Separate ``tree``, left as it is, into what is whole on every rank and sharded states of the model, by place.
+
+    Such states are what callbacks keep, such as averages of the weights.
+
+    Raises:
+        ValueError: If there are shards under other ``names`` than those of the model's state.
+    """
+    rest, shards = dict(tree), {}
+    for key, value in tree.items():
+        if not isinstance(value, dict):
+            continue
+        if not any(isinstance(leaf, DTensor) for leaf in value.values()):
+            below, found = split_shards(value, names, f"{place}{key}/")
+            rest[key] = below if found else value
+            shards.update(found)
+            continue
+        if unknown := [name for name in value if name not in names]:
+            raise ValueError(
+                f"The checkpoint's {place}{key} holds shards beside {unknown[0]!r}, which is no entry of the model's"
+                " state dict, so that they could not be loaded again: save shards under the names of the parameters"
+                " that they belong to, or tensor.full_tensor(), called on every rank."
+            )
+        rest[key], shards[f"{place}{key}"] = {}, value
+    return rest, shards
+
+
+def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, Any], place: str = "") -> None:
+    """Fill the places of ``tree``, the rest of a checkpoint, that states of the model were taken out of. A collective.
+
+    Args:
+        saved: The checkpoint.
+        tree: Part of ``saved.rest``, changed in place.
+        model_state: The model's, for the shapes and shards.
+        place: Where in the checkpoint ``tree`` is.
+    """
+    for key, value in tree.items():
+        if not isinstance(value, dict):
+            continue
+        if names := [name for name in model_state if f"{place}{key}.{name}" in saved.entries]:
+            shards = {name: torch.empty_like(model_state[name]) for name in names}
+            saved.read_into({f"{place}{key}": shards})
+            tree[key] = shards
+        else:
+            restore_shards(saved, value, model_state, f"{place}{key}/")

@@ -1,0 +1,209 @@
+"""One file with whole tensors, as ``torch.save`` writes it, with a checksum that is checked before anything is loaded.
+
+The checksum stands in the comment at the end of the zip archive, which such a file is; torch and Lightning do not mind.
+"""
+
+import io
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from fsspec.core import url_to_fs
+from torch.distributed.tensor import DTensor
+
+from lightning_automodel.checkpoint import places, publishing
+from lightning_automodel.checkpoint.errors import CheckpointError
+from lightning_automodel.checkpoint.plain_data import load_plain_data, warn_about_code
+from lightning_automodel.checkpoint.state import MODEL, optimizer_key
+from lightning_automodel.checkpoint.streams import RecordedStream
+from lightning_automodel.sharding import shard_like
+
+_BLOCK = 1 << 24
+_END_OF_ARCHIVE = b"PK\x05\x06"
+_END_SIZE = 22
+_COMMENT = b"lightning_automodel crc32=%08x"
+_COMMENT_SIZE = len(_COMMENT % 0)
+_NO_COMMENT = b"\x00\x00"
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def save_file(checkpoint: dict[str, Any], path: str) -> None:
+    """Write ``checkpoint`` to a file that appears in one step, once all of it is on disk. Called by one rank."""
+    if not places.is_local(path):
+        stream = io.BytesIO()
+        _write(checkpoint, stream)
+        warn_about_code(stream)
+        filesystem, place = url_to_fs(path)
+        filesystem.pipe_file(place, stream.getvalue())
+        return
+    staging = Path(path).with_name(publishing.unfinished_name())
+    try:
+        with open(staging, "w+b") as file:
+            _write(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+            _check(file)
+        warn_about_code(staging)
+        publishing.publish(staging, Path(path))
+    except BaseException:
+        publishing.discard(staging)
+        raise
+
+
+def check_file(path: str) -> None:
+    """Read a file once and compare it with its checksum, or those of its parts where another program wrote it.
+
+    Raises:
+        CheckpointError: If the file is damaged, or missing.
+    """
+    filesystem, place = url_to_fs(path)
+    if not filesystem.exists(place):
+        raise FileNotFoundError("there is no such file or directory")
+    with filesystem.open(place, "rb") as file:
+        _check(file)
+
+
+def load_file(path: str, weights_only: bool | None) -> dict[str, Any]:
+    """Load a whole checkpoint to host memory; a local one is mapped, so that only what is used is read.
+
+    Args:
+        path: The file.
+        weights_only: False lets it run the code that it may hold; else plain data is loaded alone.
+
+    Raises:
+        CheckpointError: If it holds more than plain data.
+    """
+    safely = weights_only is not False
+    if places.is_local(path) and zipfile.is_zipfile(path):
+        return load_plain_data(path, path, safely, mmap=True)
+    filesystem, place = url_to_fs(path)
+    with filesystem.open(place, "rb") as file:
+        return load_plain_data(file, path, safely)
+
+
+class WholeCheckpoint:
+    """A checkpoint of whole tensors, open for loading; see :class:`~lightning_automodel.checkpoint.state.Saved`.
+
+    Args:
+        path: Where it comes from, for messages.
+        checkpoint: As Lightning loads it. The states of model and optimizers are taken out.
+        parameter_names: Those of each optimizer of the run, in its order, since plain optimizers number parameters.
+    """
+
+    def __init__(self, path: str, checkpoint: dict[str, Any], parameter_names: list[list[str]]) -> None:
+        self.path, self.rest = path, checkpoint
+        trees = {MODEL: checkpoint.get(MODEL, {})}
+        states = checkpoint.get("optimizer_states", [])
+        for index, (state, names) in enumerate(zip(states, parameter_names, strict=False)):
+            trees[optimizer_key(index)] = _by_name(state, names)
+        self._values = {without_wrappers(name): value for name, value in _flattened(trees)}
+        rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
+        self._values.update(_states(rest))
+
+    @property
+    def entries(self) -> Mapping[str, torch.Size | None]:
+        """Sizes of tensors by flattened name; None for other objects."""
+        return {name: value.size() if isinstance(value, torch.Tensor) else None for name, value in self._values.items()}
+
+    def read_into(self, targets: Any, prefix: str = "") -> None:
+        """Overwrite the tensors in ``targets`` in place, and replace what else is in it. Not a collective."""
+        items = targets.items() if isinstance(targets, dict) else enumerate(targets)
+        for key, target in list(items):
+            name = f"{prefix}{key}"
+            if isinstance(target, dict) or (isinstance(target, list) and name not in self._values):
+                self.read_into(target, f"{name}.")
+            elif isinstance(target, torch.Tensor) and isinstance(self._values[name], torch.Tensor):
+                with torch.no_grad():
+                    target.copy_(shard_like(target, self._values[name]))
+            else:
+                targets[key] = self._values[name]
+
+
+def without_wrappers(name: str) -> str:
+    """A parameter's name as if nothing wrapped the modules that it belongs to (``torch.compile``, recomputation)."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """An optimizer's state with parameters by name, also where they are numbered."""
+    ids = [each for group in state["param_groups"] for each in group["params"]]
+    if not all(isinstance(each, int) for each in ids):
+        return state
+    if len(ids) != len(names):
+        raise CheckpointError(f"an optimizer of {len(ids)} parameters was saved, and this run's has {len(names)}")
+    by_id = dict(zip(ids, names, strict=True))
+    return {**state, "state": {by_id[each]: value for each, value in state["state"].items()}}
+
+
+def _flattened(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves with names as torch.distributed.checkpoint gives them: lists are opened where dicts or tensors are in."""
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+    for key, value in items:
+        opened = isinstance(value, Mapping) or (
+            isinstance(value, list) and any(isinstance(each, (Mapping, torch.Tensor)) for each in value)
+        )
+        if opened:
+            yield from _flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _states(tree: dict[str, Any], place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in nested dicts, named as :func:`~lightning_automodel.checkpoint.state.split_shards` names places."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            for name, leaf in value.items():
+                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
+                    yield f"{place}{key}.{without_wrappers(str(name))}", leaf
+            yield from _states(value, f"{place}{key}/")
+
+
+def _write(checkpoint: dict[str, Any], file: Any) -> None:
+    """Write an archive, and append to it the checksum of all that ``torch.save`` has written."""
+    recorded = RecordedStream(file)
+    try:
+        torch.save(checkpoint, recorded)
+    except RuntimeError:
+        if recorded.error is not None:
+            raise recorded.error from None
+        raise
+    file.seek(recorded.size - len(_NO_COMMENT))
+    file.write(_COMMENT_SIZE.to_bytes(2, "little") + _COMMENT % recorded.crc32)
+
+
+def _check(file: Any) -> None:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _END_SIZE - _COMMENT_SIZE))
+    end = file.read()
+    if end[:4] == _END_OF_ARCHIVE and end[_END_SIZE - 2 : _END_SIZE] == _COMMENT_SIZE.to_bytes(2, "little"):
+        value = zlib.crc32(_NO_COMMENT, _crc32(file, size - _COMMENT_SIZE - len(_NO_COMMENT)))
+        if end[_END_SIZE:] != _COMMENT % value:
+            raise CheckpointError("its content has changed since it was written (wrong checksum)")
+        return
+    file.seek(0)
+    if file.read(4) != b"PK\x03\x04":
+        if size == 0:
+            raise CheckpointError("the file is empty")
+        return  # the format that torch wrote before version 1.6 has no checksums
+    try:
+        file.seek(0)
+        damaged = zipfile.ZipFile(file).testzip()
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError) as error:
+        raise CheckpointError(f"the file is cut off or damaged ({error}; {size} bytes)") from error
+    if damaged is not None:
+        raise CheckpointError(f"its content has changed since it was written (wrong checksum of {damaged})")
+
+
+def _crc32(file: Any, size: int) -> int:
+    """CRC-32 of the first ``size`` bytes."""
+    value, left = 0, size
+    file.seek(0)
+    while left and (block := file.read(min(left, _BLOCK))):
+        value, left = zlib.crc32(block, value), left - len(block)
+    return value
