@@ -77,9 +77,13 @@ def _set_state(generator: Generator, state: Any) -> None:
 
 
 def savable(value: Any) -> Any:
-    """``value`` with arrays as tensors and every tensor as a copy on the host, as ``weights_only`` loads it."""
+    """``value`` with arrays as tensors and every tensor as a copy on the host, as ``weights_only`` loads it.
+
+    Unsigned arrays become signed tensors: pickle, by which ranks send them, knows no other (torch 2.13).
+    """
     if isinstance(value, np.ndarray):
-        return {"numpy": torch.from_numpy(value.astype(np.int64)), "dtype": str(value.dtype)}
+        signed = value.view(f"i{value.itemsize}") if value.dtype.kind == "u" else value
+        return {"numpy": torch.from_numpy(signed.copy()), "dtype": str(value.dtype)}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, torch.Tensor):
@@ -95,7 +99,7 @@ def loaded(value: Any) -> Any:
     """The inverse of :func:`savable`, tensors on the host."""
     if isinstance(value, dict):
         if value.keys() == {"numpy", "dtype"}:
-            return value["numpy"].numpy().astype(value["dtype"])
+            return value["numpy"].numpy().view(value["dtype"])
         return {key: loaded(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(map(loaded, value)) if type(value) in (list, tuple) else value

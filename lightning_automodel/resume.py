@@ -1,24 +1,15 @@
 """From where a stopped fit goes on, bit for bit: kept up to date as it trains, written with a checkpoint, taken up."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping
-from torch import Tensor
 from typing_extensions import override
 
-from lightning_automodel import (
-    loader_position,
-    loop_progress,
-    other_shape,
-    random_state,
-    running_metrics,
-    weight_callbacks,
-)
+from lightning_automodel import loader_position, loop_progress, other_shape, random_state
 from lightning_automodel.loop_progress import (
     AFTER_BATCH,
     AFTER_VALIDATION,
@@ -28,7 +19,7 @@ from lightning_automodel.loop_progress import (
     EPOCH_START,
     RUN_START,
 )
-from lightning_automodel.module_buffers import PlainBuffers
+from lightning_automodel.points import Noting, Point
 from lightning_automodel.save_order import LateSaves
 
 CHECKPOINT_KEY = "lightning_automodel"
@@ -45,31 +36,6 @@ _HALF_A_STEP = (
     "The checkpoint is inexact: one optimizer has stepped, and another holds gradients, which are not saved. Save where"
     " all of them have stepped."
 )
-
-
-@dataclass(frozen=True)
-class Point:
-    """A moment of a fit on this rank.
-
-    Attributes:
-        next: What comes next, one of the names in :mod:`loop_progress`.
-        progress: Counters of the loops.
-        random: Global random states, then those of the generators of training and of validation loaders.
-        position: Where the training loaders are; None where they are yet to be iterated.
-        metrics: Running metrics.
-        buffers: Plain buffers.
-        counted: Small things that Lightning counts and does not save.
-        own: What the strategy itself keeps from step to step.
-    """
-
-    next: str
-    progress: dict[str, Any]
-    random: dict[str, Any]
-    position: loader_position.Position | None
-    metrics: dict[str, Any]
-    buffers: dict[str, Tensor]
-    counted: dict[str, Any]
-    own: dict[str, Any]
 
 
 class Resume(loop_progress.Follower):
@@ -97,15 +63,11 @@ class Resume(loop_progress.Follower):
         holds_gradients: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
-        self._trainer, self._device = trainer, device
-        self._own, self._restore_own, self._say = own, restore_own, say
-        module = trainer.lightning_module
-        self._holds_gradients, self._is_manual = holds_gradients, not module.automatic_optimization
+        self._trainer, self._say = trainer, say
+        self._holds_gradients = holds_gradients
+        self._is_manual = not trainer.lightning_module.automatic_optimization
         self._loaders = loader_position.TrainingLoaders(device, say)
-        self._metrics = running_metrics.RunningMetrics(trainer, module)
-        averages = enumerate(weight_callbacks.averaged_models(module))
-        self._buffers = PlainBuffers({"module": module} | {f"average{index}": average for index, average in averages})
-        self._generators: dict[str, list[list[random_state.Generator]]] = {"training": [], "validation": []}
+        self._noting = Noting(trainer, device, self._loaders, own, restore_own)
         self._noted: Point | None = None
         self._next = RUN_START
         self._is_iterated = False
@@ -114,7 +76,6 @@ class Resume(loop_progress.Follower):
         self._first_batch_in_training: bool | None = None
         self._plan: dict[str, Any] | None = None
         self._position_to_take: loader_position.Position | None = None
-        self._validation_to_take: tuple[list[list[Any]], dict[int, int]] | None = None
         self._before_validation: dict[str, Any] = {}
         self._late_saves = LateSaves(trainer)
         loop_progress.follow(trainer, self)
@@ -134,7 +95,7 @@ class Resume(loop_progress.Follower):
         Returns:
             The format's version, the sizes, and the state of each rank.
         """
-        own = self._plan if self._plan is not None else self._savable(self._point(), group)
+        own = self._plan if self._plan is not None else self._noting.savable(self._point(), group)
         ranks = [own]
         if group is not None:
             gathered: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
@@ -157,15 +118,6 @@ class Resume(loop_progress.Follower):
     def states_of_callbacks(self) -> dict[str, Any]:
         """States by key of callbacks that have seen a validation which the checkpoint goes back before."""
         return self._before_validation
-
-    def _savable(self, point: Point, group: dist.ProcessGroup | None) -> dict[str, Any]:
-        buffers = self._buffers.savable(point.buffers, group)
-        plain = vars(point) | {
-            "buffers": buffers,
-            "position": loader_position.savable(point.position),
-            "metrics": running_metrics.savable(point.metrics),
-        }
-        return random_state.savable(plain)
 
     # --- Taking up ----------------------------------------------------------------------------------------------------
 
@@ -205,9 +157,7 @@ class Resume(loop_progress.Follower):
             return
         loop_progress.forget_restart(self._trainer)
         plan = random_state.loaded(self._plan)
-        self._metrics.restore(plan["metrics"], self._device)
-        self._buffers.restore(plan["buffers"])
-        self._restore_own(plan["own"])
+        self._noting.restore(plan)
         self._position_to_take = loader_position.loaded(plan["position"])
         if self.planned == RUN_START:
             self.begin_planned()
@@ -228,7 +178,7 @@ class Resume(loop_progress.Follower):
             self._position_to_take = None
             self._is_iterated = self._is_placed = True
         if self._plan is None and self._next == RUN_START:
-            self._look_again()
+            self._noting.look_again()
             self._is_iterated, self._next = self._trainer.current_epoch == 0, EPOCH_START
 
     @override
@@ -236,32 +186,15 @@ class Resume(loop_progress.Follower):
         assert self._plan is not None
         plan, self._plan, self.planned = random_state.loaded(self._plan), None, None
         self._next = plan["next"]
-        self._restore_counted(plan["counted"])
-        self._look_again()
-        generators = [] if plan["random"] is None else plan["random"]["validation"]
-        self._validation_to_take = generators, plan["counted"]["validation_batches"]
-        if self._trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None:
-            self.validation_loaders_made()
-        if plan["random"] is not None:
-            self._set_random(plan["random"])
-
-    def _set_random(self, random: dict[str, Any]) -> None:
-        _set_generators(self._trainer.fit_loop._combined_loader, random["training"])
-        random_state.set_to(random["global"], self._device)
+        self._noting.restore_randomness(plan)
 
     @override
     def validation_loaders_made(self) -> None:
-        if not self._generators["validation"]:
-            self._look_again()
-        taken, self._validation_to_take = self._validation_to_take, None
-        if taken is not None:
-            validation = self._trainer.fit_loop.epoch_loop.val_loop
-            _set_generators(validation._combined_loader, taken[0])
-            validation._seen_batches_per_dataloader.update(taken[1])
+        self._noting.validation_loaders_made()
 
     @override
     def begin_epoch(self) -> None:
-        self._look_again()
+        self._noting.look_again()
         self._next = EPOCH_START
         self._noted = self._take(EPOCH_START)
 
@@ -348,65 +281,10 @@ class Resume(loop_progress.Follower):
 
     # --- Noting -------------------------------------------------------------------------------------------------------
 
-    def _look_again(self) -> None:
-        """Look for what is to be noted: finding it takes longer than noting it."""
-        fit_loop = self._trainer.fit_loop
-        self._buffers.look_again()
-        self._metrics.look_again()
-        self._generators = {
-            "training": _generators(fit_loop._combined_loader),
-            "validation": _generators(fit_loop.epoch_loop.val_loop._combined_loader),
-        }
+    def _take(self, next_: str) -> Point:
+        return self._noting.take(next_, self._is_iterated, self._first_batch_in_training)
 
     def _is_last_batch(self) -> bool:
         fit_loop = self._trainer.fit_loop
         is_exhausted = fit_loop._data_fetcher is not None and fit_loop._data_fetcher.done
         return is_exhausted or fit_loop.epoch_loop._num_ready_batches_reached()
-
-    def _take(self, next_: str) -> Point:
-        trainer = self._trainer
-        progress = loop_progress.progress_of(trainer)
-        metrics = self._metrics.note()
-        if next_ == BATCH_END:
-            loop_progress.finish_counting(progress)
-        elif next_ == AFTER_VALIDATION:
-            metrics |= {"first_batch": self._first_batch_in_training, "hook": None}
-        validation = trainer.fit_loop.epoch_loop.val_loop
-        has_position = self._is_iterated and next_ != EPOCH_END
-        return Point(
-            next=next_,
-            progress=progress,
-            random={
-                "global": random_state.note(self._device),
-                "training": _states(self._generators["training"]),
-                "validation": _states(self._generators["validation"]),
-            },
-            position=self._loaders.position(trainer.fit_loop._data_fetcher) if has_position else None,
-            metrics=metrics,
-            buffers=self._buffers.note(),
-            counted={
-                "validation_batches": dict(validation._seen_batches_per_dataloader),
-                "training_loaders_made": trainer.fit_loop._last_train_dl_reload_epoch,
-                "validation_loaders_made": validation._last_val_dl_reload_epoch,
-            },
-            own=self._own(),
-        )
-
-    def _restore_counted(self, counted: dict[str, Any]) -> None:
-        fit_loop = self._trainer.fit_loop
-        validation = fit_loop.epoch_loop.val_loop
-        fit_loop._last_train_dl_reload_epoch = counted["training_loaders_made"]
-        validation._last_val_dl_reload_epoch = counted["validation_loaders_made"]
-
-
-def _generators(combined: Any) -> list[list[random_state.Generator]]:
-    return [] if combined is None else [random_state.generators_of(loader) for loader in combined.flattened]
-
-
-def _states(generators: list[list[random_state.Generator]]) -> list[list[Any]]:
-    return [random_state.note_generators(of_loader) for of_loader in generators]
-
-
-def _set_generators(combined: Any, states: list[list[Any]]) -> None:
-    for generators, of_loader in zip(_generators(combined), states, strict=False):
-        random_state.set_generators(generators, of_loader)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_automodel import resume as resume_room
+from lightning_automodel import points
+from lightning_automodel.loader_position import TrainingLoaders
 from tests.rank_pool import RankPool
 from tests.trainer.resuming import (
     Learner,
@@ -130,10 +131,10 @@ def test_random_stops(pool2: RankPool, seed: int, tmp_path: Path) -> None:
 def compare_without(part: str, *args: Any) -> list[str]:
     """Runs on every rank: the same, with a part of the restoring left out."""
     owner, name = {
-        "random states": (resume_room.random_state, "set_to"),
-        "loaders": (resume_room.loader_position.TrainingLoaders, "remake_at"),
-        "metrics": (resume_room.running_metrics.RunningMetrics, "restore"),
-        "buffers": (resume_room.PlainBuffers, "restore"),
+        "random states": (points.random_state, "set_to"),
+        "loaders": (TrainingLoaders, "remake_at"),
+        "metrics": (points.running_metrics.RunningMetrics, "restore"),
+        "buffers": (points.PlainBuffers, "restore"),
     }[part]
     kept = getattr(owner, name)
     setattr(owner, name, lambda *_, **__: None)

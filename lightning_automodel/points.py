@@ -1,0 +1,164 @@
+"""Moments of a fit: all of what a rank would need to go on from one, noted, written and put back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_automodel import loader_position, loop_progress, random_state, running_metrics, weight_callbacks
+from lightning_automodel.loop_progress import AFTER_VALIDATION, BATCH_END, EPOCH_END
+from lightning_automodel.module_buffers import PlainBuffers
+
+
+@dataclass(frozen=True)
+class Point:
+    """A moment of a fit on this rank.
+
+    Attributes:
+        next: What comes next, one of the names in :mod:`loop_progress`.
+        progress: Counters of the loops.
+        random: Global random states, then those of the generators of training and of validation loaders.
+        position: Where the training loaders are; None where they are yet to be iterated.
+        metrics: Running metrics.
+        buffers: Plain buffers.
+        counted: Small things that Lightning counts and does not save.
+        own: What the strategy itself keeps from step to step.
+    """
+
+    next: str
+    progress: dict[str, Any]
+    random: dict[str, Any]
+    position: loader_position.Position | None
+    metrics: dict[str, Any]
+    buffers: dict[str, Tensor]
+    counted: dict[str, Any]
+    own: dict[str, Any]
+
+
+class Noting:
+    """Notes where a fit is, and puts it there. Noting neither synchronises nor communicates.
+
+    Args:
+        trainer: Of the fit, set up.
+        device: Of this rank.
+        loaders: Its training loaders.
+        own: Returns what the strategy keeps from step to step.
+        restore_own: Takes it back.
+    """
+
+    def __init__(
+        self,
+        trainer: "pl.Trainer",
+        device: torch.device,
+        loaders: loader_position.TrainingLoaders,
+        own: Callable[[], dict[str, Any]],
+        restore_own: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._fit_loop, self._device, self._loaders = trainer.fit_loop, device, loaders
+        self._trainer, self._own, self._restore_own = trainer, own, restore_own
+        module = trainer.lightning_module
+        self._metrics = running_metrics.RunningMetrics(trainer, module)
+        averages = enumerate(weight_callbacks.averaged_models(module))
+        self._buffers = PlainBuffers({"module": module} | {f"average{index}": average for index, average in averages})
+        self._generators: dict[str, list[list[random_state.Generator]]] = {"training": [], "validation": []}
+        self._validation_to_take: tuple[list[list[Any]], dict[int, int]] | None = None
+
+    @property
+    def _validation(self) -> Any:
+        return self._fit_loop.epoch_loop.val_loop
+
+    def look_again(self) -> None:
+        """Look for what is to be noted: finding it takes longer than noting it."""
+        self._buffers.look_again()
+        self._metrics.look_again()
+        self._generators = {
+            "training": _generators(self._fit_loop._combined_loader),
+            "validation": _generators(self._validation._combined_loader),
+        }
+
+    def take(self, next_: str, is_iterated: bool, first_batch: bool | None) -> Point:
+        """The moment now.
+
+        Args:
+            next_: What comes next.
+            is_iterated: Whether the training loaders are iterated for the epoch.
+            first_batch: After a validation, whether Lightning's loggers take the batch before it for an epoch's first.
+        """
+        progress, metrics = loop_progress.progress_of(self._trainer), self._metrics.note()
+        if next_ == BATCH_END:
+            loop_progress.finish_counting(progress)
+        elif next_ == AFTER_VALIDATION:
+            metrics |= {"first_batch": first_batch, "hook": None}
+        has_position = is_iterated and next_ != EPOCH_END
+        return Point(
+            next=next_,
+            progress=progress,
+            random={
+                "global": random_state.note(self._device),
+                "training": _states(self._generators["training"]),
+                "validation": _states(self._generators["validation"]),
+            },
+            position=self._loaders.position(self._fit_loop._data_fetcher) if has_position else None,
+            metrics=metrics,
+            buffers=self._buffers.note(),
+            counted={
+                "validation_batches": dict(self._validation._seen_batches_per_dataloader),
+                "training_loaders_made": self._fit_loop._last_train_dl_reload_epoch,
+                "validation_loaders_made": self._validation._last_val_dl_reload_epoch,
+            },
+            own=self._own(),
+        )
+
+    def savable(self, point: Point, group: dist.ProcessGroup | None) -> dict[str, Any]:
+        """``point`` as a checkpoint holds it. A collective on ``group`` where it is given."""
+        plain = vars(point) | {
+            "buffers": self._buffers.savable(point.buffers, group),
+            "position": loader_position.savable(point.position),
+            "metrics": running_metrics.savable(point.metrics),
+        }
+        return random_state.savable(plain)
+
+    def restore(self, plan: dict[str, Any]) -> None:
+        """Before the run begins, put back what no hook changes until it goes on. Every rank must call it."""
+        self._metrics.restore(plan["metrics"], self._device)
+        self._buffers.restore(plan["buffers"])
+        self._restore_own(plan["own"])
+
+    def restore_randomness(self, plan: dict[str, Any]) -> None:
+        """Where the run goes on, put back random states and what Lightning counts."""
+        counted, random = plan["counted"], plan["random"]
+        self._fit_loop._last_train_dl_reload_epoch = counted["training_loaders_made"]
+        self._validation._last_val_dl_reload_epoch = counted["validation_loaders_made"]
+        self.look_again()
+        self._validation_to_take = [] if random is None else random["validation"], counted["validation_batches"]
+        if self._validation._combined_loader is not None:
+            self.validation_loaders_made()
+        if random is not None:
+            _set_states(self._generators["training"], random["training"])
+            random_state.set_to(random["global"], self._device)
+
+    def validation_loaders_made(self) -> None:
+        """Put back the states of their generators, where that is due."""
+        if not self._generators["validation"]:
+            self.look_again()
+        taken, self._validation_to_take = self._validation_to_take, None
+        if taken is not None:
+            _set_states(self._generators["validation"], taken[0])
+            self._validation._seen_batches_per_dataloader.update(taken[1])
+
+
+def _generators(combined: Any) -> list[list[random_state.Generator]]:
+    return [] if combined is None else [random_state.generators_of(loader) for loader in combined.flattened]
+
+
+def _states(generators: list[list[random_state.Generator]]) -> list[list[Any]]:
+    return [random_state.note_generators(of_loader) for of_loader in generators]
+
+
+def _set_states(generators: list[list[random_state.Generator]], states: list[list[Any]]) -> None:
+    for of_loader, saved in zip(generators, states, strict=False):
+        random_state.set_generators(of_loader, saved)
