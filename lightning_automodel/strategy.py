@@ -40,7 +40,7 @@ from lightning_automodel import (
 from lightning_automodel.activations import RecomputedBlocks
 from lightning_automodel.advice import Advice, shortened
 from lightning_automodel.caller_mesh import adopt_mesh
-from lightning_automodel.checkpoint import RunCheckpoints, model_state, optimizer_state
+from lightning_automodel.checkpoint import RunCheckpoints, describe_models, model_state, optimizer_state
 from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine
 from lightning_automodel.first_rank import FirstRankPerNode
 from lightning_automodel.guard import RunGuard
@@ -762,11 +762,12 @@ class AutomodelStrategy(ParallelStrategy):
         Raises:
             CheckpointError: On every rank, if it failed on any; older checkpoints are as they were.
         """
+        module = self.lightning_module
+        assert module is not None
+        checkpoint.update(describe_models(module))
         if self._guard.has_failed:
             self._checkpoints.save_alone(checkpoint, filepath, self.checkpoint_io)
             return
-        module = self.lightning_module
-        assert module is not None
         goes_on = module.trainer.state.fn == TrainerFn.FITTING and module.trainer.state.status == TrainerStatus.RUNNING
         self._checkpoints.save(checkpoint, filepath, self.root_device, self.checkpoint_io, goes_on, storage_options)
 

@@ -8,8 +8,9 @@ import os
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from fsspec.core import url_to_fs
@@ -37,10 +38,20 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
         filesystem, place = url_to_fs(path)
         filesystem.pipe_file(place, stream.getvalue())
         return
+    with new_file(path) as file:
+        torch.save(checkpoint, file)
+
+
+@contextmanager
+def new_file(path: str) -> Iterator[IO[bytes]]:
+    """What the block writes, an archive of ``torch.save``, becomes the file ``path`` once all of it is on disk.
+
+    If the block raises, what was at ``path`` stays.
+    """
     staging = Path(path).with_name(publishing.unfinished_name())
     try:
         with open(staging, "w+b") as file:
-            torch.save(checkpoint, file)
+            yield file
             _add_checksum(file)
             file.flush()
             os.fsync(file.fileno())
@@ -62,6 +73,11 @@ def check_file(path: str) -> None:
         raise FileNotFoundError("there is no such file or directory")
     with filesystem.open(place, "rb") as file:
         _check(file)
+
+
+def has_checksum(file: Any) -> bool:
+    """Whether this package has written an open file."""
+    return _checksum_at_end(file) is not None
 
 
 def load_file(path: str, weights_only: bool | None) -> dict[str, Any]:
@@ -177,12 +193,20 @@ def _add_checksum(file: Any) -> None:
     file.write(_COMMENT_SIZE.to_bytes(2, "little") + _COMMENT % value)
 
 
-def _check(file: Any) -> None:
+def _checksum_at_end(file: Any) -> bytes | None:
+    """The comment of an archive if it is as long as ours."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _END_SIZE - _COMMENT_SIZE))
     end = file.read()
     if end[:4] == _END_OF_ARCHIVE and end[_END_SIZE - 2 : _END_SIZE] == _COMMENT_SIZE.to_bytes(2, "little"):
-        if end[_END_SIZE:] != _COMMENT % _crc32(file, size - _COMMENT_SIZE - 2):
+        return end[_END_SIZE:]
+    return None
+
+
+def _check(file: Any) -> None:
+    size = file.seek(0, os.SEEK_END)
+    if (told := _checksum_at_end(file)) is not None:
+        if told != _COMMENT % _crc32(file, size - _COMMENT_SIZE - 2):
             raise CheckpointError("its content has changed since it was written (wrong checksum)")
         return
     file.seek(0)
