@@ -309,8 +309,19 @@ def _new_directory(path: str | Path) -> Path:
 
 
 def _write(save: Callable[..., None], path: Path, tensors: dict[str, Tensor]) -> None:
-    save({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    save(_apart(tensors), path, metadata={"format": "pt"})
     _sync(path)
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``tensors`` such that no two share memory, which safetensors refuses: ties that no configuration tells of."""
+    apart: dict[str, Tensor] = {}
+    known: set[int] = set()
+    for name, tensor in tensors.items():
+        is_shared = tensor.untyped_storage().data_ptr() in known
+        apart[name] = tensor.clone(memory_format=torch.contiguous_format) if is_shared else tensor.contiguous()
+        known.add(apart[name].untyped_storage().data_ptr())
+    return apart
 
 
 def _write_texts(folder: Path, texts: dict[str, Any]) -> None:
