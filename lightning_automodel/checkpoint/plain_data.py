@@ -94,15 +94,18 @@ def load_outline(stream: Any, what: str) -> dict[str, Any]:
         what: For the message.
 
     Raises:
-        CheckpointError: If it is damaged, or holds no dict.
+        CheckpointError: If it is damaged, calls functions, or holds no dict.
     """
+    unknown: list[str] = []
     try:
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
         stream.seek(0)
         stand_ins = [(_stand_in(name), name) for name in unknown]
         with torch.serialization.safe_globals(stand_ins), _compat.FakeTensorMode():  # type: ignore[arg-type]
             loaded = torch.load(stream, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{what} cannot be read without running code ({', '.join(sorted(unknown))})") from error
+    except (RuntimeError, ValueError, EOFError, OSError) as error:
         raise CheckpointError(f"{what} cannot be read ({str(error).splitlines()[0][:200]})") from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{what} is no checkpoint: it holds a {type(loaded).__name__}")

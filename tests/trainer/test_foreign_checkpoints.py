@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,11 +16,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from lightning_automodel.checkpoint import CheckpointError
+from lightning_automodel.checkpoint.__main__ import main
 from lightning_automodel.checkpoint.shards import ShardDirectory
 from tests.rank_pool import RankPool
-from tests.trainer.checkpoints import ACCUMULATE, AdamModule, batches, resume, uninterrupted
-from tests.trainer.exactness import Outcome, weight_error
-from tests.trainer.runs import TOLERANCE, make_trainer
+from tests.trainer.checkpoints import ACCUMULATE, AdamModule, batches, resume, save, uninterrupted
+from tests.trainer.exactness import Outcome, full_weights, weight_error
+from tests.trainer.runs import CASE, TOLERANCE, make_trainer
 
 
 class HostFSDP(FSDPStrategy):
@@ -98,6 +100,27 @@ def test_goes_on_from_shards_of_fsdp1(pool2: RankPool, tmp_path: Path) -> None:
         ):
             assert _deviation(weights, from_file) <= TOLERANCE
             assert TOLERANCE < _deviation(weights, uninterrupted_weights) <= 1e-5
+
+
+def _lightning_goes_on(path: str) -> dict[str, Tensor]:
+    module = AdamModule(CASE.seed + 2)
+    trainer = make_trainer(DDPStrategy(), accumulate_grad_batches=ACCUMULATE, max_epochs=2)
+    trainer.fit(module, batches(), ckpt_path=path)
+    return full_weights(module.model)
+
+
+def test_lightning_goes_on_from_a_consolidated_file(pool2: RankPool, tmp_path: Path) -> None:
+    """So does this strategy, and the file's archive is sound."""
+    directory, whole = tmp_path / "run.ckpt", tmp_path / "whole.ckpt"
+    pool2.run(save, ENGINES["fsdp2"], str(directory))
+    assert main(["consolidate", str(directory), str(whole)]) == 0
+    assert zipfile.ZipFile(whole).testzip() is None
+    expected = pool2.run(uninterrupted, ENGINES["fsdp2"])
+    for weights, reference in zip(pool2.run(_lightning_goes_on, str(whole)), expected, strict=True):
+        assert _deviation(weights, reference) <= TOLERANCE
+    for options in ENGINES.values():
+        for weights, reference in zip(pool2.run(resume, options, str(whole)), expected, strict=True):
+            assert _deviation(weights, reference) <= TOLERANCE
 
 
 def test_files_that_are_missing_or_cut_off_are_told(pool2: RankPool, tmp_path: Path) -> None:
