@@ -7,6 +7,7 @@ can read it too.
 
 import io
 import os
+import warnings
 import zlib
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -236,7 +237,9 @@ class ShardDirectory:
             CheckpointError: If an entry is missing or has another shape (nothing was read then), or cannot be read.
         """
         planner = _PlainDataPlanner(self._weights_only)
-        with translated(f"Cannot load {self.path}"):
+        with translated(f"Cannot load {self.path}"), warnings.catch_warnings():
+            if self._is_alone:
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(
                 targets, storage_reader=_Reader(self._folder, self.metadata), planner=planner, no_dist=self._is_alone
             )
