@@ -37,7 +37,7 @@ class Report:
         damage: What is wrong; None where nothing was found.
         verified: Whether all content was read to find that, or only what is there and how large.
         world_size: Ranks that wrote a directory; None where that is unknown.
-        epoch: Epochs that were completed.
+        epoch: Index of the epoch that it was saved in, or of the next one, as Lightning counts.
         global_step: Optimizer steps that were made.
         num_parameters: Elements of the model's state, buffers included.
         num_bytes: Of ``model``, ``optimizers`` and ``rest``.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -72,7 +73,7 @@ class _Directory:
         self._shards = ShardDirectory(path, weights_only, alone=True)
         self.rest: Mapping[str, Any] = self._shards.rest
 
-    @property
+    @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
         return {
             name.removeprefix(f"{MODEL}."): TensorInfo(entry.size, entry.properties.dtype)
@@ -81,8 +82,7 @@ class _Directory:
         }
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        tensors = self.tensors
-        read = {name: torch.empty(tensors[name].size, dtype=tensors[name].dtype) for name in names}
+        read = {name: torch.empty(self.tensors[name].size, dtype=self.tensors[name].dtype) for name in names}
         self._shards.read_into({MODEL: read})
         return read
 

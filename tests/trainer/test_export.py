@@ -14,15 +14,19 @@ from lightning.pytorch.callbacks import Callback
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import CheckpointError, export, export_hugging_face
 from lightning_automodel.checkpoint.__main__ import main
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import TinyDecoder, full_weights
+from tests.trainer.exactness import TinyDecoder, full_weights, micro_batches
 from tests.trainer.hugging_face import CAUSAL, OwnLoss, lora_llama, mixtral, t5, tied_llama, untied_gpt2
 from tests.trainer.plain import ModelModule
 from tests.trainer.runs import loader, make_trainer
+from tests.trainer.test_hf_tensor_parallel import CASE as TENSOR_PARALLEL
+from tests.trainer.test_hf_tensor_parallel import make_model as make_logits_model
+from tests.trainer.test_tensor_parallel import data_rank
 
 ENGINES: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
 SMALL, TINY = "2KB", 700
@@ -88,6 +92,27 @@ def test_from_pretrained_reads_what_was_trained(pool2: RankPool, tmp_path: Path,
         assert torch.equal(value, weights[name])
         assert torch.equal(value, same[name])
         assert not torch.equal(value, started[name])
+
+
+def _train_shared_by_two(path: str) -> dict[str, Tensor]:
+    module = ModelModule(make_logits_model("Llama-tied"))
+    trainer = make_trainer(
+        AutomodelStrategy(tensor_parallel_size=2), max_steps=1, callbacks=[ExportsAtTheEnd(path, max_shard_size=SMALL)]
+    )
+    trainer.fit(module, DataLoader(micro_batches(TENSOR_PARALLEL)[data_rank()], batch_size=None))
+    return full_weights(module.model.model)
+
+
+def test_tensor_parallel_ranks(pool4: RankPool, tmp_path: Path) -> None:
+    """Four ranks, two of which share each layer; the model lies deeper in the module."""
+    from transformers import AutoModelForCausalLM
+
+    (weights, *_) = pool4.run(_train_shared_by_two, str(tmp_path / "out"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    assert weights.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(value, weights[name]) for name, value in model.named_parameters())
 
 
 @pytest.mark.parametrize("make_model", [tied_llama, untied_gpt2, t5, mixtral])
