@@ -13,7 +13,8 @@ from tqdm import tqdm
 from lightning_automodel.checkpoint import places
 from lightning_automodel.checkpoint.consolidate import consolidate
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.export import ExportOptions, export_checkpoint
+from lightning_automodel.checkpoint.export import export_checkpoint
+from lightning_automodel.checkpoint.export_plan import ExportOptions
 from lightning_automodel.checkpoint.inspection import checkpoints_in, inspect, leftovers_in
 from lightning_automodel.checkpoint.report import as_line, as_text
 from lightning_automodel.checkpoint.splitting import number_of_bytes

@@ -26,7 +26,7 @@ from lightning_automodel.checkpoint.splitting import in_portions
 from lightning_automodel.checkpoint.state import MODEL, is_optimizer_key, optimizer_key
 from lightning_automodel.checkpoint.whole_file import new_file
 
-_AT_ONCE = 1 << 24
+_AT_ONCE = 1 << 22
 _ENTRY_SIZE, _CRC_AT, _LENGTHS_AT = 46, 16, 28
 
 Path = tuple[str | int, ...]
@@ -37,7 +37,7 @@ def consolidate(path: str, out: str, weights_only: bool | None, progress: Callab
     """Write a checkpoint as one file: ``state_dict``, ``optimizer_states`` and the rest. Not a collective.
 
     Optimizer states keep the names of parameters as ids, which torch's optimizers take by their order. Beside the
-    largest tensor and one rank's shard of it, the process holds 16 MB.
+    largest tensor and one rank's shard of it, the process holds some 4 MB.
 
     Args:
         path: A directory of shards.

@@ -14,7 +14,7 @@ from lightning_automodel.checkpoint.errors import CheckpointError
 MANIFEST = "manifest.json"
 _FORMAT = "lightning_automodel checkpoint"
 _VERSION = 1
-_BLOCK = 1 << 24
+_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)

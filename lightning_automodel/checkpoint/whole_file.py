@@ -21,7 +21,7 @@ from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.plain_data import load_plain_data
 from lightning_automodel.checkpoint.state import MODEL, optimizer_key
 
-_BLOCK = 1 << 24
+_BLOCK = 1 << 22
 _END_OF_ARCHIVE = b"PK\x05\x06"
 _END_SIZE = 22
 _COMMENT = b"lightning_automodel crc32=%08x"

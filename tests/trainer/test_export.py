@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
@@ -203,8 +207,6 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def _fail_on_one_rank(folder: str) -> str:
-    import torch.distributed as dist
-
     def failing_write(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -225,28 +227,38 @@ def test_a_rank_that_cannot_write(pool2: RankPool, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def _most_held(folder: str) -> tuple[int, int]:
-    """Bytes that this rank held of one file at most, and those of all files."""
+def _held_at_each_write(folder: str) -> list[int]:
+    """Bytes of whole tensors that this rank holds whenever it writes; all were freed before it gathers again."""
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
     held = []
-    write = export._write
+    write, gather = export._write, export._gathered
 
     def counting_write(save: Any, path: Any, tensors: dict[str, Tensor]) -> None:
-        held.append(sum(tensor.nbytes for tensor in tensors.values()))
+        alive.update(tensors.values())
+        held.append(sum(tensor.nbytes for tensor in alive))
         write(save, path, tensors)
 
+    def checking_gather(*args: Any) -> dict[str, Tensor]:
+        assert not alive
+        return gather(*args)
+
+    module = ModelModule(TinyDecoder(seed=1))
+    fully_shard(module.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "_write", counting_write)
-        export_hugging_face(ModelModule(TinyDecoder(seed=1)), f"{folder}/out", max_shard_size=TINY, prefix="model")
-    return max(held), len(held)
+        patch.setattr(export, "_gathered", checking_gather)
+        export_hugging_face(module, f"{folder}/out", max_shard_size=TINY, prefix="model")
+    return held
 
 
 def test_ranks_write_in_turn(pool2: RankPool, tmp_path: Path) -> None:
     """Each its share of the files, one at a time."""
-    outcomes = pool2.run(_most_held, str(tmp_path))
-    files = sorted((tmp_path / "out").glob("*.safetensors"))
-    assert sum(count for _, count in outcomes) == len(files)
-    assert all(count > 0 for _, count in outcomes)
-    assert max(held for held, _ in outcomes) <= TINY
+    held = pool2.run(_held_at_each_write, str(tmp_path))
+    num_files = len(list((tmp_path / "out").glob("*.safetensors")))
+    assert num_files > 2
+    assert sum(map(len, held)) == num_files
+    assert all(0 < size <= TINY for of_rank in held for size in of_rank)
+    assert all(held)
 
 
 def test_description_is_plain_data(pool2: RankPool, tmp_path: Path) -> None:
@@ -293,7 +305,7 @@ def _save_shards(path: Path, num_tensors: int, rows: int) -> None:
     torch.save({"epoch": 1, "global_step": 2}, path / "meta.pt")
 
 
-@pytest.mark.parametrize("command", [["export", "--key", "model.", "--max-shard-size", "10MB"], ["consolidate"]])
+@pytest.mark.parametrize("command", [["export", "--key", "model.", "--max-shard-size", "5MB"], ["consolidate"]])
 def test_memory(tmp_path: Path, command: list[str]) -> None:
     """A state of 200 MB, of which half is the model, in 4 MB tensors: far less than that is held at once."""
     _save_shards(tmp_path / "small.ckpt", 2, 8)
