@@ -53,7 +53,7 @@ def consolidate(path: str, out: str, weights_only: bool | None, progress: Callab
     tensors = _tensors(shards)
     paths = {name: _final_path(shards.metadata.planner_data[name]) for name in tensors}
     others = _storages(shards.rest)
-    tree = {**shards.rest, MODEL: {}, "optimizer_states": _optimizers_without_tensors(shards)}
+    tree = _without_tensors(shards)
     with _compat.FakeTensorMode():
         for name, info in tensors.items():
             _put(tree, paths[name], torch.empty(info.size, dtype=info.dtype))
@@ -97,6 +97,13 @@ def _final_path(path: Path) -> Path:
     if is_optimizer_key(str(first)):
         return "optimizer_states", int(str(first).rpartition("_")[2]), *others
     return (first, *others)
+
+
+def _without_tensors(shards: ShardDirectory) -> dict[str, Any]:
+    """The checkpoint as Lightning makes it; one of weights alone has no ``optimizer_states``, and no schedules."""
+    tree = {**shards.rest, MODEL: {}}
+    states = _optimizers_without_tensors(shards)
+    return {**tree, "optimizer_states": states} if states or "lr_schedulers" in tree else tree
 
 
 def _optimizers_without_tensors(shards: ShardDirectory) -> list[dict[str, Any]]:

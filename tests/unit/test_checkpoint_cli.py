@@ -177,6 +177,16 @@ def test_consolidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
 
 
+def test_consolidate_weights_alone(tmp_path: Path) -> None:
+    """No optimizer's state is not the state of no optimizers, with which a run would go on from fresh moments."""
+    weights = {"epoch": 2, "state_dict": dict(MODEL)}
+    for name, saved in {"weights": weights, "none": {**weights, "optimizer_states": [], "lr_schedulers": []}}.items():
+        path = tmp_path / f"{name}.ckpt"
+        CheckpointSaver(torch.device("cpu")).save_shards(dict(saved), str(path), None)
+        assert main(["consolidate", str(path), str(tmp_path / name)]) == 0
+        assert torch.load(tmp_path / name, weights_only=True).keys() == saved.keys()
+
+
 def _assert_same(value: Any, expected: Any) -> None:
     assert type(value) is type(expected)
     if isinstance(expected, dict):
