@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from docstrings import IGNORE_INDEX, VOCABULARY_SIZE, decode, encode_prompt
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from one_cycle import adamw_one_cycle
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
@@ -104,15 +105,7 @@ class DocstringWriter(L.LightningModule):
         self.log("val/loss", self.val_loss, prog_bar=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95))
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer,
-            self.learning_rate,
-            total_steps=self.trainer.estimated_stepping_batches,
-            pct_start=0.1,
-            cycle_momentum=False,
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return adamw_one_cycle(self, self.learning_rate)
 
     @torch.no_grad()
     def complete(self, prompt: str, num_bytes: int = 120, temperature: float = 0.5) -> str:

@@ -22,6 +22,7 @@ import torch
 from docstrings import IGNORE_INDEX, SAMPLE_PROMPT
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from one_cycle import adamw_one_cycle
 from peft import LoraConfig, get_peft_model
 from smollm2 import ChatData, encode_question, load_model, load_tokenizer
 from torch import Tensor, nn
@@ -71,16 +72,7 @@ class DocstringAssistant(L.LightningModule):
         self.log("val/loss", self.val_loss, prog_bar=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=self.learning_rate, betas=(0.9, 0.95))
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer,
-            self.learning_rate,
-            total_steps=self.trainer.estimated_stepping_batches,
-            pct_start=0.1,
-            cycle_momentum=False,
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return adamw_one_cycle(self, self.learning_rate)
 
     @torch.no_grad()
     def complete(self, prompt: str, num_tokens: int = 48) -> str:

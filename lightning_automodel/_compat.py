@@ -3,6 +3,7 @@
 Written against torch 2.13 and Lightning 2.6.6. An upstream rename breaks this file and no other.
 """
 
+import inspect
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
@@ -16,6 +17,8 @@ from lightning.fabric.strategies.launchers.multiprocessing import _check_missing
 from lightning.fabric.strategies.launchers.multiprocessing import (
     _disable_module_memory_sharing as disable_module_memory_sharing,
 )
+from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
+from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper as DatasetSamplerWrapper
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend_for_device,
 )
@@ -26,10 +29,17 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimi
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import _Stateful as Stateful
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
+from lightning.pytorch.loops import _EvaluationLoop as EvaluationLoop
+from lightning.pytorch.loops import _FitLoop as FitLoop
+from lightning.pytorch.loops import _Loop as Loop
+from lightning.pytorch.loops import _TrainingEpochLoop as TrainingEpochLoop
+from lightning.pytorch.loops.fit_loop import RestartStage
+from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
 from lightning.pytorch.overrides.distributed import prepare_for_backward as prepare_ddp_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
@@ -39,6 +49,9 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as ResultMetadata
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as ResultSync
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from torch import Tensor, nn
@@ -69,19 +82,30 @@ __all__ = [
     "CHECKPOINT_METADATA_CLASSES",
     "CHECKPOINT_METADATA_FILENAME",
     "IS_INTERACTIVE",
+    "BaseProgress",
     "DDPForwardRedirection",
+    "DatasetSamplerWrapper",
+    "EvaluationLoop",
     "FSDPParamGroup",
     "FakeTensorMode",
+    "FitLoop",
     "FsspecFileSystem",
     "FsspecReader",
     "FsspecWriter",
     "GlobalStateSnapshot",
     "Launcher",
+    "Loop",
     "MockOptimizer",
     "MultiProcessingLauncher",
     "OptimizedModule",
+    "RestartStage",
+    "ResultMetadata",
+    "ResultMetric",
+    "ResultSync",
     "SIGTERMException",
+    "Stateful",
     "SubprocessScriptLauncher",
+    "TrainingEpochLoop",
     "TunerExitException",
     "averaged_model",
     "averaging_size",
@@ -103,13 +127,16 @@ __all__ = [
     "flatten_mesh",
     "flush_static_graph",
     "forget_meshes",
+    "forget_process_groups",
     "free_parked",
     "fsdp_param_groups",
     "gathered_bytes",
     "gathered_storage_is_alive",
+    "give_back_links",
     "give_back_sigterm",
     "give_back_unscaling",
     "has_deferred_gradients",
+    "has_gradient_hook",
     "has_post_accumulate_hook",
     "initialise_fsdp_root",
     "is_compiled",
@@ -136,17 +163,22 @@ __all__ = [
     "set_group_timeout",
     "set_num_threads_if_needed",
     "set_rng_states",
+    "set_sampler_epoch",
+    "sharded_and_gathered",
     "sharded_versions",
+    "start_accumulator",
     "storage_records",
     "take_over_forward_hooks",
+    "take_over_links",
     "take_over_requeueing",
     "take_over_sigterm",
     "tell_sigterm",
-    "trainable_and_gathered",
+    "told_weights_only",
     "unpark_gathered",
     "unscale_anew",
     "unsharded_gradient_bytes",
     "verify_shapes_across_ranks",
+    "was_gathered",
     "widen_gradient",
 ]
 
@@ -220,6 +252,22 @@ def process_groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
+def forget_process_groups() -> list[Any]:
+    """Let torch believe that no group was ever made, and return what would otherwise be destroyed.
+
+    ``destroy_process_group`` shuts groups down, which in a forked process waits for threads of its parent.
+    """
+    world = dist.distributed_c10d._world
+    kept = [*world.pg_map.items()]
+    dist.distributed_c10d._update_default_pg(None)
+    registries: list[dict[Any, Any]] = [world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config]
+    for registry in (*registries, world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state):
+        registry.clear()
+    torch._C._distributed_c10d._unregister_all_process_groups()
+    world.group_count = 0
+    return kept
+
+
 def forget_meshes() -> None:
     """Empty this thread's caches of DTensor sharding decisions: they hold each mesh that was ever sharded over.
 
@@ -279,12 +327,12 @@ def is_replicated(group: FSDPParamGroup) -> bool:
     return group._is_hsdp
 
 
-def trainable_and_gathered(group: FSDPParamGroup) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Trainable sharded parameters, each with the one that stands for it while gathered.
+def sharded_and_gathered(group: FSDPParamGroup) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Sharded parameters, each with the one that stands for it while gathered.
 
     The latter are the same objects from the first gathering on, which must have happened.
     """
-    return [(p.sharded_param, p._unsharded_param) for p in group.fsdp_params if p.sharded_param.requires_grad]
+    return [(param.sharded_param, param._unsharded_param) for param in group.fsdp_params]
 
 
 def has_deferred_gradients(root: FSDPModule) -> bool:
@@ -320,6 +368,11 @@ def discard_partial_reduction(group: FSDPParamGroup) -> None:
 def is_fsdp_root(module: FSDPModule) -> bool:
     """Whether lazy initialisation made ``module`` a root."""
     return bool(module._get_fsdp_state()._is_root)
+
+
+def was_gathered(group: FSDPParamGroup) -> bool:
+    """Whether the group was gathered before: buffers and parameters for that are made once, in the dtype of then."""
+    return any(len(param.all_gather_outputs) > 0 for param in group.fsdp_params)
 
 
 def name_of(group: FSDPParamGroup) -> str:
@@ -363,6 +416,11 @@ def lacks_accumulator(group: FSDPParamGroup) -> list[FSDPParam]:
     return lacking if len(lacking) < len(trainable) else []
 
 
+def start_accumulator(param: FSDPParam) -> None:
+    """Let the gradients of ``param`` be added to a zero in the dtype of the reduction."""
+    param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param, dtype=param.reduce_dtype)
+
+
 def widen_gradient(param: FSDPParam) -> RemovableHandle:
     """Move the next gradient of ``param`` to the dtype of the reduction as soon as autograd has accumulated it."""
 
@@ -381,6 +439,11 @@ def widen_gradient(param: FSDPParam) -> RemovableHandle:
 def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
     """Whether anybody acts on the gradient of ``parameter`` as soon as it is accumulated."""
     return bool(parameter._post_accumulate_grad_hooks)
+
+
+def has_gradient_hook(parameter: nn.Parameter) -> bool:
+    """Whether anybody looks at or replaces the gradient of ``parameter`` before it is accumulated."""
+    return bool(parameter._backward_hooks)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -464,7 +527,7 @@ def current_scale(scaler: GradScaler) -> Tensor:
 
 def replace_unscaling(
     scaler: GradScaler,
-    unscale: Callable[[Optimizer], None],
+    unscale: Callable[[Optimizer], object],
     agree: Callable[[dict[torch.device, Tensor]], dict[torch.device, Tensor]] | None,
 ) -> None:
     """Let whoever calls ``scaler.unscale_`` call ``unscale``, and where ``agree`` is given unscale shard by shard.
@@ -598,6 +661,22 @@ def give_back_sigterm(trainer: Trainer) -> None:
     trainer._signal_connector.__dict__.pop("_slurm_sigusr_handler_fn", None)
 
 
+def take_over_links(trainer: Trainer, link: Callable[[str, str], None]) -> None:
+    """Let ``ModelCheckpoint(save_last="link")`` call ``link`` with the checkpoint and the name of the link.
+
+    Lightning 2.6.6 removes the old link, or directory, before it makes the new one. :func:`give_back_links` undoes it.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            callback._link_checkpoint = lambda _, path, name: link(path, name)  # type: ignore[assignment,method-assign]
+
+
+def give_back_links(trainer: Trainer) -> None:
+    """Undo :func:`take_over_links`."""
+    for callback in trainer.checkpoint_callbacks:
+        callback.__dict__.pop("_link_checkpoint", None)
+
+
 def tell_sigterm(trainer: Trainer) -> None:
     """Let ``trainer`` leave its loop after the current batch with ``SIGTERMException``."""
     trainer._signal_connector.received_sigterm = True
@@ -605,3 +684,15 @@ def tell_sigterm(trainer: Trainer) -> None:
 
 def _do_nothing(*_: Any) -> None:
     pass
+
+
+def told_weights_only(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
+    """What the user passed as ``weights_only`` to ``fit``, ``validate``, ``test`` or ``predict``; None for nothing.
+
+    Lightning 2.6.6 forgets it where a strategy loads checkpoints after its set-up. ``function`` is what the launcher
+    gets to call.
+    """
+    signature = inspect.signature(function)
+    if "weights_only" not in signature.parameters:
+        return None
+    return signature.bind(*args, **kwargs).arguments.get("weights_only")

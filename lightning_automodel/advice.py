@@ -4,10 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_automodel.precision import HALF
+from lightning_automodel.plugin import replaced_clipping
+from lightning_automodel.precision import HALF, unit_dtypes
+from lightning_automodel.sharding import WrapPolicy
 from lightning_automodel.token_loss import Count, TokenWeighting, contains_hugging_face_causal_lm
 
 
@@ -23,6 +27,14 @@ class Advice:
         if message not in self._said:
             self._said.add(message)
             say(message)
+
+    def about_wrap_policy(self, policy: WrapPolicy, described: dict[str, Any]) -> None:
+        """Warn about a ``policy`` by which nothing of a model, that an engine has ``described``, became a unit."""
+        if policy and described.get("units") == []:
+            self.say_once(
+                f"auto_wrap_policy matches no module with parameters below {', '.join(described['roots'])}, of which"
+                " all parameters are gathered at once: name classes of the blocks that repeat, or leave it out."
+            )
 
     def about_half_precision(self, loss: Tensor) -> None:
         """Warn about a ``loss`` [] that is rounded before it is weighed."""
@@ -49,6 +61,23 @@ class Advice:
                 f"precision={precision!r} updates parameters in the dtype that they have, and {len(halves)} trainable"
                 f" ones are {halves[0]}, which loses small updates: load the model in float32 (model.float()), or say"
                 " 'bf16-true' or '16-true' if that is meant."
+            )
+
+    def about_units_of_before(self, precision: str, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+        """Warn about a ``precision`` whose ``policy`` differs from what units, sharded before, compute in."""
+        computed_in = unit_dtypes(module)
+        if computed_in - {policy.param_dtype}:
+            self.say_once(
+                f"precision={precision!r} has no effect on a model that was sharded before: its units compute in"
+                f" {', '.join(sorted(map(str, computed_in)))}."
+            )
+
+    def about_clipping(self, plugin: Precision) -> None:
+        """Warn about ways of clipping that the ``plugin`` overrides and nobody will call."""
+        for name in replaced_clipping(plugin):
+            self.say_once(
+                f"{type(plugin).__name__}.{name} has no effect, since this strategy rescales gradients before it clips"
+                " them: override configure_gradient_clipping of the module to clip in another way."
             )
 
     def about_label_shift(self, module: nn.Module, weighting: TokenWeighting, batch: Any, output: Any) -> None:

@@ -78,6 +78,12 @@ def _check_extent(mesh: DeviceMesh, device_type: str) -> None:
             f"device_mesh holds the ranks {mesh.mesh.tolist()}, but must hold each of the {dist.get_world_size()} ranks"
             " of the world once."
         )
+    ranks = mesh.mesh
+    if any(bool((ranks.diff(dim=dimension) < 0).any()) for dimension in range(ranks.ndim)):
+        raise ValueError(
+            f"device_mesh holds the ranks {ranks.tolist()}, but ranks must ascend along each dimension: torch sorts the"
+            " ranks of each group, so that others would hold what the mesh says; init_device_mesh lays them out so."
+        )
 
 
 def _names_by_role(mesh: DeviceMesh) -> dict[str, str]:

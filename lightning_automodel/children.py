@@ -159,12 +159,14 @@ class Children:
                 del self._lines[index]
 
     def _note_end(self, index: int, process: BaseProcess) -> None:
+        """Whatever its status, a process that ends without a word (``os._exit(0)``) ends badly."""
         process.join()
         del self._running[index]
-        if process.exitcode and self._first_bad_end is None:
-            self._first_bad_end = index, ended_with(process.exitcode)
+        if self._first_bad_end is None and (process.exitcode or index not in self._said):
+            how = ended_with(process.exitcode or 0)
+            self._first_bad_end = index, how
             self._kill_at = time.monotonic() + LONGEST_LEAVING_S
-            self._tell(self._first_rank + index, ended_with(process.exitcode))
+            self._tell(self._first_rank + index, how)
 
     def _tell(self, rank: int, how: str) -> None:
         for index in self._running:

@@ -16,9 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_automodel import _compat, gradients, memory, precision, sharding, tensor_parallel
+from lightning_automodel.bucket_order import ReadyOrder
 from lightning_automodel.grad_sync import Deferral, FSDPGradSync
 from lightning_automodel.mesh import RunMesh
 from lightning_automodel.options import StrategyOptions
+
+_SHARDED_BEFORE = "sharded before this set-up (by configure_model or an earlier run); left as they were"
 
 
 class Engine(ABC):
@@ -72,6 +75,13 @@ class Engine(ABC):
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Drop gradients that the engine holds outside of ``.grad`` for these (or all) parameters."""
 
+    def state(self) -> dict[str, Any]:
+        """What decides how the next micro-batch communicates, and is not settled by it."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what :meth:`state` returned."""
+
     def recover(self) -> None:
         """Forget an interrupted micro-batch."""
 
@@ -111,24 +121,8 @@ class FSDP2Engine(Engine):
 
     @override
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
-        self._report = {"units": "sharded before this set-up (by configure_model or an earlier run); left as they were"}
-        if not sharding.has_fsdp_units(module):
-            self._check_reshard_after_forward()
-            tensor_parallel.apply_own_plans(module, self.mesh)
-        tensor_parallel.refuse_compiled(module, self.mesh)
-        sharding.broadcast_states(module, self.mesh)
-        if not sharding.has_fsdp_units(module):
-            plan = sharding.plan_sharding(module, self._options.auto_wrap_policy, module.automatic_optimization)
-            plan = replace(plan, replicated=plan.replicated | precision.kept_wide(module, self._policy))
-            self._report = _describe_plan(module, plan)
-            sharding.apply_fsdp2(
-                module,
-                plan,
-                self.mesh.fsdp,
-                self._options.reshard_after_forward,
-                self._options.cpu_offload,
-                self._policy,
-            )
+        with sharding.attributes_kept(module):
+            self._shard(module)
         give_values()
         self._report["averaged_by_the_strategy"] = [
             name for name, parameter in module.named_parameters() if sharding.is_plain_and_trainable(parameter)
@@ -138,6 +132,32 @@ class FSDP2Engine(Engine):
         self._sync.discard()
         tensor_parallel.share_random_state(self.mesh, self.device)
         return module
+
+    def _shard(self, module: pl.LightningModule) -> None:
+        """Make weights equal everywhere and shard them, unless somebody has. A collective over the world."""
+        plan = None if sharding.has_fsdp_units(module) else self._plan(module)
+        if plan is None:
+            self._report = {"units": _SHARDED_BEFORE}
+        else:
+            sharding.refuse_gradient_hooks(module, plan.replicated)
+            self._check_reshard_after_forward()
+            self._report = _describe_plan(module, plan)
+        tensor_parallel.apply_own_plans(module, self.mesh)
+        tensor_parallel.refuse_compiled(module, self.mesh)
+        sharding.broadcast_states(module, self.mesh)
+        if plan is not None:
+            sharding.apply_fsdp2(
+                module,
+                plan,
+                self.mesh.fsdp,
+                self._options.reshard_after_forward,
+                self._options.cpu_offload,
+                self._policy,
+            )
+
+    def _plan(self, module: pl.LightningModule) -> sharding.ShardingPlan:
+        plan = sharding.plan_sharding(module, self._options.auto_wrap_policy, module.automatic_optimization)
+        return replace(plan, replicated=plan.replicated | precision.kept_wide(module, self._policy))
 
     def _check_reshard_after_forward(self) -> None:
         """Raise ValueError unless the size to reshard to divides the number of ranks that a unit is sharded over."""
@@ -254,6 +274,7 @@ class DDPEngine(Engine):
         self._ddp: DistributedDataParallel | None = None
         self._static_graph_is_flushed = False
         self._reduced: set[int] = set()
+        self._order: ReadyOrder | None = None
 
     @override
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
@@ -268,7 +289,26 @@ class DDPEngine(Engine):
             return module
         self._reduced = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
         self._ddp = sharding.apply_ddp(module, self.device, self.mesh.group, self._ddp_kwargs)
+        self._order = ReadyOrder(self._ddp)
         return self._ddp
+
+    @override
+    def state(self) -> dict[str, Any]:
+        """What DDP makes of the micro-batches so far.
+
+        Whether the next forward broadcasts rank 0's buffers (not after one without gradient synchronisation), and the
+        order of gradients in its buckets, in which more than two ranks add them up.
+        """
+        if self._ddp is None or self._order is None:
+            return {}
+        return {"broadcasts_buffers": self._ddp.require_forward_param_sync, "order": self._order.indices}
+
+    @override
+    def load_state(self, state: dict[str, Any]) -> None:
+        if self._ddp is not None and "broadcasts_buffers" in state:
+            if self._order is not None and state["order"] is not None:
+                self._order.bring_about(state["order"])
+            self._ddp.require_forward_param_sync = state["broadcasts_buffers"]
 
     @override
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
@@ -278,6 +318,8 @@ class DDPEngine(Engine):
     def start_backward(self, loss: Tensor) -> None:
         if self._ddp is not None and not self._ddp.module.automatic_optimization:
             _compat.prepare_ddp_for_backward(self._ddp, loss)
+        if self._order is not None and self._ddp is not None and self._ddp.require_backward_grad_sync:
+            self._order.note()
 
     @override
     def end_backward(self) -> None:
@@ -290,6 +332,8 @@ class DDPEngine(Engine):
         ddp = self._ddp
         if ddp is None or not ddp.require_backward_grad_sync:
             return
+        if self._order is not None:
+            self._order.end()
         if ddp.static_graph:
             if not ddp.module.automatic_optimization and not self._static_graph_is_flushed:
                 self._static_graph_is_flushed = True
@@ -307,6 +351,11 @@ class DDPEngine(Engine):
                 " different gradients. Pass AutomodelStrategy(data_parallel='ddp',"
                 " ddp_kwargs={'find_unused_parameters': True})."
             ) from error
+
+    @override
+    def close(self) -> None:
+        if self._order is not None:
+            self._order.end()
 
     @override
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:

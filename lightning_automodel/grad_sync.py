@@ -95,8 +95,17 @@ def _set_reduction(group: FSDPParamGroup, is_optim_step: bool, defer: Deferral) 
 
 @contextmanager
 def _one_gradient_dtype(groups: Sequence[FSDPParamGroup]) -> Iterator[None]:
-    """Context for the last micro-batch: parameters that it is the first to use get as wide a gradient as the others."""
-    handles = [_compat.widen_gradient(param) for group in groups for param in _compat.lacks_accumulator(group)]
+    """Context for the last micro-batch: parameters that none before it has used get as wide a gradient as the others.
+
+    So do those that it does not use either, where they are to take part in the reduction.
+    """
+    handles = []
+    for group in groups:
+        for param in _compat.lacks_accumulator(group):
+            if group.reduce_scatter_unused_params:
+                _compat.start_accumulator(param)
+            else:
+                handles.append(_compat.widen_gradient(param))
     try:
         yield
     finally:
@@ -139,7 +148,9 @@ class FSDPGradSync:
 
     def _follow_use(self, group: FSDPParamGroup) -> None:
         """Tell parameters without a gradient in a window from those with a zero one, which FSDP2 gives them here."""
-        for parameter, gathered in _compat.trainable_and_gathered(group):
+        for parameter, gathered in _compat.sharded_and_gathered(group):
+            if not parameter.requires_grad:
+                continue
             self._followed.add(id(parameter))
             mark = partial(self._mark_used, id(parameter))
             self._handles.append(gathered.register_post_accumulate_grad_hook(mark))
@@ -158,7 +169,6 @@ class FSDPGradSync:
             return
         with (
             _restored(self._groups, _REDUCTION_FLAGS + _RESHARD_FLAGS),
-            _one_gradient_dtype(self._groups if is_last else []),
             self._deciding(is_last),
         ):
             for group in self._groups:
@@ -168,7 +178,8 @@ class FSDPGradSync:
                 if self.keep_gathered:
                     group.post_forward_mesh_info = None
                     group.reshard_after_backward = is_last
-            yield
+            with _one_gradient_dtype(self._groups if is_last else []):
+                yield
 
     @contextmanager
     def _deciding(self, is_last: bool) -> Iterator[None]:

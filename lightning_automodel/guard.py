@@ -26,6 +26,12 @@ class RunGuard:
 
     An exception on this rank is posted for the others. If it only follows from the failure of another rank, that one
     is raised in its place. SIGTERM on any rank ends the run of all ranks after the same step.
+
+    Args:
+        before_telling: Called after an exception on this rank, before the others learn of it and leave.
+
+    Attributes:
+        weights_only: What the user told ``fit``, ``validate``, ``test`` or ``predict`` about loading checkpoints.
     """
 
     _current: ClassVar[Watchdog | None] = None
@@ -33,7 +39,8 @@ class RunGuard:
     _ended: ClassVar[tuple[int, str] | None] = None
     _unclosed: "ClassVar[RunGuard | None]" = None
 
-    def __init__(self) -> None:
+    def __init__(self, before_telling: Callable[[], None] = lambda: None) -> None:
+        self._before_telling = before_telling
         self._watchdog: Watchdog | None = None
         self._enclosing: Watchdog | None = None
         self._where: Callable[[], str] = _in_set_up
@@ -43,6 +50,7 @@ class RunGuard:
         self._is_running = False
         self._has_failed = False
         self._failed_at = 0.0
+        self.weights_only: bool | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function``, which may call :meth:`watch` as soon as the process group exists.
@@ -54,6 +62,7 @@ class RunGuard:
             # A callback's `on_exception` raised in an earlier run, so that Lightning did not tear it down.
             RunGuard._unclosed.close()
         self._is_running, self._has_failed = True, False
+        self.weights_only = _compat.told_weights_only(function, args, kwargs)
         try:
             result = function(*args, **kwargs)
             self._raise_what_came_late()
@@ -63,6 +72,8 @@ class RunGuard:
         except BaseException as exception:
             self._has_failed, self._failed_at = True, time.monotonic()
             RunGuard._unclosed = self
+            if self._watchdog is not None and self._watchdog.failure is None:
+                self._before_telling()
             self._raise_cause(exception)
             raise
         else:
@@ -149,6 +160,11 @@ class RunGuard:
         if watchdog is not None:
             watchdog.report_launcher(how)
         return cls._has_joined
+
+    @classmethod
+    def forget_inherited_runs(cls) -> None:
+        """In a forked process: what its parent has run, it has not."""
+        cls._current, cls._has_joined, cls._ended, cls._unclosed = None, False, None, None
 
     def close(self) -> None:
         """After a failure, end the watch and leave what this package made of process groups, in half a minute at most.

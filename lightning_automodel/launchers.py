@@ -22,11 +22,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_automodel import _compat
+from lightning_automodel import _compat, process_group
 from lightning_automodel.children import Children, Finished, Left, ended_with, listen_to_parent
 from lightning_automodel.failures import RankFailedError, RankFailure
 from lightning_automodel.guard import RunGuard
-from lightning_automodel.pickling import PICKLING_ERRORS, refuse_unpicklable
+from lightning_automodel.pickling import refuse_unpicklable, unshare_attributes
 from lightning_automodel.results import RunResults, collect, hand_over
 
 LOOK_EVERY_S = 0.25
@@ -161,8 +161,9 @@ class ChildrenLauncher(_compat.MultiProcessingLauncher):
                 start_method=self._start_method,
                 join=False,
             )
-        except PICKLING_ERRORS as error:
-            refuse_unpicklable(self._start_method, trainer, args, kwargs, error)
+        except Exception as error:
+            if self._start_method != "fork":
+                refuse_unpicklable(self._start_method, trainer, args, kwargs, error)
             raise
         finally:
             for line in theirs:
@@ -184,6 +185,9 @@ class ChildrenLauncher(_compat.MultiProcessingLauncher):
         kwargs: dict[str, Any],
     ) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._start_method == "fork":
+            process_group.forget_inherited_groups()
+            RunGuard.forget_inherited_runs()
         line = lines[local_rank]
         listen_to_parent(line)
         os.environ.update(variables, LOCAL_RANK=str(local_rank))
@@ -206,6 +210,7 @@ class ChildrenLauncher(_compat.MultiProcessingLauncher):
         elif self._start_method != "fork":
             # They would train one another's weights: tensors travel to other processes in shared memory.
             args, kwargs = _compat.disable_module_memory_sharing((args, kwargs))
+            unshare_attributes((*args, *kwargs.values(), *trainer.callbacks))  # type: ignore[attr-defined]
         if self._start_method == "fork":
             # OpenMP's threads do not survive a fork: where this process has used them, its child would wait for them.
             torch.set_num_threads(1)

@@ -15,17 +15,22 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_automodel import _compat, collectives
-from lightning_automodel.sharding import class_name
+from lightning_automodel.sharding import class_name, shard_like
 
 _UNTOUCHED = 0xA5
 """What the bytes of a tensor hold that nobody has given values yet."""
+
+_LEFT_EMPTY = "_lightning_automodel_left_empty"
+"""Attribute of a module: names of its parameters and buffers that have memory and were left without values.
+
+Kept on modules, not on tensors: torch replaces those, and swaps none that anything refers to weakly.
+"""
 
 
 class _Call(NamedTuple):
@@ -49,9 +54,23 @@ class _Slot(NamedTuple):
 
 
 def waiting(model: nn.Module) -> dict[str, torch.dtype]:
-    """Parameters and buffers without values (meta device), by name, with the dtypes that they were created in."""
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    return {name: tensor.dtype for name, tensor in tensors if tensor.device.type == "meta"}
+    """Parameters and buffers without values (meta device), by all names, with the dtypes that they were created in."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: tensor.dtype for name, tensor in named if tensor.device.type == "meta"}
+
+
+def left_empty(model: nn.Module) -> list[str]:
+    """Names of parameters and buffers that an earlier :func:`materialize` left without values. Not a collective."""
+    return [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for name in sorted(vars(module).get(_LEFT_EMPTY, ()))
+    ]
+
+
+def _mark_left_empty(module: nn.Module, name: str) -> None:
+    if any(slot.name == name for slot in _slots(module)):
+        vars(module).setdefault(_LEFT_EMPTY, set()).add(name)
 
 
 def materialize(model: nn.Module, created_as: dict[str, torch.dtype], device: torch.device, offload: bool) -> list[str]:
@@ -71,12 +90,15 @@ def materialize(model: nn.Module, created_as: dict[str, torch.dtype], device: to
         :func:`check_filled`.
     """
     filling = _Filling(model, created_as, device, offload)
-    with _random_as_on_rank_zero(), torch.no_grad():
-        for call in _calls(model):
-            filling.run(call)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) in filling.pending:
-            _bytes(_compat.local_tensor(tensor)).fill_(_UNTOUCHED)
+    try:
+        with _random_as_on_rank_zero(), torch.no_grad():
+            for call in _calls(model):
+                filling.run(call)
+    finally:
+        for slot in (slot for module in model.modules() for slot in _slots(module)):
+            if id(slot.get()) in filling.pending:
+                _bytes(_compat.local_tensor(slot.get())).fill_(_UNTOUCHED)
+                _mark_left_empty(slot.module, slot.name)
     attributes = [
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
@@ -93,7 +115,7 @@ def check_filled(model: nn.Module, untouched: list[str], device: torch.device) -
 
     Args:
         model: The model, after checkpoints were loaded.
-        untouched: From :func:`materialize`.
+        untouched: From :func:`materialize` and :func:`left_empty`.
         device: Where the group can reduce.
     """
     if not untouched:
@@ -103,9 +125,14 @@ def check_filled(model: nn.Module, untouched: list[str], device: torch.device) -
     flags = torch.tensor([_is_untouched(tensor) for tensor in tensors], dtype=torch.int32)
     if dist.group.WORLD is not None:
         flags = collectives.reduce_tensor(flags, dist.group.WORLD, "max", device)
-    empty = [f"{name} ({class_name(modules[name])})" for name, flag in zip(untouched, flags, strict=True) if flag]
-    if not empty:
+    for module in modules.values():
+        vars(module).pop(_LEFT_EMPTY, None)
+    still = [name for name, flag in zip(untouched, flags, strict=True) if flag]
+    for name in still:
+        _mark_left_empty(modules[name], name.rpartition(".")[2])
+    if not still:
         return
+    empty = [f"{name} ({class_name(modules[name])})" for name in still]
     more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
     raise ValueError(
         f"{len(empty)} parameters, buffers or tensor attributes of {class_name(model)} were created on the meta device"
@@ -116,9 +143,19 @@ def check_filled(model: nn.Module, untouched: list[str], device: torch.device) -
 
 @contextmanager
 def _random_as_on_rank_zero() -> Iterator[None]:
-    with isolate_rng(include_cuda=False):
+    with _random_state_kept():
         _compat.set_rng_states(collectives.broadcast_object(_compat.collect_rng_states(include_cuda=False), src=0))
         yield
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Context that draws nothing, also where it ends by an exception (for which Lightning's ``isolate_rng`` does)."""
+    states = _compat.collect_rng_states(include_cuda=False)
+    try:
+        yield
+    finally:
+        _compat.set_rng_states(states)
 
 
 def _children_first(model: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
@@ -217,25 +254,30 @@ class _Filling:
     def run(self, call: _Call) -> None:
         """Run an initialiser on whole copies of what it touches, and keep this rank's part of the outcome."""
         slots = [slot for module in call.module.modules() for slot in _slots(module)]
-        if not any(id(slot.get()) in self._owners for slot in slots):
+        whole = {id(slot.get()) for slot in slots}
+        if whole.isdisjoint(self._owners):
             return
+        reached = whole
         if any(slot.module is not call.module for slot in slots):
-            slots = _touched(call, slots)
-        originals = [slot.get() for slot in slots]
-        copies = {id(tensor): self._whole_copy(tensor) for tensor in originals}
-        try:
-            for slot, tensor in zip(slots, originals, strict=True):
-                slot.put(copies[id(tensor)])
-            with _default_dtype(next((c.dtype for c in copies.values() if c.is_floating_point()), None)):
-                call.run()
-            results = [slot.get() for slot in slots]
-        finally:
-            for slot, tensor in zip(slots, originals, strict=True):
-                slot.put(tensor)
-        for slot, tensor, result in zip(slots, originals, results, strict=True):
-            if self._may_fill(call, slot, tensor) and not (id(tensor) in self.pending and _is_untouched(result)):
-                _keep(tensor, result)
-                self.pending.pop(id(tensor), None)
+            with _random_state_kept():
+                trial = _run(call, slots, {id(slot.get()): _on_meta(slot.get()) for slot in slots})
+            reached = whole if trial.error else trial.reached
+        states = _compat.collect_rng_states(include_cuda=False)
+        outcome = self._run_on_copies(call, slots, reached)
+        if not outcome.reached <= reached:
+            _compat.set_rng_states(states)
+            outcome = self._run_on_copies(call, slots, whole)
+        if outcome.error is not None:
+            raise outcome.error
+        for slot, result in zip(slots, outcome.results, strict=True):
+            if id(slot.get()) in outcome.reached and self._may_fill(call, slot):
+                self._keep(slot.get(), result)
+
+    def _run_on_copies(self, call: _Call, slots: list[_Slot], whole: set[int]) -> "_Outcome":
+        tensors = {id(slot.get()): slot.get() for slot in slots}
+        copies = {key: self._whole_copy(t) if key in whole else _on_meta(t) for key, t in tensors.items()}
+        with _default_dtype(next((c.dtype for c in copies.values() if c.is_floating_point()), None)):
+            return _run(call, slots, copies)
 
     def _whole_copy(self, tensor: Tensor) -> Tensor:
         """Its values in host memory, gathered where they are sharded: a collective; a pattern where it has none."""
@@ -247,16 +289,25 @@ class _Filling:
             copy = whole.detach().to("cpu", dtype, copy=True)
         return _like(tensor, copy)
 
-    def _may_fill(self, call: _Call, slot: _Slot, tensor: Tensor) -> bool:
+    def _may_fill(self, call: _Call, slot: _Slot) -> bool:
         """Not what had values from the start; and of the modules that share a tensor, the first one fills it."""
-        owner = self._owners.get(id(tensor))
+        owner = self._owners.get(id(slot.get()))
         return owner is not None and (owner is call.module or slot.module is not call.module)
+
+    def _keep(self, tensor: Tensor, whole: Tensor) -> None:
+        """Overwrite ``tensor`` with its part of ``whole``, which every rank holds, if that has values by now."""
+        if id(tensor) not in self.pending or not _is_untouched(whole):
+            _compat.local_tensor(tensor).copy_(_compat.local_tensor(shard_like(tensor, whole)))
+            self.pending.pop(id(tensor), None)
 
 
 def _like(original: Tensor, tensor: Tensor) -> Tensor:
-    """``tensor``, as a parameter where the original is one."""
-    is_parameter = isinstance(original, nn.Parameter)
-    return nn.Parameter(tensor, requires_grad=original.requires_grad) if is_parameter else tensor
+    """``tensor``, as a parameter with the same attributes where the original is one."""
+    if not isinstance(original, nn.Parameter):
+        return tensor
+    parameter = nn.Parameter(tensor, requires_grad=original.requires_grad)
+    vars(parameter).update(vars(original))
+    return parameter
 
 
 @contextmanager
@@ -286,33 +337,40 @@ def _is_untouched(tensor: Tensor) -> bool:
     return local.device.type == "meta" or (local.numel() > 0 and bool((_bytes(local) == _UNTOUCHED).all()))
 
 
-def _keep(tensor: Tensor, whole: Tensor) -> None:
-    """Overwrite ``tensor`` with its part of ``whole``, which every rank holds."""
-    if isinstance(tensor, DTensor):
-        whole = distribute_tensor(whole.detach(), tensor.device_mesh, tensor.placements, src_data_rank=None)
-    _compat.local_tensor(tensor).copy_(_compat.local_tensor(whole))
+def _on_meta(tensor: Tensor) -> Tensor:
+    return _like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
 
 
-def _touched(call: _Call, slots: list[_Slot]) -> list[_Slot]:
-    """The slots that ``call`` looks at, found by running it without values; all of them where it needs values."""
+class _Outcome(NamedTuple):
+    """What came of an initialiser: what the slots held afterwards, whose tensors it reached, by id, and its failure."""
+
+    results: list[Tensor]
+    reached: set[int]
+    error: Exception | None
+
+
+def _run(call: _Call, slots: list[_Slot], copies: dict[int, Tensor]) -> _Outcome:
+    """Run ``call`` while ``slots`` hold copies, by the ids of what they hold before and after."""
     originals = [slot.get() for slot in slots]
-    copies = {id(t): _like(t, torch.empty(t.shape, dtype=t.dtype, device="meta")) for t in originals}
+    error = None
+    watch = _Watch(copies.values())
     try:
         for slot, tensor in zip(slots, originals, strict=True):
             slot.put(copies[id(tensor)])
-        with isolate_rng(include_cuda=False), _Watch(copies.values()) as watch:
+        with watch:
             call.run()
-        results = [slot.get() for slot in slots]
-    except Exception:  # whatever an initialiser does that needs values
-        return slots
+    except Exception as raised:  # the caller decides whether it wanted values that it did not get
+        error = raised
     finally:
+        results = [slot.get() for slot in slots]
         for slot, tensor in zip(slots, originals, strict=True):
             slot.put(tensor)
-    return [
-        slot
-        for slot, tensor, result in zip(slots, originals, results, strict=True)
+    reached = {
+        id(tensor)
+        for tensor, result in zip(originals, results, strict=True)
         if result is not copies[id(tensor)] or id(result) in watch.seen
-    ]
+    }
+    return _Outcome(results, reached, error)
 
 
 class _Watch(TorchFunctionMode):

@@ -1,40 +1,41 @@
-"""What is sent to a process that was not forked must be pickled: tell what cannot be, and what to do."""
+"""What is sent to a process that was not forked must be pickled, and arrives in shared memory where it is a tensor."""
 
-import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning.pytorch as pl
-
-PICKLING_ERRORS = (pickle.PicklingError, TypeError, AttributeError)
+from torch import Tensor, nn
 
 
 def refuse_unpicklable(
     start_method: str, trainer: "pl.Trainer", args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
-) -> NoReturn:
-    """Raise what tells which part of the run cannot be pickled.
+) -> None:
+    """Raise what tells which part of the run cannot be pickled, if any.
 
     Args:
         start_method: How the processes were to be started.
         trainer: With its callbacks, loggers and strategy.
         args: Of the Trainer's function: the module, loaders, data module.
         kwargs: Likewise.
-        error: What pickling said.
+        error: What starting the processes raised.
 
     Raises:
-        TypeError: Always; from ``error``.
+        TypeError: If a part cannot be pickled; from ``error``.
     """
     sent = [(_role(value), value) for value in (*args, *kwargs.values())]
     parts = [*sent, *((f"the callback {type(c).__name__}", c) for c in trainer.callbacks)]  # type: ignore[attr-defined]
     parts += [(f"the logger {type(logger).__name__}", logger) for logger in trainer.loggers]
     parts += [("the strategy", trainer.strategy), ("the Trainer", trainer)]
-    where, what, cause = _find(parts, set()) or ("the run", trainer, error)
+    found = _find(parts, set())
+    if found is None:
+        return
+    where, what, cause = found
     raise TypeError(
         f"start_method={start_method!r} sends the Trainer, the module and its data to new processes, but {where}"
-        f" ({type(what).__name__}) cannot be pickled: {cause}. Define it at the top level of a module that can be"
-        " imported, make it in setup(), or pass start_method='fork', or 'popen' in a script."
+        f" ({type(what).__name__}) cannot be pickled: {str(cause).rstrip('.')}. Define it at the top level of a module"
+        " that can be imported, make it in setup(), or pass start_method='fork', or 'popen' in a script."
     ) from error
 
 
@@ -77,6 +78,42 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple)):
         yield from ((f"[{index}]", part) for index, part in enumerate(value))
     elif hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from ((f".{name}", part) for name, part in _attributes(value).items())
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What the value itself says that it is pickled with; nothing where it fails at that."""
+    try:
         state = value.__getstate__()
-        attributes = state if isinstance(state, dict) else {}
-        yield from ((f".{name}", part) for name, part in attributes.items())
+    except Exception:
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def unshare_attributes(owners: Iterable[Any]) -> None:
+    """Give modules and other objects tensors of their own, which ranks that are no forks hold in shared memory.
+
+    Ranks would otherwise add to one another's metrics, whose states are no buffers.
+
+    Args:
+        owners: Objects whose attributes, and what these hold directly, are copied; of a module, of all modules in it
+            but their parameters and buffers.
+    """
+    copies: dict[int, Tensor] = {}
+    for owner in owners:
+        for holder in owner.modules() if isinstance(owner, nn.Module) else [owner]:
+            attributes = getattr(holder, "__dict__", {})
+            for name, value in attributes.items():
+                if name not in ("_parameters", "_buffers", "_modules"):
+                    _unshare(attributes, name, copies)
+                    items = value.items() if type(value) is dict else enumerate(value) if type(value) is list else ()
+                    for key, _ in list(items):
+                        _unshare(value, key, copies)
+
+
+def _unshare(container: Any, key: Any, copies: dict[int, Tensor]) -> None:
+    tensor = container[key]
+    if isinstance(tensor, Tensor) and tensor.is_shared():
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        container[key] = copies[id(tensor)]

@@ -1,9 +1,9 @@
 """Trainer precision -> dtypes of parameters, computation, reductions and outputs."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -139,22 +139,86 @@ def kept_wide(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]:
     return {name: "beside running statistics" for name, p in model.named_parameters() if id(p) in kept}
 
 
-def cast_around(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Let ``module`` cast floating-point inputs and outputs as an FSDP2 root with this policy does."""
-    if policy.cast_forward_inputs and policy.param_dtype is not None:
-        module.register_forward_pre_hook(partial(_cast_inputs, policy.param_dtype), with_kwargs=True)
-    if policy.output_dtype is not None:
-        module.register_forward_hook(partial(_cast_output, policy.output_dtype))
+def cast_around(modules: Iterable[nn.Module], policy: MixedPrecisionPolicy) -> None:
+    """Let these modules cast floating-point inputs and outputs as an FSDP2 root with this policy does.
+
+    Only the outermost of nested calls does: a module that the LightningModule holds may be part of another one.
+    """
+    casts = _OutermostCasts(policy)
+    if policy.output_dtype is not None or casts.input_dtype is not None:
+        for module in modules:
+            module.forward = casts.around(module.forward)
 
 
-def _cast_inputs(
-    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return _compat.cast_floating(args, dtype), _compat.cast_floating(kwargs, dtype)
+class _OutermostCasts:
+    def __init__(self, policy: MixedPrecisionPolicy) -> None:
+        self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        self._output_dtype = policy.output_dtype
+        self._is_running = False
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._is_running:
+                return forward(*args, **kwargs)
+            self._is_running = True
+            try:
+                if self.input_dtype is not None:
+                    args, kwargs = _compat.cast_floating((args, kwargs), self.input_dtype)
+                output = forward(*args, **kwargs)
+            finally:
+                self._is_running = False
+            return output if self._output_dtype is None else _compat.cast_floating(output, self._output_dtype)
+
+        return call
 
 
-def _cast_output(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    return _compat.cast_floating(output, dtype)
+def compute_as_units(
+    model: nn.Module, parameters: Collection[str], policy: MixedPrecisionPolicy, device_type: str
+) -> None:
+    """Let modules whose ``parameters`` stay whole and wide compute and answer in half precision, as units do.
+
+    Args:
+        model: The module below which they are.
+        parameters: Names of parameters that no unit takes.
+        policy: That of the units; nothing happens unless it computes in half precision.
+        device_type: Where they compute.
+    """
+    dtype = policy.param_dtype
+    if dtype not in HALF:
+        return
+    whole = {id(parameter) for name, parameter in model.named_parameters() if name in parameters}
+    for module in model.modules():
+        if any(id(parameter) in whole for parameter in module.parameters(recurse=False)):
+            module.forward = _in_half(module.forward, dtype, device_type)
+
+
+def _in_half(forward: Callable[..., Any], dtype: torch.dtype, device_type: str) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, dtype=dtype, cache_enabled=False):
+            output = forward(*args, **kwargs)
+        return _compat.cast_floating(output, dtype)
+
+    return call
+
+
+def check_conversion(plugin: Precision, model: nn.Module) -> None:
+    """Refuse to convert what was sharded and has been gathered: FSDP2 keeps the dtype of its first gathering.
+
+    Raises:
+        ValueError: If a true precision asks for another dtype.
+    """
+    wanted = FSDP2_PRECISIONS[plugin.precision]
+    if plugin.precision == "32-true" or isinstance(plugin, MixedPrecision):
+        return
+    found = {p.dtype for p in model.parameters() if p.is_floating_point()} - {wanted}
+    if found and any(_compat.was_gathered(group) for group in _compat.fsdp_param_groups(model)):
+        raise ValueError(
+            f"precision={str(plugin.precision)!r} would convert the module to {wanted}, but an earlier run"
+            f" has sharded it in {_names(found)}, which stays: pass the precision of that run, or a module that was not"
+            " sharded before."
+        )
 
 
 def leave_casting_to_units(plugin: Precision, model: nn.Module) -> None:
@@ -180,9 +244,13 @@ def enabled_scaler(plugin: Precision) -> GradScaler | None:
     return scaler if scaler is not None and scaler.is_enabled() else None
 
 
-def computes_in_float16(plugin: Precision, model: nn.Module) -> bool:
-    """Whether gradients may pass through float16, whose range ends at 65504."""
-    dtypes = unit_dtypes(model) | {p.dtype for p in model.parameters() if p.requires_grad}
+def passes_float16(plugin: Precision, model: nn.Module) -> bool:
+    """Whether gradients may pass through float16, whose range ends at 65504.
+
+    They do in frozen layers, on their way to others, and where they are reduced in float16.
+    """
+    reductions = {_compat.reduction_dtype(group) for group in _compat.fsdp_param_groups(model)}
+    dtypes = unit_dtypes(model) | reductions | {parameter.dtype for parameter in model.parameters()}
     return plugin.precision in ("16-mixed", "16-true") or torch.float16 in dtypes
 
 

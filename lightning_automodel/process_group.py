@@ -184,6 +184,7 @@ _membership: _Membership | None = None
 _leaves_at_exit: int | None = None
 _excepthooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 _leaving_hooks: list[Callable[[], None]] = []
+_inherited: list[Any] = []
 
 
 def initialize_distributed(
@@ -323,6 +324,17 @@ def _one_excepthook() -> Iterator[None]:
 
 
 # --- Leaving ----------------------------------------------------------------------------------------------------------
+
+
+def forget_inherited_groups() -> None:
+    """In a forked process: be in no group of its parent, such as that of an earlier run. Not a collective.
+
+    They are kept, unused, since destroying them would wait for threads that a fork does not copy.
+    """
+    global _membership
+    _inherited.extend((_membership, _compat.forget_process_groups()))
+    _membership = None
+    call_leaving_hooks()
 
 
 def at_leaving(hook: Callable[[], None]) -> Callable[[], None]:

@@ -55,8 +55,7 @@ def collect(trainer: "pl.Trainer", returned: Any, report: Mapping[str, Any]) -> 
     if trainer.state.fn == TrainerFn.FITTING:
         state = checkpoints.whole(checkpoints.model_state(trainer.lightning_module), keep=is_first)
         if is_first:
-            weights = Path(tempfile.mkdtemp(prefix="lightning_automodel-")) / "weights.pt"
-            torch.save(state, weights)
+            weights = write_weights(state)
     if not is_first:
         return None
     metrics = {name: value.cpu() for name, value in trainer.callback_metrics.items()}
@@ -67,6 +66,24 @@ def collect(trainer: "pl.Trainer", returned: Any, report: Mapping[str, Any]) -> 
     buffer = io.BytesIO()
     torch.save({"metrics": metrics, "checkpoint_callbacks": callbacks, "report": dict(report)}, buffer)
     return RunResults(returned, trainer.state, weights, buffer.getvalue())
+
+
+def write_weights(state: dict[str, Any]) -> Path:
+    """Write whole weights to a file of their own, in the folder for temporary files.
+
+    Raises:
+        RuntimeError: If there is no space for it; nothing is left behind then.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="lightning_automodel-"))
+    try:
+        torch.save(state, folder / "weights.pt")
+    except Exception as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise RuntimeError(
+            f"The trained weights could not be written to {folder.parent}, from where the launching process reads them:"
+            " set TMPDIR to a folder with space for the whole model, and save checkpoints in training."
+        ) from error
+    return folder / "weights.pt"
 
 
 def hand_over(results: RunResults, trainer: "pl.Trainer") -> dict[str, Any]:
@@ -80,6 +97,7 @@ def hand_over(results: RunResults, trainer: "pl.Trainer") -> dict[str, Any]:
     """
     tensors = torch.load(io.BytesIO(results.tensors), map_location="cpu", weights_only=False)
     trainer.state = results.state
+    trainer.callback_metrics.clear()
     trainer.callback_metrics.update(tensors["metrics"])
     for callback, attributes in zip(trainer.checkpoint_callbacks, tensors["checkpoint_callbacks"], strict=False):
         for name, value in attributes.items():
@@ -113,16 +131,21 @@ def load_trained_weights(module: "pl.LightningModule", path: Path) -> None:
         raise RuntimeError(
             f"{type(module).__name__} is trained, but in this process it has no place for {len(homeless)} of the"
             f" {len(state)} trained tensors ({', '.join(homeless[:3])}{', ...' if len(homeless) > 3 else ''}): they are"
-            f" in {path}, which torch.load reads. Create these layers in __init__, or in a configure_model that also"
-            " works without self.device_mesh, or load a checkpoint that was saved in training."
+            f" in {path}, which torch.load reads. Create these layers, in the shapes that they have in training, in"
+            " __init__, or in a configure_model that also works without self.device_mesh, or load a checkpoint that was"
+            " saved in training."
         ) from reason
     if state:
         set_model_state_dict(module, state, options=StateDictOptions(strict=False))
 
 
 def _without_place(module: "pl.LightningModule", state: Mapping[str, Any]) -> list[str]:
-    """Names in ``state`` that ``module`` has not, or has on the meta device."""
+    """Names in ``state`` that ``module`` has not, or has on the meta device, or in another shape."""
     known = checkpoints.whole(checkpoints.model_state(module), keep=True) if module.state_dict() else {}
-    return [
-        name for name in state if name not in known or (isinstance(known[name], torch.Tensor) and known[name].is_meta)
-    ]
+    return [name for name, value in state.items() if name not in known or not _can_hold(known[name], value)]
+
+
+def _can_hold(place: Any, value: Any) -> bool:
+    if not (isinstance(place, torch.Tensor) and isinstance(value, torch.Tensor)):
+        return True
+    return not place.is_meta and place.shape == value.shape

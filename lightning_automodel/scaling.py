@@ -69,9 +69,27 @@ class LossScaling:
     ) -> None:
         self.scaler = scaler
         self._range, self._window_of, self._device = range_scale, window_of, device
+        self._is_sharded = is_sharded
         if scaler is not None:
             scaler.scale(torch.zeros((), device=device))  # the scale itself is made with the first loss
-            _compat.replace_unscaling(scaler, self.unscale, self._agree if is_sharded else None)
+
+    def take_over(self, finish: Callable[[Optimizer], object]) -> None:
+        """Let whoever calls the scaler's ``unscale_`` call ``finish``, which makes gradients final by :meth:`unscale`.
+
+        A user who clips by hand may be the first, and another optimizer's step may change the scale after that.
+        """
+        if self.scaler is not None:
+            _compat.replace_unscaling(self.scaler, finish, self._agree if self._is_sharded else None)
+
+    @property
+    def range_factor(self) -> Tensor | None:
+        """[] the power of two of the windows to come; None where there is none."""
+        return self._range.factor
+
+    @range_factor.setter
+    def range_factor(self, factor: Tensor | None) -> None:
+        if self._range.factor is not None and factor is not None:
+            self._range.factor = factor.to(self._range.factor)
 
     def apply(self, objective: Tensor, window: LossWindow) -> Tensor:
         """[] the sum of token losses as it is to be backpropagated; the first of a window settles its scales."""
@@ -98,7 +116,10 @@ class LossScaling:
         self._range.follow(denominator, divisor)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide gradients by the scale and look for overflow, once a window; where sharded, a collective."""
+        """Divide gradients by the scale and look for overflow, once a window; where sharded, a collective.
+
+        Later calls only remind the scaler that it is done: it forgets, and fused optimizers would divide once more.
+        """
         if self.scaler is None:
             return
         window = self._window_of(optimizer)

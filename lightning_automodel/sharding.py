@@ -2,7 +2,8 @@
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -17,17 +18,18 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from lightning_automodel import _compat
 from lightning_automodel.mesh import RunMesh
-from lightning_automodel.precision import cast_around, step_policy, unit_policy
+from lightning_automodel.precision import cast_around, compute_as_units, step_policy, unit_policy
 
 WrapPolicy = set[type[nn.Module]] | Callable[[nn.Module], bool] | None
 
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+_SHARED = "shared between FSDP roots"
 _BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024
 
 
@@ -74,7 +76,9 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
         The plan; nothing has been changed.
     """
     roots = [model] if root_is_model else _distinct(_callable_children(model))
-    units = _distinct(unit for root in roots for unit in _find_units(root, policy) if unit is not root)
+    starts = list(model.children()) if root_is_model and policy is not None else roots
+    units = _distinct(unit for start in starts for unit in _find_units(start, policy))
+    units = [unit for unit in units if not any(unit is root for root in roots)]
     units = [unit for unit in units if _belongs_to_one_root(unit, roots) and not _is_used_outside(model, unit)]
     return ShardingPlan(roots=roots, units=units, replicated=_find_replicated(model, roots))
 
@@ -175,16 +179,18 @@ def _is_used_outside(model: nn.Module, unit: nn.Module) -> bool:
 
 
 def _find_replicated(model: nn.Module, roots: list[nn.Module]) -> dict[str, str]:
-    """Parameters that FSDP2 cannot take: scalars, and those of no root or of several."""
+    """Parameters that FSDP2 cannot take: scalars, empty ones, and those of no root or of several."""
     owners: Counter[nn.Parameter] = Counter(p for root in roots for p in root.parameters())
     reasons: dict[str, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             reasons[name] = "a scalar"
+        elif parameter.numel() == 0:
+            reasons[name] = "empty"
         elif owners[parameter] == 0:
             reasons[name] = "outside of every FSDP root"
         elif owners[parameter] > 1:
-            reasons[name] = "shared between FSDP roots"
+            reasons[name] = _SHARED
     return reasons
 
 
@@ -206,13 +212,14 @@ def apply_fsdp2(
         mesh: 1-D to shard over, or 2-D (replicate, shard).
         reshard_after_forward: For the units, as ``fully_shard`` has it. Roots keep their parameters through a step.
         cpu_offload: Keep shards, gradients and optimizer state in host memory.
-        mp_policy: What units compute and reduce in. Where a root's forward is a Lightning step, inputs and outputs are
-            cast around the modules that it calls.
+        mp_policy: What units compute and reduce in. Outputs, and inputs where a root's forward is a Lightning step,
+            are cast around the modules that the LightningModule calls.
     """
     offload: OffloadPolicy = OffloadPolicy()
     if cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     by_name = dict(model.named_parameters())
+    _make_contiguous(by_name.values())
     kwargs: dict[str, Any] = {
         "mesh": mesh,
         "offload_policy": offload,
@@ -224,12 +231,29 @@ def apply_fsdp2(
         # A root's parameters are needed again at once in backward; with roots below the model there is no such
         # moment, and parameters that stay gathered would miss the next optimizer step.
         if root is not model:
-            fully_shard(root, reshard_after_forward=True, mp_policy=mp_policy, **kwargs)
+            fully_shard(root, reshard_after_forward=True, mp_policy=unit_policy(mp_policy), **kwargs)
             continue
         fully_shard(root, reshard_after_forward=False, mp_policy=step_policy(mp_policy), **kwargs)
         _run_steps_as_forward(root)
-        for child in _distinct(_callable_children(model)):
-            cast_around(child, mp_policy)
+    shared = [name for name, reason in plan.replicated.items() if reason == _SHARED]
+    compute_as_units(model, shared, mp_policy, mesh.device_type)
+    cast_around(_distinct(_callable_children(model)), mp_policy)
+
+
+def _make_contiguous(parameters: Iterable[nn.Parameter]) -> None:
+    """Lay out anew, in place, what FSDP2 refuses: transposed weights, convolutions in the channels-last format."""
+    for parameter in parameters:
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Context that may replace parameters: what users have attached to one (a tag for weight decay) stays with it."""
+    before = {name: dict(vars(p)) for name, p in model.named_parameters(remove_duplicate=False)}
+    yield
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        vars(parameter).update(before[name])
 
 
 class _RootForward:
@@ -313,6 +337,17 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
         if isinstance(module, FSDPModule):
             module.unshard()
             module.reshard()
+    for group in _compat.fsdp_param_groups(model):
+        for sharded, gathered in _compat.sharded_and_gathered(group):
+            vars(gathered).update(vars(sharded))
+
+
+def shard_like(tensor: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part of ``whole``, which every rank has, laid out as ``tensor`` is. Not a collective."""
+    if not isinstance(tensor, DTensor):
+        return whole
+    whole = whole.detach().to(tensor.device)
+    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
@@ -418,12 +453,32 @@ def check_hooks(module: nn.Module) -> None:
     """Refuse hooks that act on a gradient before its window is complete, as optimizers that step inside backward do.
 
     Raises:
-        ValueError: Naming the first parameters with a post-accumulate-gradient hook.
+        ValueError: Naming the first parameters with a post-accumulate-gradient hook, or sharded with a gradient hook.
     """
+    refuse_gradient_hooks(module, [name for name, p in module.named_parameters() if not isinstance(p, DTensor)])
     hooked = [name for name, parameter in module.named_parameters() if _compat.has_post_accumulate_hook(parameter)]
     if hooked:
         raise ValueError(
             f"{len(hooked)} parameters have post-accumulate-gradient hooks ({', '.join(hooked[:3])}, ...), as an"
             " optimizer that steps inside backward has. They would see sums over tokens whose number is known only at"
             " the end of the window: remove them, and step after backward."
+        )
+
+
+def refuse_gradient_hooks(module: nn.Module, whole: Collection[str]) -> None:
+    """Refuse hooks on gradients (``parameter.register_hook``) that FSDP2 would never call.
+
+    Args:
+        module: The LightningModule.
+        whole: Names of the parameters that are not sharded, nor going to be.
+
+    Raises:
+        ValueError: Naming the first of the others that has one.
+    """
+    named = module.named_parameters()
+    hooked = [name for name, parameter in named if name not in whole and _compat.has_gradient_hook(parameter)]
+    if hooked:
+        raise ValueError(
+            f"{len(hooked)} parameters that FSDP2 shards have gradient hooks ({', '.join(hooked[:3])}), which it never"
+            " calls: change gradients in on_before_optimizer_step, or pass data_parallel='ddp'."
         )

@@ -48,10 +48,13 @@ from lightning_automodel.launchers import InPlaceLauncher, make_launcher
 from lightning_automodel.mesh import RunMesh, build_mesh, resolve_sizes
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.plugin import adapt_plugin, give_back_plugin
+from lightning_automodel.resume import CHECKPOINT_KEY, Resume
 from lightning_automodel.scaling import LossScaling, RangeScale
 from lightning_automodel.token_loss import Count, StepReport, TokenWeighting
-from lightning_automodel.weight_callbacks import ShardedAverages
+from lightning_automodel.weight_callbacks import AverageCopies
 from lightning_automodel.windows import GradientFinisher, OptimizerWindows, optimizer_parameters, unwrap
+
+_PATIENCE_AFTER_FAILURE = timedelta(seconds=15)
 
 
 class AutomodelStrategy(ParallelStrategy):
@@ -191,9 +194,9 @@ class AutomodelStrategy(ParallelStrategy):
             label_shift=label_shift,
             count_label_tokens=count_label_tokens,
         )
-        self._guard = RunGuard()
+        self._guard = RunGuard(before_telling=self._checkpoints.linger)
         self._setup_turn: FirstRankPerNode | None = None
-        self._averages = ShardedAverages()
+        self._averages = AverageCopies()
         self._evaluation_steps = 0
         self._forward_redirection = _compat.DDPForwardRedirection()
         self._mesh: RunMesh | None = None
@@ -208,6 +211,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._scaling: LossScaling | None = None
         self._finisher: GradientFinisher | None = None
         self._advice = Advice()
+        self._resume: Resume | None = None
         self._report_of_children: Mapping[str, Any] = {}
 
     @classmethod
@@ -384,9 +388,10 @@ class AutomodelStrategy(ParallelStrategy):
         if self._guard.has_failed:
             return
         collectives.named_barrier(name or "unnamed", process_group.parse_timeout(self._options.timeout))
-        if name == "pre_setup" and self._shards_model and self.lightning_module is not None:
-            weight_callbacks.refuse_pruning(self.lightning_module)
-            self._averages.prepare(self.lightning_module)
+        if name == "pre_setup" and self.lightning_module is not None:
+            if self._shards_model:
+                weight_callbacks.refuse_pruning(self.lightning_module)
+            self._averages.prepare(self.lightning_module, self._shards_model)
         if name == "pre_setup" and self._options.first_rank_setup:
             turn = self.first_rank_per_node()
             turn.__enter__()
@@ -432,9 +437,12 @@ class AutomodelStrategy(ParallelStrategy):
         if self.world_size > 1:
             _compat.take_over_sigterm(trainer)
             _compat.take_over_requeueing(trainer, self._guard.ask_to_requeue)
+        _compat.take_over_links(trainer, self._checkpoints.link)
         self.accelerator.setup(trainer)
         precision.check_precision(self.precision_plugin, self._options.data_parallel)
-        self._created_as, self._untouched = materialize.waiting(module), []
+        if self._shards_model:
+            precision.check_conversion(self.precision_plugin, module)
+        self._created_as, self._untouched = materialize.waiting(module), materialize.left_empty(module)
         for note in self._options.without_effect():
             self._advice.say_once(note)
         if fitting and self._layer_sync is not None:
@@ -451,13 +459,13 @@ class AutomodelStrategy(ParallelStrategy):
             )
         engine = self._make_engine(module)
         self.model = engine.setup(module, fitting, self._give_values)
-        if self._shards_model:
-            self._averages.fill(module)
+        self._advice.about_wrap_policy(self._options.auto_wrap_policy, engine.describe())
+        self._averages.fill(module)
         self._engine = engine
         self._scaling = LossScaling(
             scaler=precision.enabled_scaler(self.precision_plugin),
             range_scale=RangeScale(
-                precision.computes_in_float16(self.precision_plugin, module),
+                precision.passes_float16(self.precision_plugin, module),
                 self._options.per_token_loss,
                 self.root_device,
             ),
@@ -469,10 +477,21 @@ class AutomodelStrategy(ParallelStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self._advice.about_clipping(self.precision_plugin)
         adapt_plugin(self.precision_plugin, self._finisher)
         precision.leave_casting_to_units(self.precision_plugin, module)
         if fitting:
             _compat.optimizers_to_device(self.optimizers, self.root_device)
+            if self._resume is not None:
+                self._resume.close()
+            self._resume = Resume(
+                trainer,
+                self.root_device,
+                self._own_state,
+                self._restore_own_state,
+                self._windows.hold_gradients,
+                partial(self._advice.say_once, say=rank_zero_info),
+            )
         self._log_description()
 
     def _give_values(self) -> None:
@@ -482,7 +501,7 @@ class AutomodelStrategy(ParallelStrategy):
         if not self._created_as:
             return
         offloads = self._shards_model and self._options.cpu_offload
-        self._untouched = materialize.materialize(module, self._created_as, self.root_device, offloads)
+        self._untouched += materialize.materialize(module, self._created_as, self.root_device, offloads)
         self.model_to_device()
 
     def _make_engine(self, module: "pl.LightningModule") -> Engine:
@@ -493,6 +512,8 @@ class AutomodelStrategy(ParallelStrategy):
         is_made_elsewhere = sharding.is_sharded(module) and not precision.is_applied(policy, module)
         if is_made_elsewhere and self._options.mp_policy is not None:
             self._advice.say_once("mp_policy has no effect on a model that was sharded before, with another policy.")
+        elif is_made_elsewhere:
+            self._advice.about_units_of_before(str(self.precision_plugin.precision), module, policy)
         self._policy = None if is_made_elsewhere else policy
         return FSDP2Engine(self._joined_mesh(), self.root_device, self._options, self.num_processes, policy)
 
@@ -661,7 +682,10 @@ class AutomodelStrategy(ParallelStrategy):
         Every rank must call it, once a window: it is one all-reduce over the data-parallel ranks, beside what the
         engine reduces. See :meth:`Strategy.optimizer_step` for the arguments.
         """
-        return super().optimizer_step(optimizer, partial(self._finish_after, closure, optimizer), model, **kwargs)
+        output = super().optimizer_step(optimizer, partial(self._finish_after, closure, optimizer), model, **kwargs)
+        if self._resume is not None:
+            self._resume.stepped()
+        return output
 
     def _finish_after(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
         assert self.lightning_module is not None
@@ -672,6 +696,23 @@ class AutomodelStrategy(ParallelStrategy):
             result = closure()
         self._require_finisher().finish(optimizer)
         return result
+
+    def _own_state(self) -> dict[str, Any]:
+        assert self._scaling is not None
+        step = self._require_finisher().last_step
+        return {
+            "engine": self._require_engine().state(),
+            "range_scale": self._scaling.range_factor,
+            "last_step": None if step is None else vars(step),
+        }
+
+    def _restore_own_state(self, state: dict[str, Any]) -> None:
+        assert self._scaling is not None
+        self._require_engine().load_state(state["engine"])
+        self._scaling.range_factor = state["range_scale"]
+        if state["last_step"] is not None:
+            on_device = {name: value.to(self.root_device) for name, value in state["last_step"].items()}
+            self._require_finisher().last_step = StepReport(**on_device)
 
     def clip_gradients(
         self,
@@ -765,11 +806,24 @@ class AutomodelStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         checkpoint.update(describe_models(module))
-        if self._guard.has_failed:
+        ranks = self._those_who_save()
+        if self._resume is not None and "optimizer_states" in checkpoint:
+            checkpoint["callbacks"].update(self._resume.states_of_callbacks())
+            checkpoint[CHECKPOINT_KEY] = self._resume.state(self._joined_mesh().sizes_by_name(), ranks)
+        if ranks is None and self.world_size > 1:
             self._checkpoints.save_alone(checkpoint, filepath, self.checkpoint_io)
             return
-        goes_on = module.trainer.state.fn == TrainerFn.FITTING and module.trainer.state.status == TrainerStatus.RUNNING
+        state = module.trainer.state
+        goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         self._checkpoints.save(checkpoint, filepath, self.root_device, self.checkpoint_io, goes_on, storage_options)
+
+    def _those_who_save(self) -> dist.ProcessGroup | None:
+        """All ranks, on the host; None for this one alone, where others have left after a failure."""
+        if self.world_size == 1 or (
+            self._guard.has_failed and not collectives.everybody_comes(_PATIENCE_AFTER_FAILURE)
+        ):
+            return None
+        return collectives.host_group(process_group.parse_timeout(self._options.timeout))
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
@@ -779,7 +833,17 @@ class AutomodelStrategy(ParallelStrategy):
             CheckpointError: On every rank, if any cannot read it.
         """
         self._require_engine().release()
-        return self._checkpoints.open(checkpoint_path, weights_only, self.checkpoint_io, self.local_rank == 0)
+        weights_only = self._guard.weights_only if weights_only is None else weights_only
+        checkpoint = self._checkpoints.open(checkpoint_path, weights_only, self.checkpoint_io, self.local_rank == 0)
+        state = checkpoint.pop(CHECKPOINT_KEY, None)
+        assert self.lightning_module is not None
+        if (
+            state is not None
+            and self._resume is not None
+            and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        ):
+            self._resume.load(state, checkpoint, self._joined_mesh().sizes_by_name(), self.global_rank)
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -847,8 +911,11 @@ class AutomodelStrategy(ParallelStrategy):
         self._batch = None
         self.model = self.lightning_module
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if self._resume is not None:
+            self._resume.close()
         if trainer is not None:
             _compat.give_back_sigterm(trainer)
+            _compat.give_back_links(trainer)
         if not self._shards_model and self._engine is not None:
             if self._layer_sync is not None and self.model is not None:
                 self._layer_sync.revert(self.model)

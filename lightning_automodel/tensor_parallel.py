@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_automodel import _compat
 from lightning_automodel.mesh import TENSOR, RunMesh
+from lightning_automodel.sharding import class_name
 
 _HEADS_DIM = 2  # [b, s, heads, head width]
 
@@ -39,12 +40,12 @@ STYLES: dict[str, ParallelStyle] = {
 
 
 def apply_own_plans(module: nn.Module, mesh: RunMesh) -> None:
-    """Distribute the Hugging Face models in ``module`` by their ``tp_plan``, unless ``configure_model`` did so already.
+    """Distribute the Hugging Face models in ``module`` by their ``tp_plan``, unless that has been done by any plan.
 
     A collective over the tensor-parallel group: it gets its first rank's weights.
 
     Args:
-        module: The LightningModule, not sharded by FSDP2 yet.
+        module: The LightningModule.
         mesh: Mesh of the run.
 
     Raises:
@@ -53,14 +54,16 @@ def apply_own_plans(module: nn.Module, mesh: RunMesh) -> None:
     """
     if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
         return
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+    if any(_takes_part(parameter, mesh.tensor_parallel) for parameter in module.parameters()):
         return
-    planned = list(_outermost_with_plan(module))
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    planned = [] if is_sharded else list(_outermost_with_plan(module))
     if not planned:
         raise ValueError(
-            f"tensor_parallel_size={mesh.sizes.tensor}, but no parameter of {type(module).__name__} is distributed for"
-            " it, and it holds no Hugging Face model with a tp_plan: call parallelize_module(..., self.device_mesh["
-            f"{TENSOR!r}], plan) in configure_model, or leave tensor_parallel_size at 1."
+            f"tensor_parallel_size={mesh.sizes.tensor}, but no parameter of {class_name(module)} is distributed for"
+            " it, and it holds no Hugging Face model with a tp_plan that is not sharded yet: call parallelize_module("
+            f"..., self.device_mesh[{_dimension(mesh.tensor_parallel)!r}], plan) in configure_model, before any"
+            " fully_shard, or leave tensor_parallel_size at 1."
         )
     for model in planned:
         _apply_plan(model, mesh.tensor_parallel)
@@ -74,15 +77,23 @@ def refuse_compiled(module: nn.Module, mesh: RunMesh) -> None:
     """
     if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
         return
-    dimension = (mesh.tensor_parallel.mesh_dim_names or (TENSOR,))[0]
     for name, submodule in module.named_modules():
-        shared = (p for p in submodule.parameters() if isinstance(p, DTensor))
-        if _compat.is_compiled(submodule) and any(dimension in (p.device_mesh.mesh_dim_names or ()) for p in shared):
+        shared = (_takes_part(parameter, mesh.tensor_parallel) for parameter in submodule.parameters())
+        if _compat.is_compiled(submodule) and any(shared):
             raise ValueError(
-                f"{name or type(module).__name__} is compiled and holds tensor-parallel parameters, for which"
+                f"{name or class_name(module)} is compiled and holds tensor-parallel parameters, for which"
                 " torch.compile (torch 2.13) computes wrong gradients: compile modules outside of the plan alone, or"
                 " leave tensor_parallel_size at 1."
             )
+
+
+def _dimension(mesh: DeviceMesh) -> str:
+    return (mesh.mesh_dim_names or (TENSOR,))[0]
+
+
+def _takes_part(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
+    """Whether tensor-parallel ranks hold parts or copies of ``parameter`` by a plan."""
+    return isinstance(parameter, DTensor) and _dimension(mesh) in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _outermost_with_plan(module: nn.Module) -> Iterator[Any]:
@@ -147,10 +158,6 @@ def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
             setattr(module, name, shared)
 
 
-def _layout(parameter: nn.Parameter) -> tuple[object, ...]:
-    return parameter.placements if isinstance(parameter, DTensor) else ()
-
-
 def share_random_state(mesh: RunMesh, device: torch.device) -> None:
     """Give tensor-parallel peers one stream of random numbers, so that they drop out the same activations.
 
@@ -169,7 +176,8 @@ def share_random_state(mesh: RunMesh, device: torch.device) -> None:
 def check_same_batch(batch: Any, mesh: RunMesh, device: torch.device) -> None:
     """Refuse tensor-parallel peers with unequal batches: they would compute a mixture of both, and not know it.
 
-    A collective over the tensor-parallel group: two all-reduces of one number. Reads all tensors on the host.
+    A collective over the tensor-parallel group: two all-reduces of one number. Reads all tensors on the host but those
+    that are sparse or nested.
 
     Raises:
         ValueError: On every rank of the group.
@@ -179,8 +187,9 @@ def check_same_batch(batch: Any, mesh: RunMesh, device: torch.device) -> None:
         return
     checksum = 0
     for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            data = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
+            plain = leaf.detach().cpu().resolve_conj().resolve_neg()
+            data = plain.contiguous().reshape(-1).view(torch.uint8).numpy()
             checksum = zlib.crc32(data.tobytes(), zlib.crc32(str(tuple(leaf.shape)).encode(), checksum))
     smallest, largest = (torch.tensor(checksum, device=device) for _ in range(2))
     dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)

@@ -1,10 +1,13 @@
 """Lightning's callbacks that keep weights or replace them, with weights that are sharded: averages (EMA, SWA), pruning.
 
 The averaging callbacks copy the module in their ``setup`` hook. That is before it is sharded, or after an earlier run
-has sharded it, and then FSDP2 refuses. So the copy that they get is empty at first, and filled as soon as the module is
-sharded. Each rank averages its own shards, which communicates nothing.
+has sharded it, and then FSDP2 refuses; or before it has values, and then it cannot be moved. So the copy that they get
+is empty at first, and filled as soon as the module is distributed. Each rank averages its own shards, which
+communicates nothing.
 """
 
+import copy
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
-from lightning_automodel import _compat
+from lightning_automodel import _compat, materialize
+from lightning_automodel.sharding import is_sharded
 
 _WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
 
@@ -63,36 +67,55 @@ def _copy_weights(module: nn.Module, into: nn.Module, copies: dict[int, Any]) ->
         into._modules[name] = copies.get(id(child))
 
 
-class ShardedAverages:
-    """Gives the averaging callbacks of a Trainer copies that are sharded when the module is."""
+class AverageCopies:
+    """Gives the averaging callbacks of a Trainer copies of the module that are distributed when it is."""
 
     def __init__(self) -> None:
-        self._module: pl.LightningModule | None = None
+        self._waiting: list[Callback] = []
         self._copies: list[WeightCopy] = []
 
-    def prepare(self, module: pl.LightningModule) -> None:
-        """Until :meth:`end_setup_hooks`, let a deep copy of ``module`` be an empty one, if a callback averages it."""
-        self._copies = []
-        if any(isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) for callback in _callbacks(module)):
-            self._module = module
-            module.__dict__["__deepcopy__"] = self._copy
+    def prepare(self, module: pl.LightningModule, shards: bool) -> None:
+        """Until :meth:`end_setup_hooks`, let a deep copy that such a callback makes in its set-up be an empty one.
 
-    def _copy(self, memo: dict[int, Any]) -> WeightCopy:
+        Args:
+            module: The LightningModule, with its Trainer.
+            shards: Whether it is to be sharded; else that holds for a copy of a module without values alone.
+        """
+        self._copies = []
+        averaging = (WeightAveraging, StochasticWeightAveraging)
+        self._waiting = [callback for callback in _callbacks(module) if isinstance(callback, averaging)]
+        for callback in self._waiting:
+            callback.__dict__["setup"] = partial(self._set_up, callback, shards)
+
+    def _set_up(
+        self, callback: Callback, shards: bool, trainer: pl.Trainer, module: pl.LightningModule, stage: str
+    ) -> None:
+        del callback.__dict__["setup"]
+        module.__dict__["__deepcopy__"] = partial(self._copy, module, shards)
+        try:
+            callback.setup(trainer, module, stage=stage)
+        finally:
+            module.__dict__.pop("__deepcopy__", None)
+
+    def _copy(self, module: pl.LightningModule, shards: bool, memo: dict[int, Any]) -> Any:
+        if not shards and not materialize.waiting(module):
+            del module.__dict__["__deepcopy__"]
+            return copy.deepcopy(module, memo)
         self._copies.append(WeightCopy())
         return self._copies[-1]
 
     def end_setup_hooks(self) -> None:
-        """Let deep copies of the module be what they were."""
-        if self._module is not None:
-            del self._module.__dict__["__deepcopy__"]
-            self._module = None
+        """Let the callbacks be what they were, also where their set-up was never reached."""
+        for callback in self._waiting:
+            callback.__dict__.pop("setup", None)
+        self._waiting = []
 
     def fill(self, module: pl.LightningModule) -> None:
-        """Fill the copies with the weights of ``module``, which is sharded now. Not a collective."""
-        for copy in self._copies:
-            copy.fill(module)
+        """Fill the copies with the weights of ``module``, which has values and its shards now. Not a collective."""
+        for empty in self._copies:
+            empty.fill(module)
         self._copies = []
-        for averaged in _averaged_models(module):
+        for averaged in filter(is_sharded, averaged_models(module)):
             averaged.update_parameters = _ByKind(averaged)  # type: ignore[method-assign]
 
 
@@ -108,14 +131,15 @@ def refuse_pruning(module: pl.LightningModule) -> None:
 
 def keeps_average(module: pl.LightningModule) -> bool:
     """Whether a callback will look for the average of the weights in a checkpoint, under ``state_dict``."""
-    return bool(_averaged_models(module))
+    return bool(averaged_models(module))
 
 
 def _callbacks(module: pl.LightningModule) -> list[Callback]:
     return module.trainer.callbacks  # type: ignore[attr-defined]
 
 
-def _averaged_models(module: pl.LightningModule) -> list[AveragedModel]:
+def averaged_models(module: pl.LightningModule) -> list[AveragedModel]:
+    """The averages that callbacks keep of the weights of ``module``."""
     averaged = [_compat.averaged_model(c) for c in _callbacks(module) if isinstance(c, WeightAveraging)]
     return [model for model in averaged if model is not None]
 

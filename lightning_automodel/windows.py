@@ -142,6 +142,10 @@ class OptimizerWindows:
         optimizer.zero_grad()
         return window
 
+    def hold_gradients(self) -> bool:
+        """Whether any window has begun and not ended by a step."""
+        return any(window.num_micro_batches > 0 and not window.is_rescaled for window in self._windows.values())
+
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Context in which ``zero_grad`` is not the user's: torch calls it when it initialises optimizer state."""
@@ -199,6 +203,7 @@ class GradientFinisher:
         self._windows, self._weighting, self._scaling = windows, weighting, scaling
         self._mesh, self._device, self._followed = mesh, device, followed
         self._complete, self._track_norm, self._error_if_nonfinite = complete, track_norm, error_if_nonfinite
+        scaling.take_over(self.finish)
 
     def finish(self, optimizer: OneOptimizer) -> list[nn.Parameter]:
         """Rescale the gradients of ``optimizer`` and report on its window, unless that is done.
@@ -210,9 +215,13 @@ class GradientFinisher:
         Returns:
             The parameters of the optimizer.
         """
-        window, parameters = self._windows[optimizer], optimizer_parameters(unwrap(optimizer))
-        if window.is_rescaled:
-            return parameters
+        parameters = optimizer_parameters(unwrap(optimizer))
+        if not self._windows[optimizer].is_rescaled:
+            self._rescale(self._windows[optimizer], parameters)
+        self._scaling.unscale(unwrap(optimizer))
+        return parameters
+
+    def _rescale(self, window: LossWindow, parameters: list[nn.Parameter]) -> None:
         window.is_rescaled = True
         self._complete(parameters)
         divisor, followed = self._mesh.sizes.data_parallel, self._followed(parameters)
@@ -221,9 +230,7 @@ class GradientFinisher:
         factor = gradients.gradient_factor(denominator, divisor) * self._scaling.correction(window)
         gradients.scale_gradients_(parameters, factor)
         self._scaling.follow(denominator, divisor)
-        self._scaling.unscale(unwrap(optimizer))
         self.last_step = self._weighting.report(totals)
-        return parameters
 
     def _summed(self, totals: Tensor, followed: list[tuple[nn.Parameter, bool]]) -> Tensor:
         """[3] ``totals`` over all ranks; drops the gradients of parameters that no rank has used in the window."""

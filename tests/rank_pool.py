@@ -125,17 +125,14 @@ class RankPool:
             self._start()
         return self._exchange(function, fn.__qualname__, timeout_s)
 
-    def stop(self, grace_s: float = 10.0) -> None:
-        """End all ranks: politely for `grace_s` seconds in all, then by killing them."""
+    def stop(self) -> None:
+        """Kill all ranks: nothing that they still hold is worth the seconds in which they would end by themselves."""
         for rank in self._ranks:
-            rank.pipe.close()
-        deadline = time.monotonic() + grace_s
+            rank.process.kill()
         for rank in self._ranks:
-            rank.process.join(max(0.0, deadline - time.monotonic()))
-            if rank.process.is_alive():
-                rank.process.kill()
-                rank.process.join()
+            rank.process.join()
             rank.process.close()
+            rank.pipe.close()
         self._ranks = []
         self._store = None
         if self._folder is not None:
@@ -174,7 +171,7 @@ class RankPool:
             raise
         except BaseException:
             # Also pytest-timeout and Ctrl-C: an answer that is still on its way must not meet the next call.
-            self.stop(grace_s=0.0)
+            self.stop()
             raise
         if not all(answer.in_group for answer in answers.values()):
             self._group_number += 1
@@ -212,7 +209,7 @@ class RankPool:
         if not failures:
             raise TimeoutError(f"{name}: ranks {silent} of {self.num_ranks} hang after {timeout_s:g} s{stacks}")
         if silent or any(answer.died for answer in answers.values()):
-            self.stop(grace_s=0.0)
+            self.stop()
         self._group_number += 1
         message = f"{name}: ranks {list(failures)} of {self.num_ranks} failed"
         message += f", ranks {silent} hang" if silent else ""

@@ -24,7 +24,7 @@ from lightning_automodel.checkpoint.reading import TensorInfo
 from lightning_automodel.checkpoint.shards import ShardDirectory
 from lightning_automodel.checkpoint.splitting import in_portions
 from lightning_automodel.checkpoint.state import MODEL, is_optimizer_key, optimizer_key
-from lightning_automodel.checkpoint.whole_file import new_file
+from lightning_automodel.checkpoint.whole_file import add_checksum, new_file
 
 _AT_ONCE = 1 << 22
 _ENTRY_SIZE, _CRC_AT, _LENGTHS_AT = 46, 16, 28
@@ -66,6 +66,7 @@ def consolidate(path: str, out: str, weights_only: bool | None, progress: Callab
         _fill(holes, shards, paths, tensors, progress)
         holes.fill_others(others)
         holes.close()
+        add_checksum(file)
 
 
 def _free_file(path: str, out: str) -> pathlib.Path:

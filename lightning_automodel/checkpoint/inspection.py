@@ -22,6 +22,7 @@ from lightning_automodel.checkpoint.reading import TensorInfo
 from lightning_automodel.checkpoint.shards import REST, check_foreign, read_manifest, read_metadata
 from lightning_automodel.checkpoint.state import MODEL, is_optimizer_key
 from lightning_automodel.checkpoint.whole_file import check_file, has_checksum
+from lightning_automodel.resume import CHECKPOINT_KEY
 
 _METADATA = ".metadata"
 
@@ -37,6 +38,7 @@ class Report:
         damage: What is wrong; None where nothing was found.
         verified: Whether all content was read to find that, or only what is there and how large.
         world_size: Ranks that wrote a directory; None where that is unknown.
+        mesh: Ranks along each dimension of the mesh, by name; empty where that is unknown.
         epoch: Index of the epoch that it was saved in, or of the next one, as Lightning counts.
         global_step: Optimizer steps that were made.
         num_parameters: Elements of the model's state, buffers included.
@@ -53,6 +55,7 @@ class Report:
     damage: str | None = None
     verified: bool = False
     world_size: int | None = None
+    mesh: dict[str, int] = field(default_factory=dict)
     epoch: int | None = None
     global_step: int | None = None
     num_parameters: int = 0
@@ -220,6 +223,8 @@ def _describe_model(report: Report, tensors: Mapping[str, Any]) -> None:
 def _describe_rest(report: Report, rest: Mapping[str, Any]) -> None:
     report.rest = sorted(map(str, rest))
     report.epoch, report.global_step = rest.get("epoch"), rest.get("global_step")
+    if isinstance(of_run := rest.get(CHECKPOINT_KEY), dict):
+        report.mesh = of_run["sizes"]
     report.hugging_face = {model["prefix"]: model["class"] for model in rest.get(KEY, [])}
     if version := rest.get("pytorch-lightning_version"):
         report.written_by = f"Lightning {version}"

@@ -30,15 +30,26 @@ def load_plain_data(stream: Any, what: str, weights_only: bool, **kwargs: Any) -
         if not weights_only:
             raise
         raise CheckpointError(
-            f"{what} holds more than plain data, which can run code when it is loaded"
-            f" ({str(error).splitlines()[0][:200]}): if you trust its source, pass weights_only=False to the Trainer's"
-            " method, or allow the class with torch.serialization.add_safe_globals"
+            f"{what} holds more than plain data, which can run code when it is loaded ({_named(stream, error)}): if you"
+            " trust its source, pass weights_only=False to the Trainer's method, or allow the class with"
+            " torch.serialization.add_safe_globals"
         ) from error
 
 
+def _named(stream: Any, error: Exception) -> str:
+    """The objects that are no plain data."""
+    try:
+        if hasattr(stream, "seek"):
+            stream.seek(0)
+        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(stream))) or str(error)
+    except (RuntimeError, ValueError, pickle.UnpicklingError):
+        return str(error)[:500]
+
+
 def warn_about_code(stream: Any) -> None:
-    """Warn if what ``torch.save`` has written to ``stream`` will not load as plain data."""
-    stream.seek(0)
+    """Warn if what ``torch.save`` has written to ``stream``, or the file of this path, will not load as plain data."""
+    if hasattr(stream, "seek"):
+        stream.seek(0)
     if names := torch.serialization.get_unsafe_globals_in_checkpoint(stream):
         rank_zero_warn(
             f"The checkpoint holds more than plain data ({', '.join(sorted(names))}): it will load with"

@@ -12,6 +12,7 @@ def as_text(report: Report) -> str:
         "form": report.form,
         "written by": report.written_by,
         "world size": "unknown" if report.world_size is None else str(report.world_size),
+        "mesh": ", ".join(f"{name} {size}" for name, size in report.mesh.items()) or "unknown",
         "state": _state(report),
         "epoch": "unknown" if report.epoch is None else str(report.epoch),
         "optimizer steps": "unknown" if report.global_step is None else str(report.global_step),

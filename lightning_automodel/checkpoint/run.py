@@ -1,7 +1,9 @@
 """The checkpoints of one run: what the strategy's hooks for saving and loading do."""
 
 import logging
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,8 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_automodel import collectives, connections, weight_callbacks
-from lightning_automodel.checkpoint import places, state
-from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
+from lightning_automodel.checkpoint import places, publishing, state
+from lightning_automodel.checkpoint.errors import on_every_rank
 from lightning_automodel.checkpoint.saver import CheckpointSaver
 from lightning_automodel.checkpoint.shards import ShardDirectory
 from lightning_automodel.checkpoint.whole_file import (
@@ -28,6 +30,8 @@ from lightning_automodel.checkpoint.whole_file import (
 from lightning_automodel.process_group import get_rank_safe
 
 log = logging.getLogger(__name__)
+
+LONGEST_LINGERING_S = 60.0
 
 
 class RunCheckpoints:
@@ -116,12 +120,19 @@ class RunCheckpoints:
         return self._group[1]
 
     def remove(self, path: _PATH, io: CheckpointIO) -> None:
-        """Remove a checkpoint by rank 0, after the save in flight. Not a collective."""
+        """Remove a checkpoint by rank 0, once what replaces it is on disk. Not a collective."""
         remove = places.remove if _is_plain(io) else io.remove_checkpoint
+        self._afterwards(partial(remove, places.normal(path)))
+
+    def link(self, path: _PATH, link: _PATH) -> None:
+        """Let ``link`` lead to the checkpoint at ``path``, by rank 0, once that is on disk. Not a collective."""
+        self._afterwards(partial(publishing.link, Path(path), Path(link)))
+
+    def _afterwards(self, action: Callable[[], None]) -> None:
         if self._saver is not None:
-            self._saver.remove(places.normal(path), remove)
+            self._saver.afterwards(action)
         elif get_rank_safe() == 0:
-            remove(places.normal(path))
+            action()
 
     def check(self) -> None:
         """Raise the error of a save in the background, if there is one by now. Not a collective."""
@@ -138,11 +149,16 @@ class RunCheckpoints:
         if saver is None:
             return
         try:
-            saver.close()
-        except CheckpointError as error:
+            saver.close(together=not was_interrupted)
+        except Exception as error:
             if not was_interrupted:
                 raise
             log.error("%s", error)
+
+    def linger(self) -> None:
+        """Before this rank tells the others that it failed: let a save in flight end, which needs them. Bounded."""
+        if self._saver is not None:
+            self._saver.linger(LONGEST_LINGERING_S)
 
     # --- Loading ------------------------------------------------------------------------------------------------------
 

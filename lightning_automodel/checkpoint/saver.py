@@ -1,5 +1,6 @@
 """Saving: at once or in the background, one save at a time, and removing what newer checkpoints have replaced."""
 
+import concurrent.futures
 import io
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,7 +44,7 @@ class CheckpointSaver:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._in_flight: _InFlight | None = None
-        self._removals: list[tuple[str, Callable[[str], None]]] = []
+        self._afterwards: list[Callable[[], None]] = []
         self._stager: DefaultStager | None = None
         self._thread: ThreadPoolExecutor | None = None
 
@@ -112,18 +113,19 @@ class CheckpointSaver:
         if in_background:
             self._in_flight = _InFlight(what, future, None)
 
-    def remove(self, path: str, remove: Callable[[str], None] = places.remove) -> None:
-        """Remove a checkpoint by rank 0; while a save is in flight, once that has succeeded. Not a collective.
+    def afterwards(self, action: Callable[[], None]) -> None:
+        """Let rank 0 call ``action`` once the saves so far have succeeded, at the next step at the earliest.
 
-        (A newer checkpoint replaces it, and until that is on disk this one is the newest.)
+        (Removing what a save replaces, say: until the new checkpoint is on disk, and a link leads to it, the old one is
+        the newest.) Not a collective.
         """
-        self._removals.append((path, remove))
-        if self._in_flight is None:
-            self._remove_replaced()
+        self._afterwards.append(action)
 
     def check(self) -> None:
         """Raise the error of a save in the background, if there is one by now. Not a collective; cheap."""
-        if self._in_flight is not None and self._in_flight.future is not None and self._in_flight.future.done():
+        if self._in_flight is None:
+            self._catch_up()
+        elif self._in_flight.future is not None and self._in_flight.future.done():
             self._settle()
 
     def wait(self) -> None:
@@ -132,18 +134,31 @@ class CheckpointSaver:
         Raises:
             CheckpointError: If it failed.
         """
-        if self._in_flight is not None:
-            with on_every_rank(self._in_flight.what) if self._in_flight.place is None else nullcontext():
-                self._settle()
+        if self._in_flight is None:
+            self._catch_up()
+            return
+        with on_every_rank(self._in_flight.what) if self._in_flight.place is None else nullcontext():
+            self._settle()
 
-    def close(self) -> None:
+    def linger(self, seconds: float) -> None:
+        """Give a save in flight some time to end, whatever comes of it. Not a collective."""
+        if self._in_flight is not None and self._in_flight.future is not None:
+            concurrent.futures.wait([self._in_flight.future], seconds)
+
+    def close(self, together: bool) -> None:
         """Wait until no save is in flight, and give memory and threads back.
+
+        Args:
+            together: Whether every rank comes here; otherwise it is no collective.
 
         Raises:
             CheckpointError: If a save failed.
         """
         try:
-            self.wait()
+            if together:
+                self.wait()
+            elif self._in_flight is not None:
+                self._settle()
         finally:
             if self._stager is not None:
                 self._stager.close()
@@ -158,7 +173,7 @@ class CheckpointSaver:
             if future is not None:
                 future.result()
         self._in_flight = None
-        self._remove_replaced()
+        self._catch_up()
 
     @contextmanager
     def _discarding(self) -> Iterator[None]:
@@ -169,15 +184,15 @@ class CheckpointSaver:
             yield
         except BaseException:
             self._in_flight = None
-            self._removals.clear()
+            self._afterwards.clear()
             if place is not None and get_rank_safe() == 0:
                 places.discard(place.folder)
             raise
 
-    def _remove_replaced(self) -> None:
-        removals, self._removals = self._removals, []
-        for path, remove in removals if get_rank_safe() == 0 else []:
-            remove(path)
+    def _catch_up(self) -> None:
+        actions, self._afterwards = self._afterwards, []
+        for action in actions if get_rank_safe() == 0 else []:
+            action()
 
     def _require_stager(self) -> DefaultStager:
         if self._stager is None:

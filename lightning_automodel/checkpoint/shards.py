@@ -8,7 +8,6 @@ can read it too.
 import io
 import os
 import warnings
-import zlib
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from lightning_automodel.checkpoint import foreign, places, publishing
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, translated
 from lightning_automodel.checkpoint.manifest import MANIFEST, FileRecord, Manifest, checksum
 from lightning_automodel.checkpoint.plain_data import MetadataUnpickler, load_plain_data
+from lightning_automodel.checkpoint.streams import RecordedStream
 
 REST = _compat.CHECKPOINT_METADATA_FILENAME
 """File of everything that is no shard: loops, callbacks, hyperparameters."""
@@ -158,26 +158,14 @@ class _RecordingFileSystem(_compat.FsspecFileSystem):
             if "w" not in mode:
                 yield stream
                 return
-            recorded = _RecordedStream(stream)
-            yield recorded
+            recorded = RecordedStream(stream)
+            try:
+                yield recorded
+            except RuntimeError:
+                if recorded.error is not None:
+                    raise recorded.error from None
+                raise
         self._records[str(path).rpartition("/")[2]] = FileRecord(recorded.size, f"{recorded.crc32:08x}")
-
-
-class _RecordedStream:
-    """A binary stream that sums up what is written to it."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self.size = self.crc32 = 0
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self.crc32 = zlib.crc32(view, self.crc32)
-        self.size += len(view)
-        return self._stream.write(view)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 class ShardDirectory:
@@ -238,8 +226,7 @@ class ShardDirectory:
         """
         planner = _PlainDataPlanner(self._weights_only)
         with translated(f"Cannot load {self.path}"), warnings.catch_warnings():
-            if self._is_alone:
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(
                 targets, storage_reader=_Reader(self._folder, self.metadata), planner=planner, no_dist=self._is_alone
             )

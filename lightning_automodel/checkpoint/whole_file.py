@@ -14,18 +14,21 @@ from typing import IO, Any
 
 import torch
 from fsspec.core import url_to_fs
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_automodel.checkpoint import places, publishing
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.plain_data import load_plain_data
+from lightning_automodel.checkpoint.plain_data import load_plain_data, warn_about_code
 from lightning_automodel.checkpoint.state import MODEL, optimizer_key
+from lightning_automodel.checkpoint.streams import RecordedStream
+from lightning_automodel.sharding import shard_like
 
 _BLOCK = 1 << 22
 _END_OF_ARCHIVE = b"PK\x05\x06"
 _END_SIZE = 22
 _COMMENT = b"lightning_automodel crc32=%08x"
 _COMMENT_SIZE = len(_COMMENT % 0)
+_NO_COMMENT = b"\x00\x00"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -33,18 +36,18 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
     """Write ``checkpoint`` to a file that appears in one step, once all of it is on disk. Called by one rank."""
     if not places.is_local(path):
         stream = io.BytesIO()
-        torch.save(checkpoint, stream)
-        _add_checksum(stream)
+        _write(checkpoint, stream)
+        warn_about_code(stream)
         filesystem, place = url_to_fs(path)
         filesystem.pipe_file(place, stream.getvalue())
         return
     with new_file(path) as file:
-        torch.save(checkpoint, file)
+        _write(checkpoint, file)
 
 
 @contextmanager
 def new_file(path: str) -> Iterator[IO[bytes]]:
-    """What the block writes, an archive of ``torch.save``, becomes the file ``path`` once all of it is on disk.
+    """What the block writes, an archive with its checksum, becomes the file ``path`` once all of it is on disk.
 
     If the block raises, what was at ``path`` stays.
     """
@@ -52,10 +55,10 @@ def new_file(path: str) -> Iterator[IO[bytes]]:
     try:
         with open(staging, "w+b") as file:
             yield file
-            _add_checksum(file)
             file.flush()
             os.fsync(file.fileno())
             _check(file)
+        warn_about_code(staging)
         publishing.publish(staging, Path(path))
     except BaseException:
         publishing.discard(staging)
@@ -131,17 +134,9 @@ class WholeCheckpoint:
                 self.read_into(target, f"{name}.")
             elif isinstance(target, torch.Tensor) and isinstance(self._values[name], torch.Tensor):
                 with torch.no_grad():
-                    _keep_own_part(target, self._values[name])
+                    target.copy_(shard_like(target, self._values[name]))
             else:
                 targets[key] = self._values[name]
-
-
-def _keep_own_part(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Overwrite ``target`` with its part of ``value``, which every rank holds."""
-    if isinstance(target, DTensor):
-        value = value.to(target.device)
-        value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-    target.copy_(value)
 
 
 def without_wrappers(name: str) -> str:
@@ -185,11 +180,26 @@ def _states(tree: dict[str, Any], place: str = "") -> Iterator[tuple[str, torch.
             yield from _states(value, f"{place}{key}/")
 
 
-def _add_checksum(file: Any) -> None:
-    """Append the comment to an archive that has none."""
+def _write(checkpoint: dict[str, Any], file: Any) -> None:
+    """Write an archive, and append to it the checksum of all that ``torch.save`` has written."""
+    recorded = RecordedStream(file)
+    try:
+        torch.save(checkpoint, recorded)
+    except RuntimeError:
+        if recorded.error is not None:
+            raise recorded.error from None
+        raise
+    _append(file, recorded.size, recorded.crc32)
+
+
+def add_checksum(file: Any) -> None:
+    """Append the checksum to an archive that was not written at one go."""
     size = file.seek(0, os.SEEK_END)
-    value = _crc32(file, size - 2)
-    file.seek(size - 2)
+    _append(file, size, _crc32(file, size))
+
+
+def _append(file: Any, size: int, value: int) -> None:
+    file.seek(size - len(_NO_COMMENT))
     file.write(_COMMENT_SIZE.to_bytes(2, "little") + _COMMENT % value)
 
 
@@ -206,7 +216,8 @@ def _checksum_at_end(file: Any) -> bytes | None:
 def _check(file: Any) -> None:
     size = file.seek(0, os.SEEK_END)
     if (told := _checksum_at_end(file)) is not None:
-        if told != _COMMENT % _crc32(file, size - _COMMENT_SIZE - 2):
+        value = zlib.crc32(_NO_COMMENT, _crc32(file, size - _COMMENT_SIZE - len(_NO_COMMENT)))
+        if told != _COMMENT % value:
             raise CheckpointError("its content has changed since it was written (wrong checksum)")
         return
     file.seek(0)

@@ -1,4 +1,4 @@
-"""What the ranks of `test_first_rank.py` run that have no process group; `main` names the cases."""
+"""What the ranks of `test_first_rank.py` run that have no process group; `CASES` names the cases."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_automodel.first_rank import FirstRankPerNode
@@ -19,7 +23,7 @@ def repeat() -> None:
     num_threads = threading.active_count()
     if os.environ["RANK"] == "0":
         destroy = dist.destroy_process_group
-        dist.destroy_process_group = lambda group=None: (time.sleep(1), destroy(group))
+        dist.destroy_process_group = lambda group=None: (time.sleep(0.5), destroy(group))
     for _ in range(3):
         with FirstRankPerNode() as is_first:
             print(f"first={is_first} inside={dist.is_initialized()}")
@@ -52,7 +56,7 @@ def lose(fault: str) -> None:
     """Stop or kill rank 0 in its block, once the other rank waits for it."""
     dist.init_process_group("gloo")
     try:
-        with FirstRankPerNode(timeout=timedelta(seconds=6)) as is_first:
+        with FirstRankPerNode(timeout=timedelta(seconds=3)) as is_first:
             if is_first:
                 time.sleep(1)
                 os.kill(os.getpid(), getattr(signal, fault))
@@ -61,18 +65,15 @@ def lose(fault: str) -> None:
         os._exit(1)
 
 
-def main() -> None:
-    """Run the case that the first argument names, with the other one."""
-    case, *arguments = sys.argv[1:]
-    if case == "repeat":
-        repeat()
-    elif case == "wait":
-        wait_for_nobody()
-    elif case == "fail":
-        fail(int(arguments[0]))
-    else:
-        lose(arguments[0])
+CASES: dict[str, Callable[..., None]] = {"repeat": repeat, "fail": fail, "wait": wait_for_nobody, "lose": lose}
 
 
-if __name__ == "__main__":
-    main()
+def run_case(log: Path, environment: dict[str, str], case: str, *arguments: Any) -> None:
+    """Run a case as a rank that finds itself in the environment; what it prints goes to `log`, errors beside it."""
+    for descriptor, path in ((1, log), (2, log.with_suffix(".errors"))):
+        with open(path, "wb", buffering=0) as file:
+            os.dup2(file.fileno(), descriptor)
+    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", 1, closefd=False) for descriptor in (1, 2))
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    CASES[case](*arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_automodel.caller_mesh import adopt_mesh
@@ -119,6 +120,31 @@ def test_meshes_that_do_not_fit(pool4: RankPool) -> None:
     """One sentence on every rank: what was given, what would do."""
     for outcomes in pool4.run(adopt_all, [arguments for arguments, _ in UNFIT]):
         assert outcomes == [message for _, message in UNFIT]
+
+
+def adopt_permuted(layouts: list[Any]) -> list[str]:
+    messages = []
+    for layout in layouts:
+        names = ("replicate", "shard")[-torch.tensor(layout).ndim :]
+        with pytest.raises(ValueError, match="ascend") as raised:
+            adopt_mesh(DeviceMesh("cpu", layout, mesh_dim_names=names), "cpu", "fsdp2", {})
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_ranks_out_of_order_are_refused(pool4: RankPool) -> None:
+    """Replicas would average different shards: weights were silently wrong. Strided layouts are in order."""
+    layouts: list[Any] = [[[3, 1], [0, 2]], [[0, 1], [3, 2]], [[0, 3], [1, 2]], [1, 0, 2, 3]]
+    for messages in pool4.run(adopt_permuted, layouts):
+        for layout, message in zip(layouts, messages, strict=True):
+            assert message.startswith(f"device_mesh holds the ranks {layout}, but ranks must ascend along each")
+    for sizes in pool4.run(adopt_strided):
+        assert sizes == MeshSizes(2, 2)
+
+
+def adopt_strided() -> MeshSizes:
+    mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
+    return adopt_mesh(mesh, "cpu", "fsdp2", {}).sizes
 
 
 def adopt_part_of_the_world() -> str:

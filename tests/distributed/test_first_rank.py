@@ -1,21 +1,21 @@
 """FirstRankPerNode on real ranks: who goes first, and that no failure is lost and nobody waits for ever.
 
 The pool's four ranks play two nodes by LOCAL_RANK; `test_two_nodes.py` has real ones. What needs ranks that make their
-own group runs `first_rank_script.py` in processes of its own.
+own group runs `first_rank_script.py` in processes of its own, forked from one that has imported everything.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ import torch.distributed as dist
 from lightning_automodel.failures import RankFailedError
 from lightning_automodel.first_rank import FirstRankPerNode
 from lightning_automodel.nodes import Scope
+from tests.distributed import first_rank_script
 from tests.distributed.interleavings import Plan, Record, contradictions, draw, expected, follow
 from tests.rank_pool import LOOPBACK, LOOPBACK_INTERFACE, RankPool
 
 SILENCE = timedelta(seconds=1)
-SCRIPT = Path(__file__).with_name("first_rank_script.py")
+PATIENCE_S = 180.0
 
 
 def play_two_nodes() -> int:
@@ -257,9 +258,9 @@ def follow_plans(seeds: range, folder: str) -> list[Record]:
     return [follow(draw(seed), rank) for seed in seeds]
 
 
-@pytest.mark.parametrize("seeds", [range(100), range(100, 200)])
+@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 200), marks=pytest.mark.sweep)])
 def test_random_interleavings(pool4: RankPool, seeds: range, tmp_path: Path) -> None:
-    """200 plans of delays and exceptions around nested blocks: no deadlock, no lost error, no wrong order."""
+    """A hundred plans of delays and exceptions around nested blocks: no deadlock, no lost error, no wrong order."""
     by_rank = pool4.run(follow_plans, seeds, str(tmp_path), timeout_s=120)
     plans = [draw(seed) for seed in seeds]
     wrong = {}
@@ -407,58 +408,56 @@ def test_blocks_leave_no_thread_and_no_descriptor(pool4: RankPool) -> None:
 
 @contextmanager
 def ranks_without_a_group(
-    *arguments: str, num_ranks: int = 2, started: Sequence[int] = (0, 1)
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start the script on ranks that know of each other by the environment only."""
+    folder: Path, *arguments: Any, num_ranks: int = 2, started: Sequence[int] = (0, 1)
+) -> Iterator[list[BaseProcess]]:
+    """Start a case on ranks that know of each other by the environment only; see `printed`."""
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
-    environment = {
-        **os.environ,
-        "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(num_ranks),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), *arguments],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in started
-    ]
+    group = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([first_rank_script.__name__])
+    processes = []
+    for rank in started:
+        environment = {**group, "RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
+        told = (folder / f"rank{rank}.log", environment, *arguments)
+        processes.append(context.Process(target=first_rank_script.run_case, args=told))
+    for process in processes:
+        process.start()
     try:
         yield processes
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
+            process.join()
 
 
-def test_group_is_made_from_the_environment_and_destroyed() -> None:
+def printed(folder: Path, processes: Sequence[BaseProcess], ranks: Sequence[int] = (0, 1)) -> list[str]:
+    """What the ranks printed until they ended."""
+    for process in processes:
+        process.join(PATIENCE_S)
+    return [(folder / f"rank{rank}.log").read_text() for rank in ranks]
+
+
+def test_group_is_made_from_the_environment_and_destroyed(tmp_path: Path) -> None:
     """Three times in a row; rank 0, which hosts the store, leaves when the others have read the outcome."""
-    with ranks_without_a_group("repeat") as processes:
-        outputs = [process.communicate(timeout=180) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    for rank, (output, _) in enumerate(outputs):
+    with ranks_without_a_group(tmp_path, "repeat") as processes:
+        outputs = printed(tmp_path, processes)
+        assert [process.exitcode for process in processes] == [0, 0], outputs
+    for rank, output in enumerate(outputs):
         assert output.split() == [f"first={rank == 0}", "inside=True", "after=False"] * 3 + ["left_over=0"]
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
-def test_failure_reaches_the_others_before_the_store_is_gone(failing_rank: int) -> None:
+def test_failure_reaches_the_others_before_the_store_is_gone(tmp_path: Path, failing_rank: int) -> None:
     """The failing rank ends at once after its block, and the group is destroyed on both."""
-    with ranks_without_a_group("fail", str(failing_rank)) as processes:
-        outputs = [process.communicate(timeout=180) for process in processes]
-    texts = [output.strip() for output, _ in outputs]
-    assert texts[failing_rank] == "OSError: disk full, initialised: False", outputs
+    with ranks_without_a_group(tmp_path, "fail", failing_rank) as processes:
+        texts = [output.strip() for output in printed(tmp_path, processes)]
+    assert texts[failing_rank] == "OSError: disk full, initialised: False", texts
     host = socket.gethostname()
     assert texts[1 - failing_rank] == (
         f"RankFailedError: rank {failing_rank} on {host} failed in FirstRankPerNode(scope='node'): OSError: disk full, "
         "initialised: False"
-    ), outputs
+    ), texts
 
 
 @pytest.mark.parametrize(
@@ -468,22 +467,22 @@ def test_failure_reaches_the_others_before_the_store_is_gone(failing_rank: int) 
         (1, "Rank 0 of 3 did not come: rank 1 could not use the store that rank 0 hosts at 127.0.0.1:"),
     ],
 )
-def test_group_without_all_ranks_is_an_error_that_names_them(rank: int, text: str) -> None:
+def test_group_without_all_ranks_is_an_error_that_names_them(tmp_path: Path, rank: int, text: str) -> None:
     """With the address, and how long was waited."""
-    with ranks_without_a_group("wait", num_ranks=3, started=[rank]) as (process,):
-        output, errors = process.communicate(timeout=180)
-    assert output.startswith(f"RuntimeError: {text}"), errors
+    with ranks_without_a_group(tmp_path, "wait", num_ranks=3, started=[rank]) as processes:
+        (output,) = printed(tmp_path, processes, [rank])
+    assert output.startswith(f"RuntimeError: {text}"), output
     assert "(env://)" in output
     assert "within 1 s" in output
     assert output.endswith("initialised: False\n")
 
 
-@pytest.mark.parametrize(("fault", "text"), [("SIGSTOP", "has not answered for 6 s"), ("SIGKILL", "is lost (Dist")])
-def test_lost_store_is_an_error_that_says_so(fault: str, text: str) -> None:
+@pytest.mark.parametrize(("fault", "text"), [("SIGSTOP", "has not answered for 3 s"), ("SIGKILL", "is lost (Dist")])
+def test_lost_store_is_an_error_that_says_so(tmp_path: Path, fault: str, text: str) -> None:
     """The host of the store stops or dies in its block."""
-    with ranks_without_a_group("lose", fault) as (host, other):
-        output, errors = other.communicate(timeout=180)
-        assert host.poll() in (None, -signal.SIGKILL)
+    with ranks_without_a_group(tmp_path, "lose", fault) as (host, other):
+        (output,) = printed(tmp_path, [other], [1])
+        assert host.exitcode in (None, -signal.SIGKILL)
     message = f"rank 0 on {socket.gethostname()} gives no sign of life"
-    assert output.startswith(f"RankFailedError: {message}"), errors
+    assert output.startswith(f"RankFailedError: {message}"), output
     assert f"the store of the default process group {text}" in output

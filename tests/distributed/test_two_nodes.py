@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.two_nodes import ADDRESSES, TwoNodes, connect_two_nodes
+from tests.two_nodes import ADDRESSES, NodeResult, TwoNodes, connect_two_nodes
 
 SCRIPT = Path(__file__).with_name("two_nodes_script.py")
 
@@ -19,25 +19,31 @@ def two_nodes() -> Iterator[TwoNodes]:
         yield nodes
 
 
-def test_work_is_done_once_on_each_node_or_once(two_nodes: TwoNodes, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def run(two_nodes: TwoNodes, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[NodeResult], Path]:
+    """How both launchers ended, and the folder that the ranks wrote to."""
+    folder = tmp_path_factory.mktemp("two_nodes")
+    return two_nodes.torchrun(SCRIPT, str(folder)), folder
+
+
+def test_work_is_done_once_on_each_node_or_once(run: tuple[list[NodeResult], Path]) -> None:
     """Exactly twice with scope="node", by the local rank 0 of each node, and once with scope="global"."""
-    results = two_nodes.torchrun(SCRIPT, "prepare", str(tmp_path))
-    assert [result.status for result in results] == [0, 0], results
-    assert sorted(path.name for path in tmp_path.glob("node_done_by_*")) == ["node_done_by_0", "node_done_by_2"]
-    assert sorted(path.name for path in tmp_path.glob("global_done_by_*")) == ["global_done_by_0"]
-    assert len(list(tmp_path.glob("*_seen_by_*"))) == 2 * 4
+    results, folder = run
+    assert sorted(path.name for path in folder.glob("node_done_by_*")) == ["node_done_by_0", "node_done_by_2"], results
+    assert sorted(path.name for path in folder.glob("global_done_by_*")) == ["global_done_by_0"]
+    assert len(list(folder.glob("*_seen_by_*"))) == 2 * 4
 
 
-def test_failure_on_one_node_reaches_the_other(two_nodes: TwoNodes, tmp_path: Path) -> None:
+def test_failure_on_one_node_reaches_the_other(run: tuple[list[NodeResult], Path]) -> None:
     """The first rank of the first node fails; all others say which rank, where and why, and both launchers fail."""
-    results = two_nodes.torchrun(SCRIPT, "fail", str(tmp_path))
+    results, folder = run
     assert all(result.status != 0 for result in results), results
-    errors = [tmp_path.joinpath(f"error_of_{rank}").read_text() for rank in range(4)]
+    errors = [folder.joinpath(f"error_of_{rank}").read_text() for rank in range(4)]
     assert errors[0] == "OSError: no space on node 0"
     for error in errors[1:]:
         assert error.startswith("RankFailedError: rank 0 on ")
         assert error.endswith("failed in FirstRankPerNode(scope='node'): OSError: no space on node 0")
-    assert not tmp_path.joinpath("ran_on_1").exists()
+    assert not folder.joinpath("ran_on_1").exists()
 
 
 def test_nodes_have_networks_of_their_own(two_nodes: TwoNodes) -> None:

@@ -1,4 +1,4 @@
-"""What each rank of `test_two_nodes.py` runs: `prepare FOLDER` or `fail FOLDER`."""
+"""What each rank of `test_two_nodes.py` runs: two caches are filled, then rank 0 fails; `FOLDER` holds the traces."""
 
 from __future__ import annotations
 
@@ -40,17 +40,15 @@ def fail(folder: Path) -> int:
 
 
 def main() -> None:
-    """Run the case of the first argument."""
-    case, folder = sys.argv[1], Path(sys.argv[2])
+    """Fill both caches, then fail."""
+    folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
-    if case == "fail":
-        # A launcher ends its other ranks once one has failed, so the status comes when all have written.
-        status = fail(folder)
-        dist.barrier()
-        sys.exit(status)
     prepare(folder, "node")
     prepare(folder, "global")
-    dist.destroy_process_group()
+    status = fail(folder)
+    # A launcher ends its other ranks once one has failed, so the status comes when all have written.
+    dist.barrier()
+    sys.exit(status)
 
 
 if __name__ == "__main__":

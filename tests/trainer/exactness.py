@@ -41,6 +41,14 @@ PLAN = {
 }
 """How tensor-parallel ranks share a `TinyDecoder`; its norms stay plain."""
 
+SILENT: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Options of a Trainer that writes nothing."""
+
 Batch = dict[str, Tensor]
 
 
@@ -213,12 +221,9 @@ def fit(case: Case, make_strategy: Callable[[Case], Strategy], make_module: type
         gradient_clip_val=case.clip_val,
         gradient_clip_algorithm=None if case.clipping == "none" else case.clipping,
         callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
+        **SILENT,
     )
     trainer.fit(module, DataLoader(micro_batches(case)[dist.get_rank() // case.tensor], batch_size=None))
     return Outcome(full_weights(module.model), _last_step(strategy))

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
 
 from lightning_automodel import AutomodelStrategy
 from tests.trainer.exactness import Batch, micro_batches
@@ -48,6 +49,7 @@ class Launched(LabelledModule):
     def __init__(self, folder: Path, fault: str | None = None, repeat: int = 1) -> None:
         super().__init__()
         self.folder, self.fault, self.repeat = folder, fault, repeat
+        self.micro_batches = SumMetric()
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(micro_batches(CASE)[self.global_rank] * self.repeat, batch_size=None)
@@ -66,6 +68,8 @@ class Launched(LabelledModule):
         use_threads()
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, batch_size=1, sync_dist=True)
+        self.micro_batches.update(1)
+        self.log("micro_batches", self.micro_batches, on_step=False, on_epoch=True)
         return loss
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
@@ -82,6 +86,8 @@ def happen(fault: str, folder: Path) -> None:
         raise ValueError("no labels here")
     if fault == "exit":
         sys.exit(3)
+    if fault == "leave":
+        os._exit(0)
     os.kill(os.getpid(), signal.Signals[fault])
 
 
@@ -104,23 +110,25 @@ def make_trainer(folder: Path, **options: Any) -> pl.Trainer:
     )
 
 
-def train(folder: Path, tests: bool, **options: Any) -> None:
-    """Train under both engines; write what this process has of it."""
+def train(folder: Path, engines: Iterable[str], tests: bool, **options: Any) -> None:
+    """Train under each engine; write what this process has of it."""
     found = {}
     torch.set_num_threads(2)
     use_threads()
-    for engine in ("fsdp2", "ddp"):
+    for engine in engines:
         module, trainer = Launched(folder), make_trainer(folder / engine, data_parallel=engine, **options)
         trainer.fit(module)
         found[engine] = {
             "weights": {name: tensor.clone() for name, tensor in module.model.state_dict().items()},
             "loss": float(trainer.callback_metrics["loss"]),
+            "micro_batches": float(trainer.callback_metrics["micro_batches"]),
             "num_label_tokens": float(trainer.strategy.last_step.num_label_tokens),
             "mesh": trainer.strategy.describe()["mesh"],
             "best_model_path": trainer.checkpoint_callback.best_model_path,
         }
         if tests:
             found[engine]["tested"] = _test(module, trainer)
+            found[engine]["metrics"] = list(trainer.callback_metrics)
     torch.save(found, folder / "found.pt")
 
 
@@ -131,6 +139,16 @@ def _test(module: Launched, trainer: pl.Trainer) -> list[float]:
         for parameter in module.parameters():
             parameter.zero_()
     return [found[0]["test_loss"] for found in (of_module, trainer.test(module, ckpt_path="best", verbose=False))]
+
+
+def train_alone_before(folder: Path) -> None:
+    """Train here, on one device, and then in forked ranks; write whether this process still has its own group."""
+    alone = {"accelerator": "cpu", "devices": 1, "max_steps": 1, **SILENT}
+    pl.Trainer(strategy=AutomodelStrategy(), **alone).fit(Launched(folder))
+    module = Launched(folder)
+    make_trainer(folder, start_method="fork").fit(module)
+    found = {"weights": module.model.state_dict(), "world_size": torch.distributed.get_world_size()}
+    torch.save(found, folder / "found.pt")
 
 
 def fail(folder: Path, fault: str | None = None, **options: Any) -> None:

@@ -13,17 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.trainer.cases import Case
-from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Batch, TinyDecoder, full_weights, micro_batches
+from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, SILENT, Batch, TinyDecoder, full_weights, micro_batches
+from tests.trainer.exactness import TOLERANCE as TOLERANCE
 
-TOLERANCE = 1e-12
 CASE = Case(seed=20, telling="labels", num_batches=8, gap="micro_batches")
-
-SILENT: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "kept": {"reshard_during_accumulation": False},
     "resharded": {"reshard_during_accumulation": True},

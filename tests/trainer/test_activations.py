@@ -180,6 +180,52 @@ def test_dropout_draws_the_same_again(pool2: RankPool, options: dict[str, Any]) 
     assert weight_error(runs[True, 2].weights, runs[False, 1].weights) > 1e-3
 
 
+class Remembering(TinyDecoder):
+    """Blocks that write buffers in their forward: statistics, a counter that is replaced, what they compute with."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=1)
+        for block in self.blocks:
+            block.norm = RunningNorm()
+        fill(self)
+        torch.manual_seed(3)
+        for block in self.blocks:
+            nn.utils.parametrizations.spectral_norm(block.linear)
+        self.double()
+
+
+class RunningNorm(nn.Module):
+    """Normalises [b, s, d] by batch and by position, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_batch, self.by_position = nn.BatchNorm1d(WIDTH), nn.InstanceNorm1d(WIDTH, track_running_stats=True)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        hidden = hidden.transpose(1, 2)
+        return (self.by_batch(hidden) + self.by_position(hidden)).transpose(1, 2)
+
+
+def _weights_and_buffers(options: dict[str, Any], choice: bool) -> tuple[Outcome, dict[str, Tensor]]:
+    module = ModelModule(Remembering())
+    run = fit_module(module, options, choice)
+    return run.weights, {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+@pytest.mark.parametrize("options", [OPTIONS["kept"], OPTIONS["ddp"]], ids=["fsdp2", "ddp"])
+def test_buffers_are_written_once(pool2: RankPool, options: dict[str, Any]) -> None:
+    """The second forward finds the buffers that the first one found, and leaves them as the first one did."""
+    expected = pool2.run(_weights_and_buffers, options, False)
+    for (weights, buffers), (others, wanted) in zip(
+        pool2.run(_weights_and_buffers, options, True), expected, strict=True
+    ):
+        assert weight_error(weights, others) <= TOLERANCE
+        assert wanted["model.blocks.0.norm.calls"] == 8
+        assert all(torch.equal(buffer, wanted[name]) for name, buffer in buffers.items())
+
+
 class ShardedByHand(ModelModule):
     """Two of its blocks are FSDP units of its own making."""
 
@@ -310,7 +356,15 @@ def _fit_llama(options: dict[str, Any]) -> tuple[Run, Run, Run]:
 
 
 def test_hugging_face_layers_in_evaluation_mode_raise() -> None:
-    """They would keep every activation without a word."""
-    module = ModelModule(llama().eval())
-    with pytest.raises(ValueError, match=r"has no effect on model\.inner\.model\.layers\.0 .*Call \.train"):
+    """They would keep every activation without a word. Those before them are left as they were."""
+    module = ModelModule(llama())
+    layers = module.model.inner.model.layers
+    layers[1].eval()
+    before = [dict(vars(layer)) for layer in layers]
+    with pytest.raises(ValueError, match=r"has no effect on model\.inner\.model\.layers\.1 .*Call \.train"):
         RecomputedBlocks(module, True, None, True)
+    assert [dict(vars(layer)) for layer in layers] == before
+    layers[1].train()
+    before[1] = dict(vars(layers[1]))
+    RecomputedBlocks(module, True, None, True).undo()
+    assert [dict(vars(layer)) for layer in layers] == before

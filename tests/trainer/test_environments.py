@@ -155,8 +155,9 @@ def assert_exact(folder: Path) -> None:
     assert max(relative_error(found[name], weight) for name, weight in weights.items()) < TOLERANCE
 
 
+@pytest.mark.sweep
 def test_torchrun_on_one_node(tmp_path: Path) -> None:
-    """It keeps the store and starts two ranks."""
+    """It keeps the store and starts two ranks; `test_restart.py` and `test_two_nodes.py` do so in every run."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

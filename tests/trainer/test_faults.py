@@ -1,4 +1,8 @@
-"""Faults of one rank in a real run, in many hooks: all ranks leave, with the cause."""
+"""Faults of one rank in a real run, in many hooks: all ranks leave, with the cause.
+
+A default run takes every fault, each phase of a run and both engines; the sweep takes the other cells. This command
+runs all of them and writes the table: `pytest tests/trainer/test_faults.py -m "sweep or not sweep" --fault-table PATH`.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +55,18 @@ CELLS = [
     Cell("training_step", "SIGSTOP", data_parallel="ddp"),
 ]
 
+BY_DEFAULT = {
+    *(Cell(hook, "exception", rank=0) for hook in ("prepare_data", "validation_step")),
+    *(Cell(hook, "exception") for hook in ("setup", "on_train_start", "__getitem__", "training_step", "teardown")),
+    Cell("on_before_optimizer_step", "exception", data_parallel="ddp"),
+    Cell("training_step", "sys.exit"),
+    *(Cell("training_step", "os._exit", rank=rank) for rank in (0, 1)),
+    *(Cell(hook, "SIGTERM") for hook in ("setup", "training_step")),
+    *(Cell(hook, "SIGKILL") for hook in ("on_before_optimizer_step", "on_fit_end")),
+    *(Cell("training_step", "SIGSTOP", rank=rank) for rank in (0, 1)),
+}
+COMMAND = 'python -m pytest tests/trainer/test_faults.py -m "sweep or not sweep" --fault-table docs/faults.md'
+
 
 def cause(cell: Cell, output: str) -> str:
     """The line that names the failed rank; empty if there is none."""
@@ -73,7 +89,11 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, marks=[] if cell in BY_DEFAULT else [pytest.mark.sweep]) for cell in CELLS],
+    ids=str,
+)
 def test_others_leave(cell: Cell, outcomes: dict[Cell, Future]) -> None:
     """With a non-zero status, and a message that names the failed rank, its hook and its error."""
     outcome: Outcome = outcomes[cell].result()
@@ -87,6 +107,13 @@ def test_others_leave(cell: Cell, outcomes: dict[Cell, Future]) -> None:
                 assert cell.hook == "__getitem__" or f"failed in {cell.hook}:" in found
 
 
+def test_a_default_run_meets_every_fault() -> None:
+    """Under each engine something, on the first rank and on another, and never a cell that the table lacks."""
+    assert set(CELLS) > BY_DEFAULT
+    for what in ("fault", "rank", "data_parallel"):
+        assert {getattr(cell, what) for cell in BY_DEFAULT} == {getattr(cell, what) for cell in CELLS}
+
+
 def table(outcomes: dict[Cell, Outcome]) -> str:
     """What the other ranks printed, as Markdown."""
     lines = [
@@ -94,7 +121,7 @@ def table(outcomes: dict[Cell, Outcome]) -> str:
         "",
         f"Real runs of {WORLD_SIZE} ranks with gloo on one machine (2 cores), `timeout` {TIMEOUT_S:g} s, Linux,"
         f" Python {platform.python_version()}, torch {torch.__version__}, Lightning {lightning.__version__}. Written by"
-        " `python -m pytest tests/trainer/test_faults.py --fault-table docs/faults.md`.",
+        f" `{COMMAND}`.",
         "",
         "*Seconds*: from the fault until the last of the other ranks had left. *Statuses*: exit statuses of the other"
         " ranks; negative is a signal. *Message*: the line in which another rank named the cause; they all did.",

@@ -8,6 +8,7 @@ powers of two, which round nothing.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel import AutomodelStrategy
@@ -177,8 +179,39 @@ class TwoOptimizers(WideLossModule):
         return [torch.optim.SGD(p, lr=LEARNING_RATE, momentum=MOMENTUM) for p in (others, head)]
 
 
-def _fit_two(options: dict[str, Any]) -> tuple[dict[str, Tensor], list[float], float]:
-    module = TwoOptimizers(decoder())
+class UnscalesByHand(TwoOptimizers):
+    """Unscales both before either steps, which changes the scale."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        for optimizer in (first, second):
+            with optimizer.toggle_model():
+                self.manual_backward(self(batch))
+        for optimizer in (first, second):
+            self.trainer.precision_plugin.scaler.unscale_(optimizer.optimizer)
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class TwoAdams(TwoOptimizers):
+    """For which the size of a gradient matters, as for `Unfused`."""
+
+    fused = False
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        groups = [optimizer.param_groups[0]["params"] for optimizer in super().configure_optimizers()]
+        return [torch.optim.Adam(p, lr=LEARNING_RATE, eps=1.0, fused=self.fused) for p in groups]
+
+
+class TwoFusedAdams(TwoAdams):
+    fused = True
+
+
+def _fit_two(
+    options: dict[str, Any], make_module: type[TwoOptimizers] = TwoOptimizers
+) -> tuple[dict[str, Tensor], list[float], float]:
+    module = make_module(decoder())
     settings = precision_options("16-mixed", **SCALER, init_scale=2.0**8)
     trainer = make_trainer(AutomodelStrategy(**options), limit_train_batches=3, **settings)
     trainer.fit(module, loader())
@@ -195,6 +228,20 @@ def test_two_optimizers(pool2: RankPool, options: dict[str, Any], monkeypatch: p
     for weights, seen, scale in pool2.run(_fit_two, options):
         assert scale == 2.0 ** (8 + 2 * 3)
         assert seen == pytest.approx(norms[: 2 * 3], rel=SAME)
+        assert weight_error(Outcome(weights, None), expected) <= SAME
+
+
+@pytest.mark.parametrize("options", [{}, UNUSED], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize(
+    ("make_module", "same_as"), [(TwoFusedAdams, TwoAdams), (UnscalesByHand, TwoOptimizers)], ids=["fused", "by hand"]
+)
+def test_gradients_are_unscaled_once(
+    pool2: RankPool, options: dict[str, Any], make_module: type[TwoOptimizers], same_as: type[TwoOptimizers]
+) -> None:
+    """Fused optimizers would do it again where another one's step made the scaler forget; users may do it first."""
+    expected = Outcome(pool2.run(_fit_two, options, same_as)[0][0], None)
+    for weights, _, scale in pool2.run(_fit_two, options, make_module):
+        assert scale == 2.0 ** (8 + 2 * 3)
         assert weight_error(Outcome(weights, None), expected) <= SAME
 
 
@@ -230,20 +277,50 @@ def test_the_scale_is_in_checkpoints(pool2: RankPool, options: dict[str, Any], t
 class ManyTokens(WideLossModule):
     """Losses so large that a sum over tokens leaves float16: the gradient of each logit is up to 20000."""
 
+    factor = 20000
+
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         tokens = (batch["labels"] != -100).sum()
-        return {"loss": 20000 * self(batch), "num_label_tokens": tokens}
+        return {"loss": self.factor * self(batch), "num_label_tokens": tokens}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE / 20000, momentum=MOMENTUM)
+        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.SGD(trainable, lr=LEARNING_RATE / self.factor, momentum=MOMENTUM)
 
 
-def _fit_many_tokens(options: dict[str, Any], in_range: bool) -> dict[str, Tensor]:
+class ManyTokensBehind(ManyTokens):
+    """So large that the gradient of a single logit leaves float16, unless it is that of a mean."""
+
+    factor = 100000
+
+
+class FrozenTail(nn.Module):
+    """A decoder in front of a frozen layer in float16."""
+
+    def __init__(self, dtype: torch.dtype = torch.float16) -> None:
+        super().__init__()
+        self.decoder = decoder()
+        self.tail = nn.ModuleList([nn.Linear(11, 11)]).requires_grad_(False)
+        with torch.no_grad():
+            self.tail[0].weight.copy_(torch.linspace(-1, 1, 121).view(11, 11))
+        self.tail.to(dtype)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.tail[0](self.decoder(input_ids).to(self.tail[0].weight.dtype)).float()
+
+
+def _fit_many_tokens(
+    options: dict[str, Any],
+    in_range: bool,
+    precision: str = "16-true",
+    make_module: type[ManyTokens] = ManyTokens,
+    make_model: Callable[[], nn.Module] = decoder,
+) -> dict[str, Tensor]:
     original = RangeScale.__init__
     if not in_range:
         RangeScale.__init__ = lambda self, is_needed, per_token, device: original(self, False, per_token, device)
     try:
-        return fit("16-true", options, ManyTokens)[0]
+        return fit(precision, options, make_module, make_model)[0]
     finally:
         RangeScale.__init__ = original
 
@@ -255,6 +332,30 @@ def test_sums_of_tokens_stay_in_range(pool2: RankPool, options: dict[str, Any]) 
     for weights in pool2.run(_fit_many_tokens, options, True):
         assert weight_error(Outcome(weights, None), exact) <= 2 * torch.finfo(torch.float16).eps
     for weights in pool2.run(_fit_many_tokens, options, False):
+        assert not all(weight.isfinite().all() for weight in weights.values())
+
+
+FLOAT16_REDUCTION = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("options", "make_module", "make_model"),
+    [
+        ({"mp_policy": FLOAT16_REDUCTION}, ManyTokens, decoder),
+        ({}, ManyTokensBehind, FrozenTail),
+        (DDP, ManyTokensBehind, FrozenTail),
+    ],
+    ids=["reduced", "frozen, fsdp2", "frozen, ddp"],
+)
+def test_what_merely_passes_float16_stays_in_range(
+    pool2: RankPool, options: dict[str, Any], make_module: type[ManyTokens], make_model: Callable[[], nn.Module]
+) -> None:
+    """Under 32-true, where nothing that trains is in float16."""
+    exact = loop("64-true", "fsdp2", decoder() if make_model is decoder else FrozenTail(torch.float64))
+    arguments = ("32-true", make_module, make_model)
+    for weights in pool2.run(_fit_many_tokens, options, True, *arguments):
+        assert weight_error(Outcome(weights, None), exact) <= 8 * torch.finfo(torch.float16).eps
+    for weights in pool2.run(_fit_many_tokens, options, False, *arguments):
         assert not all(weight.isfinite().all() for weight in weights.values())
 
 

@@ -18,7 +18,7 @@ from lightning_automodel import AutomodelStrategy, destroy_global_state
 from tests.trainer.faults import become_rank
 from tests.trainer.runs import SILENT
 
-ROUNDS = 20
+ROUNDS = [6, pytest.param(20, marks=pytest.mark.sweep)]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STRATEGIES: list[dict[str, Any]] = [{}, {"data_parallel": "ddp"}]
 
@@ -31,7 +31,7 @@ def _count() -> dict[str, int]:
     return {"threads": threads, "descriptors": len(targets), "sockets": sockets}
 
 
-def _train_again_and_again(rank: int, port: int, folder: Path, queue: Any) -> None:
+def _train_again_and_again(rank: int, port: int, folder: Path, rounds: int, queue: Any) -> None:
     become_rank(rank, 2, port, folder)
     sys.path.insert(0, str(EXAMPLES))
     from docstring_writer import DocstringWriter
@@ -51,7 +51,7 @@ def _train_again_and_again(rank: int, port: int, folder: Path, queue: Any) -> No
         trainer.fit(DocstringWriter(), DocstringData(cache_dir=str(folder)))
 
     counts = []
-    for index in range(ROUNDS):
+    for index in range(rounds):
         train(AutomodelStrategy(**STRATEGIES[index % len(STRATEGIES)]))
         assert dist.is_initialized()
         destroy_global_state()
@@ -61,14 +61,15 @@ def _train_again_and_again(rank: int, port: int, folder: Path, queue: Any) -> No
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors are counted in /proc")
-def test_main_example_again_and_again_in_one_process(tmp_path: Path) -> None:
-    """Twenty trainings, each with a process group of its own: no thread, socket or descriptor is left."""
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_main_example_again_and_again_in_one_process(tmp_path: Path, rounds: int) -> None:
+    """Many trainings, each with a process group of its own: no thread, socket or descriptor is left."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.trainer.faults"])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     queue = context.Queue()
-    arguments = (port, tmp_path, queue)
+    arguments = (port, tmp_path, rounds, queue)
     processes = [context.Process(target=_train_again_and_again, args=(rank, *arguments)) for rank in range(2)]
     for process in processes:
         process.start()
@@ -77,7 +78,7 @@ def test_main_example_again_and_again_in_one_process(tmp_path: Path) -> None:
     logs = "\n".join((tmp_path / f"rank{rank}.log").read_text()[-3000:] for rank in range(2))
     assert [process.exitcode for process in processes] == [0, 0], logs
     for counts in (queue.get(timeout=5) for _ in processes):
-        assert len(counts) == ROUNDS
+        assert len(counts) == rounds
         assert all(count == counts[0] for count in counts), counts
         assert counts[0]["sockets"] == 0
     assert torch.get_num_threads() == 1

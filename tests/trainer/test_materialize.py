@@ -58,9 +58,10 @@ class Layer(nn.Module):
         self.scalar.uniform_()
         self.offset.copy_(torch.linspace(-0.1, 0.1, WIDTH))
         self.linear.weight.mul_(0.5)
-        if Layer.whole is not None and not self.gain.is_meta and Layer.root is not None:
-            named = Layer.root.named_parameters()
-            Layer.whole.append([n for n, p in named if p.ndim > 0 and not isinstance(p, DTensor)])
+        if Layer.whole is not None and Layer.root is not None:
+            with torch._C.DisableTorchFunction():  # unseen by what watches how far this initialiser reaches
+                named = [(n, p) for n, p in Layer.root.named_parameters() if p.ndim > 0 and not p.is_meta]
+                Layer.whole.append([n for n, p in named if not isinstance(p, DTensor)])
 
     def forward(self, hidden: Tensor) -> Tensor:
         mixed = self.linear(self.norm(hidden) + self.offset) * self.gain + self.scalar
@@ -202,7 +203,9 @@ def _whole_parameters() -> list[list[str]]:
 def test_a_rank_holds_one_module_at_a_time(pool2: RankPool) -> None:
     """While a layer is initialised, it is whole as far as its initialiser reaches; everything else is sharded."""
     for whole in pool2.run(_whole_parameters):
-        assert whole == [[f"model.layers.{i}.gain", f"model.layers.{i}.linear.weight"] for i in range(2)]
+        assert [names for names in whole if names] == [
+            [f"model.layers.{i}.gain", f"model.layers.{i}.linear.weight"] for i in range(2)
+        ]
 
 
 class Forgetful(Decoder):
@@ -270,16 +273,18 @@ def test_what_a_checkpoint_lacks_raises(pool2: RankPool, tmp_path: Path, strict:
 
 
 def _error_without_initialiser(options: dict[str, Any]) -> str:
+    """Of the second of two attempts with the same module."""
     with torch.device("meta"):
         module = ModelModule(Forgetful(True))
-    with pytest.raises(ValueError, match="nobody gave them values") as raised:
-        make_trainer(AutomodelStrategy(**options)).fit(module, loader())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="nobody gave them values") as raised:
+            make_trainer(AutomodelStrategy(**options)).fit(module, loader())
     return str(raised.value)
 
 
 @pytest.mark.parametrize("options", [LAYOUTS["kept"], LAYOUTS["ddp"]], ids=["fsdp2", "ddp"])
 def test_what_nobody_initialises_raises(pool2: RankPool, options: dict[str, Any]) -> None:
-    """On every rank, by name."""
+    """On every rank, by name, as often as it is tried."""
     for message in pool2.run(_error_without_initialiser, options):
         assert message.startswith("2 parameters, buffers or tensor attributes of ModelModule were created on the meta")
         assert "model.shift (Forgetful), model.slope (Forgetful)" in message

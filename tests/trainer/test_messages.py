@@ -54,6 +54,24 @@ class ShardsItself(ModelModule):
         fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
 
+def _warnings_of_policy(policy: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(AutomodelStrategy(auto_wrap_policy=policy), max_steps=1).fit(ModelModule(decoder()), loader())
+    return [str(warning.message) for warning in caught if "auto_wrap_policy" in str(warning.message)]
+
+
+@pytest.mark.parametrize(("policy", "count"), [({nn.Conv1d}, 1), (set(), 0), ({nn.Linear}, 0)])
+def test_a_policy_without_a_match(pool2: RankPool, policy: Any, count: int) -> None:
+    """On rank 0, and not where no units are what was asked for."""
+    messages, others = pool2.run(_warnings_of_policy, policy)
+    assert (len(messages), others) == (count, [])
+    assert all(
+        message.startswith("auto_wrap_policy matches no module with parameters below ModelModule, of which all")
+        for message in messages
+    )
+
+
 class SetsDivisor(ModelModule):
     def configure_model(self) -> None:
         fully_shard(self.model, mesh=self.device_mesh["data_parallel"])

@@ -265,6 +265,98 @@ def test_first_used_in_the_last_micro_batch(pool2: RankPool, precision: str, opt
         assert weight_error(Outcome(weights, None), own) <= tolerances(precision)[0]
 
 
+class NeverUsed(UsedLate):
+    """No micro-batch uses the parameter."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.late[0](self.decoder(input_ids), False)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
+def test_never_used(pool2: RankPool, precision: str) -> None:
+    """Its zero is reduced beside float32 gradients of its unit, and it keeps its value."""
+    own = loop(precision, "fsdp2", NeverUsed(), TWO_WINDOWS)
+    for weights, _, _ in pool2.run(fit, precision, {}, WideLossModule, NeverUsed, TWO_WINDOWS):
+        assert weight_error(Outcome(weights, None), own) <= tolerances(precision)[0]
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(11, 8), nn.Linear(8, 8)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.linear(self.embedding(input_ids))
+
+
+class WithEncoder(nn.Module):
+    """A head on an encoder: both of them compute in the same dtype."""
+
+    def __init__(self, encoder: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.encoder, self.head = encoder or Encoder(), nn.Linear(8, 11)
+        self.step = 0
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.encoder(input_ids))
+
+
+class TwoNames(WideLossModule):
+    """Holds the encoder by a name of its own as well, and calls it by that in validation."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.encoder = model.encoder
+        self.seen: set[torch.dtype] = set()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.seen.add(self.encoder(batch["input_ids"]).dtype)
+
+
+def _fit_two_names(precision: str) -> tuple[dict[str, Tensor], set[torch.dtype]]:
+    module = TwoNames(WithEncoder())
+    settings = {"accumulate_grad_batches": ACCUMULATE, "limit_val_batches": 1, **precision_options(precision)}
+    make_trainer(AutomodelStrategy(), **settings).fit(module, loader(), loader())
+    return full_weights(module), module.seen
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_module_under_two_names(pool2: RankPool, precision: str) -> None:
+    """It gives float32 to the LightningModule, and what it computes in to the module around it."""
+    own = loop(precision, "fsdp2", WithEncoder())
+    for weights, seen in pool2.run(_fit_two_names, precision):
+        assert seen == {torch.float32}
+        assert weight_error(Outcome(weights, None), own) <= tolerances(precision)[0]
+
+
+class SharedEncoder(Manual):
+    """Two models with one encoder, each an FSDP root."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.other = WithEncoder(model.encoder)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return super().forward(batch) + wide_loss(self.other(batch["input_ids"]), batch)
+
+
+def _fit_shared_encoder(precision: str, engine: str) -> dict[str, Tensor]:
+    module = SharedEncoder(WithEncoder())
+    make_trainer(AutomodelStrategy(data_parallel=engine), **precision_options(precision)).fit(module, loader())
+    return full_weights(module)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_module_shared_between_roots(pool2: RankPool, precision: str) -> None:
+    """Its parameters stay whole and in float32; it computes in half precision, as under DDP."""
+    expected = Outcome(pool2.run(_fit_shared_encoder, precision, "ddp")[0], None)
+    exact = Outcome(pool2.run(_fit_shared_encoder, "32-true", "ddp")[0], None)
+    for weights in pool2.run(_fit_shared_encoder, precision, "fsdp2"):
+        assert weight_error(Outcome(weights, None), exact) <= 2 * eps(DTYPES[precision])
+        assert weight_error(Outcome(weights, None), expected) <= 2 * eps(DTYPES[precision])
+
+
 def test_fsdp2_alone_refuses_that(pool2: RankPool) -> None:
     """The repair is needed."""
     with pytest.raises(RankError, match="uniform gradient dtype"):

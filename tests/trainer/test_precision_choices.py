@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.precision import (
     BitsandbytesPrecision,
     FSDPPrecision,
+    Precision,
     TransformerEnginePrecision,
 )
 from torch import Tensor, nn
@@ -261,3 +265,88 @@ def test_described(
         "output": output,
     }
     assert pool2.run(_described, options, precision) == [(expected, False)] * 2
+
+
+def _fit_again(first: str, second: str) -> tuple[str, list[str]]:
+    """The error of a second run in another precision, and what is said in it about precision."""
+    module = WideLossModule(decoder())
+    for precision in (first, second):
+        trainer = make_trainer(AutomodelStrategy(), limit_train_batches=1, **precision_options(precision))
+        error = ""
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                trainer.fit(module, loader())
+            except ValueError as raised:
+                error = str(raised)
+    return error, [str(warning.message) for warning in told if "precision=" in str(warning.message)]
+
+
+UNITS_OF_BEFORE = "has no effect on a model that was sharded before: its units compute in torch.bfloat16."
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "error", "said"),
+    [
+        ("bf16-mixed", "32-true", "", [f"precision='32-true' {UNITS_OF_BEFORE}"]),
+        ("bf16-mixed", "16-mixed", "", [f"precision='16-mixed' {UNITS_OF_BEFORE}"]),
+        ("bf16-mixed", "bf16-mixed", "", []),
+        ("bf16-true", "bf16-true", "", []),
+        ("32-true", "bf16-true", "precision='bf16-true' would convert the module to torch.bfloat16, but an", []),
+        ("32-true", "64-true", "precision='64-true' would convert the module to torch.float64, but an", []),
+    ],
+)
+def test_another_precision_in_a_second_run(
+    pool2: RankPool, first: str, second: str, error: str, said: list[str]
+) -> None:
+    """Shards keep the policy and the dtype of the first: that is said, or refused."""
+    (raised, told), (raised_too, silent) = pool2.run(_fit_again, first, second)
+    assert raised == raised_too
+    assert raised.startswith(error)
+    assert bool(raised) == bool(error)
+    assert (told, silent) == (said, [])
+
+
+class ClipsItsOwnWay(Precision):
+    """Overrides what nobody calls."""
+
+    def clip_grad_by_norm(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError
+
+
+class FailsTwice(Callback):
+    """Raises in the first run, and again when it hears of it, so that Lightning does not tear the run down."""
+
+    def __init__(self) -> None:
+        self.fails = True
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.fails:
+            raise ValueError("first")
+
+    def on_exception(self, *args: Any) -> None:
+        if self.fails:
+            raise ValueError("second")
+
+
+def _plugin_of_a_user() -> tuple[list[str], float, list[str]]:
+    strategy, plugin, callback = AutomodelStrategy(track_grad_norm=True), ClipsItsOwnWay(), FailsTwice()
+    settings = {"plugins": [LightningEnvironment(), plugin], "callbacks": [callback], "gradient_clip_val": 1.0}
+    trainer = make_trainer(strategy, gradient_clip_algorithm="value", limit_train_batches=1, **settings)
+    module = WideLossModule(decoder())
+    with warnings.catch_warnings(record=True) as told, contextlib.suppress(ValueError):
+        warnings.simplefilter("always")
+        trainer.fit(module, loader())
+    callback.fails = False
+    trainer.fit(module, loader())
+    clipping = [str(warning.message) for warning in told if "clip_grad" in str(warning.message)]
+    return clipping, float(strategy.last_step.grad_norm), sorted(plugin.__dict__)
+
+
+def test_plugin_of_a_user(pool2: RankPool) -> None:
+    """What it overrides in vain is said; after a run without an end, the next one measures for itself."""
+    (said, norm, left), (silent, other_norm, _) = pool2.run(_plugin_of_a_user)
+    assert len(said) == 1
+    assert said[0].startswith("ClipsItsOwnWay.clip_grad_by_norm has no effect, since this strategy rescales")
+    assert silent == left == []
+    assert norm == other_norm > 0

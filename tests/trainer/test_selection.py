@@ -170,7 +170,7 @@ import lightning.pytorch as pl
 import lightning_automodel
 from tests.trainer.exactness import full_weights
 from dataclasses import replace
-from tests.trainer.runs import CASE, LabelledModule, loader
+from tests.trainer.runs import CASE, SILENT, LabelledModule, loader
 
 class Loads(LabelledModule):
     def train_dataloader(self):
@@ -181,8 +181,7 @@ if __name__ == "__main__":
     module = Loads()
     trainer = pl.Trainer(
         strategy={strategy}, accelerator="cpu", devices={devices}, max_epochs=1, accumulate_grad_batches=3,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, inference_mode=False,
+        use_distributed_sampler=False, inference_mode=False, **SILENT,
     )
     trainer.fit(module)
     weights = full_weights(module.model)
@@ -202,7 +201,7 @@ def _results(folder: Path, num_ranks: int) -> list[Any]:
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(num_ranks)]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_script_starts_its_own_ranks(tmp_path: Path, devices: int) -> None:
     """`python script.py` is all there is to do, for one rank as for two."""
     script = tmp_path / "script.py"

@@ -13,15 +13,27 @@ import pytest
 import torch
 
 from tests.trainer.exactness import TinyDecoder, full_weights, micro_batches, relative_error
-from tests.trainer.launched import ACCUMULATE, FAILING_RANK, fail, program, run, train, tune, wait_until
+from tests.trainer.launched import (
+    ACCUMULATE,
+    FAILING_RANK,
+    fail,
+    program,
+    run,
+    train,
+    train_alone_before,
+    tune,
+    wait_until,
+)
 from tests.trainer.plain import train_model_plainly
 from tests.trainer.runs import CASE, TOLERANCE, mean_loss
 
-TRAINED = ("fork", "forkserver", "spawn")
+BY_DEFAULT = [("fork", "fsdp2"), ("fork", "ddp"), ("forkserver", "ddp"), ("spawn", "fsdp2")]
+IN_THE_SWEEP = [("forkserver", "fsdp2"), ("spawn", "ddp")]
 # What happens to rank 1; the status of the launching process; what its error says.
 FAULTS = {
     "exception": (1, "RankFailedError: rank 1 on ", " failed in training_step: ValueError: no labels here"),
     "exit": (1, "RankFailedError: rank 1 on ", " failed in training_step: SystemExit: exit status 3"),
+    "leave": (1, "RankFailedError: rank 1 on ", "its process ended with exit status 0"),
     "SIGKILL": (1, "RankFailedError: rank 1 on ", "its process was ended by SIGKILL"),
     "SIGTERM": (128 + signal.SIGTERM, "SIGTERMException: ", ""),
 }
@@ -47,14 +59,16 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     parameters = [item.callspec.params for item in items]
-    trained = {wanted["method"] for wanted in parameters if "engine" in wanted}
+    engines: dict[str, list[str]] = {}
+    for wanted in parameters:
+        if "engine" in wanted:
+            engines.setdefault(wanted["method"], []).append(wanted["engine"])
     failed = {(wanted["method"], wanted["fault"]) for wanted in parameters if "fault" in wanted}
     with ThreadPoolExecutor(max_workers=2) as executor:
         # Testing starts ranks just as training does.
         started = {
-            method: executor.submit(start, train, tests=method == "fork", start_method=method)
-            for method in TRAINED
-            if method in trained
+            method: executor.submit(start, train, engines=chosen, tests=method == "fork", start_method=method)
+            for method, chosen in engines.items()
         } | {
             (method, fault): executor.submit(start, fail, start_method=method, fault=fault)
             for method, fault in FAILED
@@ -63,8 +77,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield started
 
 
-@pytest.mark.parametrize("method", TRAINED)
-@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+@pytest.mark.parametrize(
+    ("method", "engine"), [*BY_DEFAULT, *(pytest.param(*case, marks=pytest.mark.sweep) for case in IN_THE_SWEEP)]
+)
 def test_results_come_back(runs: dict[Any, Future], method: str, engine: str) -> None:
     """Weights, metrics, reports and checkpoint paths are in the launching process; test takes the trained weights."""
     status, folder = runs[method].result()
@@ -74,11 +89,20 @@ def test_results_come_back(runs: dict[Any, Future], method: str, engine: str) ->
     assert found["weights"].keys() == weights.keys()
     assert max(relative_error(found["weights"][name], weight) for name, weight in weights.items()) < TOLERANCE
     assert all(relative_error(loss, test_loss) < TOLERANCE for loss in found.get("tested", []))
-    assert ("tested" in found) == (method == "fork")
+    assert found.get("metrics") == (["test_loss"] if method == "fork" else None)
+    assert found["micro_batches"] == 2 * CASE.num_batches
     assert found["best_model_path"].startswith(str(folder / engine / "best"))
     assert found["num_label_tokens"] == 23
     assert found["mesh"]["data_parallel"] == 2
     assert found["loss"] > 0
+
+
+def test_after_a_run_on_one_device(tmp_path: Path) -> None:
+    """Forked ranks are not in the group that the launching process is in since then."""
+    assert run(train_alone_before, tmp_path) == 0, (tmp_path / "log").read_text()
+    found, (weights, _) = torch.load(tmp_path / "found.pt"), reference()
+    assert max(relative_error(found["weights"][name], weight) for name, weight in weights.items()) < TOLERANCE
+    assert found["world_size"] == 1
 
 
 @pytest.mark.parametrize(("method", "fault"), FAILED)
@@ -111,8 +135,8 @@ def test_launching_process_is_ended(tmp_path: Path, method: str, name: str) -> N
         assert launching.exitcode == 128 + signal.SIGTERM, log
         assert "received SIGTERM: all ranks stop after this step." in log
     else:
-        # To a forked rank, torch has Linux send SIGINT as soon as its parent is gone.
-        told = ("This rank leaves, since the launcher, which started the ranks, ", "Detected KeyboardInterrupt")
+        # To a forked rank, torch has Linux send SIGINT as soon as its parent is gone; the other may hear of it first.
+        told = ("This rank leaves, since the launcher, which started the ranks, ", "KeyboardInterrupt")
         assert any(text in log for text in told[: 2 if (method, name) == ("fork", "SIGKILL") else 1])
         assert launching.exitcode == (1 if name == "SIGINT" else -signal.SIGKILL)
 

@@ -20,7 +20,7 @@ from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, weight_error
 from tests.trainer.support import CELLS, FEATURES, LAYOUTS, PRECISIONS, Cell, expected_weights, reason_not_to_run, train
 
-EVERY = 11
+EVERY = 17
 REFUSED = {
     (".*(TP|tp).*", ".*", "compiled blocks"): r"model\.blocks\.0 is compiled and holds tensor-parallel parameters"
 }

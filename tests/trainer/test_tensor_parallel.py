@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
 
@@ -172,6 +173,19 @@ def test_a_model_that_takes_no_part(pool4: RankPool) -> None:
         assert message.startswith("tensor_parallel_size=2, but no parameter of ModelModule is distributed for it")
 
 
+class ShardedWithoutPlan(ModelModule):
+    """Left to itself, every tensor-parallel rank would compute all of each micro-batch."""
+
+    def configure_model(self) -> None:
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel_shard"])
+
+
+def test_a_sharded_model_that_takes_no_part(pool4: RankPool) -> None:
+    for message in pool4.run(start_of_fit_error, ShardedWithoutPlan, {}):
+        assert message.startswith("tensor_parallel_size=2, but no parameter of ShardedWithoutPlan is distributed")
+        assert "self.device_mesh['tensor_parallel'], plan) in configure_model, before any fully_shard" in message
+
+
 def test_ddp_refuses(pool2: RankPool) -> None:
     for message in pool2.run(start_of_fit_error, TensorParallelModule, {"data_parallel": "ddp"}):
         assert "does not go with data_parallel='ddp'" in message
@@ -227,6 +241,29 @@ def fit_on_unequal_batches() -> str:
     with pytest.raises(ValueError, match="different first batches") as raised:
         trainer.fit(module, DataLoader(micro_batches(case)[dist.get_rank()], batch_size=None))
     return str(raised.value)
+
+
+class TakesPairs(TensorParallelModule):
+    """Gets something beside the batch proper."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self(batch[0]), "num_label_tokens": (batch[0]["labels"] != -100).sum()}
+
+
+def fit_beside_unusual_tensors() -> int:
+    module, batch = TakesPairs(decoder()), micro_batches(CASE)[0][0]
+    beside = {
+        "sparse": torch.eye(2).to_sparse(),
+        "conjugate": torch.ones(2, dtype=torch.complex64).conj(),
+        "nested": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+    }
+    trainer = make_trainer(AutomodelStrategy(tensor_parallel_size=TENSOR))
+    trainer.fit(module, DataLoader([(batch, beside)], batch_size=None))
+    return trainer.global_step
+
+
+def test_batches_may_hold_any_tensors(pool2: RankPool) -> None:
+    assert pool2.run(fit_beside_unusual_tensors) == [1, 1]
 
 
 def test_peers_with_unequal_batches_are_refused(pool2: RankPool) -> None:

@@ -5,6 +5,7 @@ Validation in mid-window swaps the average in and out: training must not notice,
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn, get_ema_
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import Outcome, full_weights, micro_batches, relative_error, weight_error
+from tests.trainer.exactness import VOCABULARY, Outcome, full_weights, micro_batches, relative_error, weight_error
 from tests.trainer.plain import ModelModule, filled_decoder, sgd, windows
 from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, loader, make_trainer, mean_loss
 
@@ -264,6 +265,49 @@ def test_average_of_a_model_sharded_by_hand(pool2: RankPool) -> None:
     expected, _ = averaged_plainly("ema")
     for weights in pool2.run(_average_by_hand):
         assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
+
+
+def _average_from_meta(options: dict[str, Any], make_callback: Callable[[], Callback], meta: bool) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    module = ModelModule(nn.Identity())
+    with torch.device("meta" if meta else "cpu"):
+        module.model = nn.Sequential(nn.Embedding(VOCABULARY, 4), nn.Linear(4, VOCABULARY))
+    settings = {"max_epochs": EPOCHS, "callbacks": [make_callback()]}
+    make_trainer(AutomodelStrategy(**options), **settings).fit(module, loader())
+    return full_weights(module)
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("make_callback", [_ema, _swa])
+def test_average_of_a_model_from_the_meta_device(
+    pool2: RankPool, options: dict[str, Any], make_callback: Callable[[], Callback]
+) -> None:
+    """It has no values yet when the callback copies it."""
+    expected = pool2.run(_average_from_meta, options, make_callback, meta=False)
+    for weights, wanted in zip(pool2.run(_average_from_meta, options, make_callback, meta=True), expected, strict=True):
+        assert all(torch.equal(weight, wanted[name]) for name, weight in weights.items())
+
+
+class Teacher(Callback):
+    """Copies the module for its own purposes, in the same hook as the averaging callbacks."""
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        self.module = copy.deepcopy(pl_module)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *args: Any) -> None:
+        self.loss = self.module(batch)
+
+
+def _copy_beside_an_average() -> tuple[bool, list[str]]:
+    teacher, average = Teacher(), _ema()
+    _fit({}, average, callbacks=[teacher, average], max_steps=1)
+    return teacher.loss.shape == (), [name for name in vars(average) if name in dir(Callback)]
+
+
+def test_other_copies_of_the_module_are_whole(pool2: RankPool) -> None:
+    """Only what averages gets a copy without a forward; nothing is left on the callback."""
+    assert pool2.run(_copy_beside_an_average) == [(True, [])] * 2
 
 
 class KeepsShards(Callback):

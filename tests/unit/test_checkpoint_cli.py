@@ -40,6 +40,9 @@ class Custom:
         self.inner = {"value": 3}
 
 
+SIZES = {"data_parallel_replicate": 1, "data_parallel_shard": 4, "tensor_parallel": 2}
+
+
 def checkpoint(**rest: Any) -> dict[str, Any]:
     """As Lightning makes it, after seven steps."""
     moments = {name: {"step": torch.tensor(7.0), "exp_avg": value * 0.5} for name, value in MODEL.items()}
@@ -55,6 +58,7 @@ def checkpoint(**rest: Any) -> dict[str, Any]:
         ],
         "callbacks": {"Averages": {"of/model": dict(AVERAGES), "seen": torch.arange(4)}, "Other": {"best": 0.25}},
         "random": torch.arange(9, dtype=torch.uint8),
+        "lightning_automodel": {"format": 1, "sizes": SIZES, "ranks": []},
         **rest,
     }
 
@@ -90,7 +94,15 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any, 
     assert report["dtypes"] == {"float32": 12, "bfloat16": 3}
     assert (report["num_bytes"]["model"], report["num_bytes"]["optimizers"]) == (54, 56)
     assert report["optimizer_states"][0] == {"step": 2, "exp_avg": 1}
-    assert report["rest"] == ["callbacks", "epoch", "global_step", "pytorch-lightning_version", "random"]
+    assert report["mesh"] == SIZES
+    assert report["rest"] == [
+        "callbacks",
+        "epoch",
+        "global_step",
+        "lightning_automodel",
+        "pytorch-lightning_version",
+        "random",
+    ]
     assert main(["inspect", str(path)]) == 0
     text = capsys.readouterr().out
     assert "elements:        15 (12 float32, 3 bfloat16)" in text

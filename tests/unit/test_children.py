@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy, _compat
 from lightning_automodel.children import ended_with
 from lightning_automodel.launchers import ChildrenLauncher
-from lightning_automodel.results import load_trained_weights
+from lightning_automodel.pickling import unshare_attributes
+from lightning_automodel.results import load_trained_weights, write_weights
 from tests.trainer.runs import SILENT, LabelledModule
 
 
@@ -42,6 +44,49 @@ def test_unpicklable_attribute_is_found(start_method: str) -> None:
     assert message.startswith(f"start_method='{start_method}' sends the Trainer, the module and its data")
     assert "the module.counts['words'].function (function) cannot be pickled" in message
     assert "pass start_method='fork', or 'popen' in a script." in message
+
+
+class Unspeakable:
+    """Fails when it is asked what it is pickled with."""
+
+    def __getstate__(self) -> Any:
+        raise NotImplementedError("no state")
+
+
+def test_whatever_pickling_raises_is_explained() -> None:
+    """A tensor with a history, and a class that refuses, raise other errors than pickle's own."""
+    module = LabelledModule()
+    module.last = next(module.parameters()).sum()
+    with pytest.raises(TypeError, match=r"but the module\.last \(Tensor\) cannot be pickled: Cowardly refusing"):
+        make_trainer("spawn").fit(module, DataLoader([1]))
+    module.last = Unspeakable()
+    with pytest.raises(TypeError, match=r"but the module\.last \(Unspeakable\) cannot be pickled: no state\. Define"):
+        make_trainer("spawn").fit(module, DataLoader([1]))
+
+
+def test_other_errors_of_starting_are_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything can be pickled; the system had no process left."""
+
+    def start_processes(*args: Any, **kwargs: Any) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(torch.multiprocessing, "start_processes", start_processes)
+    with pytest.raises(BlockingIOError, match="no more processes"):
+        make_trainer("spawn").fit(LabelledModule(), DataLoader([1]))
+
+
+def test_attributes_are_unshared() -> None:
+    """Tensors that a module holds as attributes, also within lists and dictionaries, and two names of one stay one."""
+    module = nn.Linear(1, 1).share_memory()
+    module.state = module.again = torch.ones(1).share_memory_()
+    module.listed, module.private = [torch.ones(1).share_memory_()], torch.ones(1)
+    kept = (module.weight, module.private)
+    unshare_attributes([nn.Sequential(module), object()])
+    assert not module.state.is_shared()
+    assert module.state is module.again
+    assert not module.listed[0].is_shared()
+    assert module.weight is kept[0]
+    assert module.private is kept[1]
 
 
 def test_unpicklable_class_and_option_are_found() -> None:
@@ -136,6 +181,30 @@ def test_weights_without_a_place(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no place for 2 of the 2"):
         load_trained_weights(module, path)
     assert path.exists()
+
+
+def test_weights_of_another_shape(tmp_path: Path) -> None:
+    """Kept and named as well, such as those of an embedding that `setup` has enlarged."""
+    path, _ = _save(tmp_path)
+    module = Late()
+    module.layer = nn.Linear(2, 3)
+    with pytest.raises(RuntimeError, match=r"no place for 2 of the 2 trained tensors") as raised:
+        load_trained_weights(module, path)
+    assert str(path) in str(raised.value)
+
+
+def test_no_space_for_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Says where, and leaves nothing there."""
+
+    def save(state: Any, path: Path) -> None:
+        path.write_bytes(b"half of it")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(RuntimeError, match=f"could not be written to {tmp_path}, from where .* set TMPDIR to a folder"):
+        write_weights({})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_script_start_method_is_refused_in_a_session(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_automodel.materialize import check_filled, materialize, waiting
+from lightning_automodel.materialize import check_filled, left_empty, materialize, waiting
 
 CPU = torch.device("cpu")
 
@@ -100,6 +100,72 @@ class ReadsValues(nn.Module):
         self.mask[:] = torch.eye(2).bool()
 
 
+class DrawsThenReads(nn.Module):
+    """An initialiser that draws random numbers before it comes to what a meta device cannot follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(2, 2)
+        self.gain = nn.Parameter(torch.empty(2))
+        if not self.gain.is_meta:
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.child.weight.normal_()
+        self.gain.copy_(torch.rand(2) * self.child.weight.abs().max().item())
+
+
+class AsksForDevice(nn.Module):
+    """An initialiser that leaves its child alone while there are no values, and initialises it otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(2))
+        self.child = nn.Linear(2, 2)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.gain.is_meta:
+            return
+        nn.init.uniform_(self.gain)
+        nn.init.normal_(self.child.weight)
+
+
+class Tagged(nn.Module):
+    """Tells its initialiser, and others, by attributes of parameters what to leave alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.layer.bias.keeps_its_values = True
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear) and not hasattr(module.bias, "keeps_its_values"):
+            nn.init.zeros_(module.bias)
+
+
+class SharesBuffer(nn.Module):
+    """Two parts that hold one buffer, which a conversion of the model tears apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = torch.empty(3)
+        self.parts = nn.ModuleList([HoldsBuffer(shared), HoldsBuffer(shared)])
+
+
+class HoldsBuffer(nn.Module):
+    def __init__(self, buffer: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("angles", buffer)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.angles.copy_(torch.linspace(0.1, 0.3, 3))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "layers": lambda: nn.Sequential(nn.Embedding(5, 4, padding_idx=1), nn.Conv1d(2, 3, 3), nn.LayerNorm(4)),
     "batch-norm": lambda: nn.BatchNorm1d(4),
@@ -109,6 +175,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "scales-children": ScalesChildren,
     "applies": Applies,
     "reads-values": ReadsValues,
+    "draws-then-reads": DrawsThenReads,
+    "asks-for-device": AsksForDevice,
+    "tagged": Tagged,
+    "shares-buffer": SharesBuffer,
+    "complex": lambda: HoldsBuffer(torch.empty(3, dtype=torch.complex64)),
     "frozen": lambda: nn.Linear(3, 2).requires_grad_(False),
     "empty": lambda: nn.Linear(3, 0, bias=False),
 }
@@ -125,11 +196,21 @@ def test_same_values_as_the_constructor(make: Callable[[], nn.Module]) -> None:
     assert_same(model, make())
 
 
-def test_values_are_drawn_in_the_dtype_of_creation() -> None:
-    """Precision plugins convert the model before it has values."""
+@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 4), AsksForDevice])
+def test_values_are_drawn_in_the_dtype_of_creation(make: Callable[[], nn.Module]) -> None:
+    """Precision plugins convert the model before it has values; no initialiser meets the converted tensors."""
     torch.manual_seed(3)
-    model = filled(lambda: nn.Linear(3, 4), convert=lambda model: model.double())
-    assert_same(model, nn.Linear(3, 4).double())
+    model = filled(make, convert=lambda model: model.double())
+    assert_same(model, make().double())
+
+
+def test_a_buffer_that_a_conversion_tears_apart() -> None:
+    """Both halves are filled, each in the dtype of creation."""
+    assert_same(filled(SharesBuffer, convert=lambda model: model.double()), SharesBuffer().double())
+
+
+def test_attributes_of_parameters_stay() -> None:
+    assert filled(Tagged).layer.bias.keeps_its_values
 
 
 def test_tied_parameters_stay_tied() -> None:
@@ -208,6 +289,31 @@ def test_values_that_come_later_count() -> None:
     model[1].mask.fill_(False)
     model[1].cached = torch.zeros(2)
     check_filled(model, untouched, CPU)
+
+
+class Fails(Forgetful):
+    def reset_parameters(self) -> None:
+        raise RuntimeError("on purpose")
+
+
+def test_what_an_earlier_run_left_without_values_is_known() -> None:
+    """Whoever catches the error and tries again is told again, until there are values."""
+    model, untouched = _untouched()
+    assert left_empty(model) == ["1.mask", "1.scale", "2.0.0"]
+    model.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()})
+    with pytest.raises(ValueError, match="nobody gave them values"):
+        check_filled(model, untouched, CPU)
+    assert left_empty(model) == ["1.mask"]
+
+
+def test_an_initialiser_that_fails_leaves_no_garbage() -> None:
+    """Nor does it draw random numbers, here or anywhere."""
+    state, model = torch.get_rng_state(), on_meta(lambda: nn.Sequential(Fails(), nn.Linear(2, 2)))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        materialize(model, waiting(model), CPU, offload=False)
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ValueError, match=r"^5 parameters.*0\.mask \(Fails\), 0\.scale \(Fails\), 0\.weight"):
+        check_filled(model, left_empty(model), CPU)
 
 
 SIZES = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "vocab_size": 11, "num_attention_heads": 2}

@@ -69,12 +69,12 @@ def test_casting_around_a_module() -> None:
             return [more["x"], ids]
 
     module = Module()
-    cast_around(module, MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP64))
+    cast_around([module], MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP64))
     outputs = module(torch.tensor([1]), more={"x": torch.ones(1)})
     assert seen == [torch.int64, BF16]
     assert [output.dtype for output in outputs] == [FP64, torch.int64]
     untouched = Module()
-    cast_around(untouched, MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False))
+    cast_around([untouched], MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False))
     assert untouched(torch.tensor([1]), more={"x": torch.ones(1)})[0].dtype == FP32
 
 

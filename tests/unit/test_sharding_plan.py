@@ -175,6 +175,8 @@ def test_no_parameter_has_two_owners() -> None:
         (lambda module: isinstance(module, nn.Linear) and module.out_features == 3, ["head"]),
         (lambda module: not isinstance(module, Model), ["blocks.0", "blocks.1", "head"]),
         (lambda module: False, []),
+        ({nn.Module}, ["blocks.0", "blocks.1", "head"]),
+        (lambda module: True, ["blocks.0", "blocks.1", "head"]),
     ],
 )
 def test_policy_overrides(policy: Any, units: list[str]) -> None:
@@ -198,6 +200,12 @@ def test_scalars_stay_whole() -> None:
     model = Model(blocks=nn.ModuleList(_blocks(1)), scale=nn.Parameter(torch.ones(())))
     model.blocks[0].gain = nn.Parameter(torch.ones(()))
     assert _plan(model) == (["blocks.0"], [""], {"scale": "a scalar", "blocks.0.gain": "a scalar"})
+
+
+def test_empty_parameters_stay_whole() -> None:
+    """FSDP2 cannot reduce a gradient without elements."""
+    model = Model(blocks=nn.ModuleList(_blocks(1)), nothing=nn.Parameter(torch.empty(0, 3)))
+    assert _plan(model) == (["blocks.0"], [""], {"nothing": "empty"})
 
 
 def test_manual_optimization_shards_below_the_module() -> None:

@@ -1,0 +1,102 @@
+"""States of random-number generators: noted cheaply, written as what ``weights_only`` loads, and set again."""
+
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from lightning_automodel import _compat
+
+Generator = torch.Generator | np.random.Generator | random.Random
+_LEADS_TO_GENERATORS = (Sampler, _compat.DatasetSamplerWrapper)
+_NAMES_THAT_LEAD_THERE = ("sampler", "batch_sampler")
+
+
+def note(device: torch.device) -> dict[str, Any]:
+    """The global states of python, numpy and torch on this process, on the host and on its ``device``.
+
+    Synchronises nothing: the state of a CUDA generator lies on the host.
+    """
+    states = _compat.collect_rng_states(include_cuda=False)
+    if device.type == "cuda":
+        states["device"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_to(states: dict[str, Any], device: torch.device) -> None:
+    """Set the global states to what :func:`note` returned."""
+    _compat.set_rng_states({name: state for name, state in states.items() if name != "device"})
+    if device.type == "cuda" and "device" in states:
+        torch.cuda.set_rng_state(states["device"], device)
+
+
+def generators_of(loader: Any) -> list[Generator]:
+    """The generators that a loader and its samplers hold as attributes, each once, in a fixed order."""
+    return list({id(generator): generator for generator in _walk(loader, set())}.values())
+
+
+def _walk(owner: Any, seen: set[int]) -> Iterator[Generator]:
+    seen.add(id(owner))
+    for name, value in getattr(owner, "__dict__", {}).items():
+        if isinstance(value, Generator):
+            yield value
+        elif id(value) not in seen and (name in _NAMES_THAT_LEAD_THERE or isinstance(value, _LEADS_TO_GENERATORS)):
+            yield from _walk(value, seen)
+
+
+def note_generators(generators: Iterable[Generator]) -> list[Any]:
+    """Their states, in order."""
+    return [_state(generator) for generator in generators]
+
+
+def set_generators(generators: list[Generator], states: list[Any]) -> None:
+    """Set states in the same order; nothing where their number is another, as the loaders are then others."""
+    if len(generators) == len(states):
+        for generator, state in zip(generators, states, strict=True):
+            _set_state(generator, state)
+
+
+def _state(generator: Generator) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state
+
+
+def _set_state(generator: Generator, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def savable(value: Any) -> Any:
+    """``value`` with arrays as tensors and every tensor as a copy on the host, as ``weights_only`` loads it."""
+    if isinstance(value, np.ndarray):
+        return {"numpy": torch.from_numpy(value.astype(np.int64)), "dtype": str(value.dtype)}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: savable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(savable, value)) if type(value) in (list, tuple) else value
+    return value
+
+
+def loaded(value: Any) -> Any:
+    """The inverse of :func:`savable`, tensors on the host."""
+    if isinstance(value, dict):
+        if value.keys() == {"numpy", "dtype"}:
+            return value["numpy"].numpy().astype(value["dtype"])
+        return {key: loaded(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(loaded, value)) if type(value) in (list, tuple) else value
+    return value

@@ -1,0 +1,393 @@
+"""A fit that is stopped and resumed with new objects and disturbed random states, beside one that is never stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torchmetrics import MeanMetric
+
+from lightning_automodel import AutomodelStrategy
+from tests.trainer.exactness import PLAN, VOCABULARY, WIDTH, Block
+
+try:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+except ImportError:
+    StatefulDataLoader = None
+
+NUM_SAMPLES = 29
+DISTRIBUTED = ("distributed", "single rows", "workers", "persistent workers")
+Line = tuple[int, tuple[tuple[str, float], ...]]
+
+
+class Ragged(Dataset):
+    """Rows of unequal lengths; what is masked is drawn anew each time a row is loaded."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        length = 2 + index % 4
+        ids = torch.randint(VOCABULARY, (length,), generator=generator)
+        labels = torch.randint(VOCABULARY, (length,), generator=generator)
+        labels[random.randrange(length)] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Pad."""
+    pad = nn.utils.rnn.pad_sequence
+    return {
+        "input_ids": pad([row["input_ids"] for row in rows], batch_first=True),
+        "labels": pad([row["labels"] for row in rows], batch_first=True, padding_value=-100),
+    }
+
+
+class Recorder(Logger):
+    """Keeps what is logged, on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[Line] = []
+
+    @property
+    def name(self) -> str:
+        return "recorder"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        self.lines.append((step, tuple(sorted((name, float(value)) for name, value in metrics.items()))))
+
+
+class Learner(LightningModule):
+    """A decoder with dropout and batch statistics, which logs in every way there is."""
+
+    def __init__(self, tensor_parallel: bool = False, optimizer: str = "adamw", schedule: str = "step") -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.tensor_parallel, self.optimizer_name, self.schedule = tensor_parallel, optimizer, schedule
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.statistics = nn.BatchNorm1d(WIDTH)
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.running = MeanMetric()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+
+    def configure_model(self) -> None:
+        if self.tensor_parallel:
+            parallelize_module(self, self.device_mesh["tensor_parallel"], PLAN)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        hidden = self.embedding(batch["input_ids"])
+        for block in self.blocks:
+            hidden = self.dropout(block(hidden))
+        hidden = self.statistics(hidden.flatten(0, 1)).view_as(hidden)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1).float(), batch["labels"].flatten())
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        batches = [batch] if "labels" in batch else list(batch.values())
+        self.seen += sum(each["input_ids"].sum() for each in batches) + random.random() + np.random.rand()
+        loss = torch.stack([self.loss(each) for each in batches]).mean()
+        self.running.update(loss.detach())
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("running", self.running, on_step=False, on_epoch=True)
+        self.log("seen", self.seen)
+        return {"loss": loss, "num_label_tokens": sum(int((each["labels"] != -100).sum()) for each in batches)}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        loss = self.loss(batch) + torch.rand(())
+        self.log("val_loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
+
+    def configure_optimizers(self) -> Any:
+        kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+        optimizer = kinds[self.optimizer_name](self.parameters(), lr=0.02)
+        if self.schedule == "plateau":
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.7)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": schedule, "interval": self.schedule}]
+
+
+class Saver(Callback):
+    """Saves within a hook, when it is called for the `when`-th time, and notes how much was logged before."""
+
+    def __init__(self, hook: str, when: int, path: Path) -> None:
+        self.hook, self.when, self.path = hook, when, path
+        self.calls, self.logged = 0, -1
+        setattr(self, hook, self._called)
+
+    def _called(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.sanity_checking:
+            return
+        self.calls += 1
+        if self.calls == self.when:
+            self.logged = len(trainer.logger.lines)
+            trainer.save_checkpoint(self.path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How a fit is set up; everything is made anew for each run.
+
+    Attributes:
+        strategy: Options of the strategy.
+        trainer: Options of the Trainer.
+        learner: Options of the module.
+        module: Its class.
+        loader: Kind of training loader.
+        callbacks: Makes callbacks.
+    """
+
+    strategy: dict[str, Any] = dataclasses.field(default_factory=dict)
+    trainer: dict[str, Any] = dataclasses.field(default_factory=dict)
+    learner: dict[str, Any] = dataclasses.field(default_factory=dict)
+    module: type[Learner] = Learner
+    loader: str = "own generator"
+    callbacks: Callable[[], list[Callback]] = list
+
+
+class Quiet(Ragged):
+    """Rows that are the same each time."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        state = random.getstate()
+        random.seed(index)
+        row = super().__getitem__(index)
+        random.setstate(state)
+        return row
+
+
+class Stream(IterableDataset):
+    """Every rank its own rows, in order, without a length."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        rows = Quiet()
+        return iter([rows[index] for index in range(self.rank, NUM_SAMPLES - NUM_SAMPLES % self.ranks, self.ranks)])
+
+
+def training_loader(kind: str, rank: int, ranks: int) -> Any:
+    """A loader that brings each rank other rows, tensor-parallel peers the same."""
+    options: dict[str, Any] = {"batch_size": 2, "collate_fn": collate}
+    rows = Subset(Ragged(), range(rank, NUM_SAMPLES - NUM_SAMPLES % ranks, ranks))
+    generator = torch.Generator().manual_seed(11 + rank)
+    if kind == "own generator":
+        return DataLoader(rows, shuffle=True, generator=generator, **options)
+    if kind == "global generator":
+        return DataLoader(rows, shuffle=True, **options)
+    if kind == "distributed":
+        return DataLoader(Ragged(), shuffle=True, **options)
+    if kind == "single rows":
+        return DataLoader(Single(), shuffle=True, batch_size=None)
+    if kind == "workers":
+        return DataLoader(Quiet(), shuffle=True, num_workers=2, **options)
+    if kind == "persistent workers":
+        return DataLoader(Quiet(), shuffle=True, num_workers=1, persistent_workers=True, **options)
+    if kind == "stateful":
+        return StatefulDataLoader(rows, shuffle=True, generator=generator, **options)
+    if kind == "stateful stream":
+        return StatefulDataLoader(Stream(rank, ranks), **options)
+    if kind == "stream":
+        return DataLoader(Stream(rank, ranks), **options)
+    if kind == "iterable":
+        return Batches([collate([row]) for row in Stream(rank, ranks)])
+    few = DataLoader(Subset(rows, range(4)), shuffle=True, generator=generator, **options)
+    many = DataLoader(rows, shuffle=True, **options)
+    return CombinedLoader({"few": few, "many": many}, kind)
+
+
+class Batches:
+    """No DataLoader."""
+
+    def __init__(self, batches: list[dict[str, Tensor]]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(self.batches)
+
+
+class Single(Ragged):
+    """Rows that are batches."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return collate([super().__getitem__(index)])
+
+
+def make_trainer(setting: Setting, callbacks: list[Callback]) -> Trainer:
+    return Trainer(
+        **{
+            "strategy": AutomodelStrategy(**setting.strategy),
+            "accelerator": "cpu",
+            "devices": dist.get_world_size(),
+            "plugins": [LightningEnvironment()],
+            "max_epochs": 2,
+            "logger": Recorder(),
+            "log_every_n_steps": 1,
+            "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "use_distributed_sampler": setting.loader
+            in ("distributed", "single rows", "workers", "persistent workers"),
+            "num_sanity_val_steps": 1,
+            "callbacks": [*setting.callbacks(), *callbacks],
+            **setting.trainer,
+        }
+    )
+
+
+def disturb(seed: int) -> None:
+    """Set all global random states to something of `seed`."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def run(setting: Setting, *callbacks: Callback, seed: int = 1, ckpt_path: Path | None = None) -> tuple[Trainer, Any]:
+    """Fit; return the Trainer and what is to be the same."""
+    peers = setting.strategy.get("tensor_parallel_size", 1)
+    disturb(1000 * seed + dist.get_rank() // peers)
+    trainer = make_trainer(setting, list(callbacks))
+    learner = setting.module(**setting.learner)
+    training = training_loader(setting.loader, dist.get_rank() // peers, dist.get_world_size() // peers)
+    validation = DataLoader(Quiet(), batch_size=8, collate_fn=collate)
+    trainer.fit(learner, training, validation, ckpt_path=ckpt_path)
+    return trainer, outcome(trainer)
+
+
+def outcome(trainer: Trainer) -> dict[str, Any]:
+    """Weights, buffers, optimizer and scheduler state, counters, and the next random numbers of this rank."""
+    module = trainer.lightning_module
+    tensors = {name: _own_part(value) for name, value in (*module.named_parameters(), *module.named_buffers())}
+    for name, state in ((n, trainer.optimizers[0].state.get(p, {})) for n, p in module.named_parameters()):
+        tensors |= {f"{name}/{key}": _own_part(value) for key, value in state.items()}
+    return {
+        "tensors": tensors,
+        "lr": [group["lr"] for group in trainer.optimizers[0].param_groups],
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "random": [torch.rand(2).tolist(), random.random(), np.random.rand()],
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "stopping": [callback.state_dict() for callback in trainer.early_stopping_callbacks],
+    }
+
+
+def _own_part(value: Any) -> Tensor:
+    value = value.to_local() if isinstance(value, DTensor) else torch.as_tensor(value)
+    return value.detach().clone()
+
+
+def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Names of what is not the same bit for bit."""
+    named = {f"{key}": (value, found[key]) for key, value in expected.items() if key != "tensors"}
+    differing = [f"{key}: {a} {b}" for key, (a, b) in named.items() if repr(a) != repr(b)]
+    tensors = expected["tensors"], found["tensors"]
+    if tensors[0].keys() != tensors[1].keys():
+        differing.append("names of tensors")
+    return differing + [name for name, value in tensors[0].items() if not torch.equal(value, tensors[1].get(name))]
+
+
+def compare(setting: Setting, folder: Path, *stops: tuple[str, int]) -> list[str]:
+    """Runs on every rank: what differs between a fit and ones that were resumed from where a hook had saved them.
+
+    Args:
+        setting: Of all the fits.
+        folder: For checkpoints.
+        stops: Hooks, and which of their calls saves.
+    """
+    trainer, undisturbed = run(setting)
+    lines = trainer.logger.lines
+    savers = [Saver(hook, when, folder / f"{hook}-{when}.ckpt") for hook, when in stops]
+    saving, saved = run(setting, *savers)
+    disturbed = differences(undisturbed, saved) + differing_lines(lines, saving.logger.lines)
+    found = [f"saving disturbs {name}" for name in disturbed]
+    for saver in savers:
+        name = saver.path.stem
+        if saver.logged < 0:
+            found.append(f"{name}: {saver.calls} calls")
+        else:
+            resumed = resume(setting, saver.path, undisturbed, lines, len(lines) - saver.logged)
+            found += [f"resumed from {name}: {difference}" for difference in resumed]
+    return found
+
+
+def compare_chain(setting: Setting, folder: Path, *stops: tuple[str, int]) -> list[str]:
+    """Runs on every rank: what differs between a fit and one that was resumed, and what that saved, resumed again."""
+    trainer, undisturbed = run(setting)
+    path = None
+    for index, (hook, when) in enumerate(stops):
+        saver = Saver(hook, when, folder / f"{index}.ckpt")
+        run(setting, saver, seed=index + 3, ckpt_path=path) if path else run(setting, saver)
+        if saver.logged < 0:
+            break
+        path = saver.path
+    return [] if path is None else resume(setting, path, undisturbed, trainer.logger.lines, 0)
+
+
+def compare_stop(setting: Setting, stopped: Setting, path: Path, *callbacks: Callback) -> list[str]:
+    """Runs on every rank: what differs between a fit and one that was stopped, saved to `path` and resumed."""
+    trainer, undisturbed = run(setting)
+    try:
+        stopped_trainer, _ = run(stopped, *callbacks)
+    except (Stop, SystemExit):
+        stopped_trainer = None
+    if stopped_trainer is not None and not path.exists():
+        stopped_trainer.save_checkpoint(path)
+    return resume(setting, path, undisturbed, trainer.logger.lines, 1)
+
+
+def resume(setting: Setting, path: Path, undisturbed: Any, lines: list[Line], least: int) -> list[str]:
+    """What differs where a fit goes on from `path`; it must log what the undisturbed one did last, `least` lines."""
+    resumed, outcome_ = run(setting, seed=2, ckpt_path=path)
+    logged = resumed.logger.lines
+    differing = differences(undisturbed, outcome_) + differing_lines(lines[len(lines) - len(logged) :], logged)
+    if len(logged) < least:
+        differing.append(f"{len(logged)} lines were logged, not {least}")
+    return differing
+
+
+class Stop(Exception):  # noqa: N818 - it is none
+    """What ends a run."""
+
+
+def differing_lines(expected: list[Line], found: list[Line]) -> list[str]:
+    """The first line that differs."""
+    pairs = enumerate(zip(expected, found, strict=False))
+    different = next((f"line {index}: {a} {b}" for index, (a, b) in pairs if a != b), None)
+    if different is None and len(expected) != len(found):
+        different = f"{len(found)} lines, not {len(expected)}"
+    return [] if different is None else [different]

@@ -1,0 +1,125 @@
+"""What users do to single parameters before sharding replaces them: tags, hooks, strides, none at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import VOCABULARY, WIDTH, Outcome, TinyDecoder, full_weights, weight_error
+from tests.trainer.plain import ModelModule, fill, filled_decoder, plain_weights, prefixed
+from tests.trainer.runs import STRATEGIES, TOLERANCE, loader, make_trainer
+
+ACCUMULATE = 3
+ENGINES = {"fsdp2": STRATEGIES["kept"], "ddp": STRATEGIES["ddp"]}
+
+
+class Unusual(nn.Module):
+    """A decoder beside a transposed matrix, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = TinyDecoder(seed=1)
+        self.across = nn.Parameter(torch.empty(VOCABULARY, WIDTH).t())
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        fill(self)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.decoder(input_ids) + self.decoder.embedding(input_ids) @ self.across + self.nothing.sum()
+
+
+def _fit(options: dict[str, Any], module: ModelModule) -> Outcome:
+    make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE).fit(module, loader())
+    return Outcome(full_weights(module), None)
+
+
+def _fit_unusual(options: dict[str, Any]) -> Outcome:
+    outcome = _fit(options, ModelModule(Unusual()))
+    outcome.weights.pop("model.nothing")
+    return outcome
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_transposed_and_empty_parameters(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Neither is what FSDP2 takes by itself."""
+    model = Unusual()
+    assert not model.across.is_contiguous()
+    weights = plain_weights(model, ACCUMULATE)
+    weights.pop("nothing")
+    for outcome in pool2.run(_fit_unusual, options):
+        assert weight_error(outcome, prefixed(weights)) <= TOLERANCE
+
+
+class LooksAtTags(ModelModule):
+    """Finds out which parameters are tagged, where they are sharded and where they are gathered."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.in_step = self.tagged()
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.in_hook = self.tagged()
+        return super().configure_optimizers()
+
+    def tagged(self) -> list[str]:
+        return [name for name, parameter in self.named_parameters() if getattr(parameter, "no_decay", False)]
+
+
+def _tags(options: dict[str, Any]) -> list[list[str]]:
+    module = LooksAtTags(filled_decoder())
+    module.model.head.bias.no_decay = module.model.blocks[0].norm.weight.no_decay = True
+    _fit(options, module)
+    return [module.in_hook, module.in_step, module.tagged()]
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_attributes_stay_with_parameters(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Optimizers are often built by such tags: without them everything would decay."""
+    for tagged in pool2.run(_tags, options):
+        assert tagged == [["model.blocks.0.norm.weight", "model.head.bias"]] * 3
+
+
+def _masked() -> nn.Module:
+    model = filled_decoder()
+    model.blocks[0].linear.weight.register_hook(torch.zeros_like)
+    return model
+
+
+class MasksLate(ModelModule):
+    """Registers its hook where optimizers are made."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.model.blocks[0].linear.weight.register_hook(torch.zeros_like)
+        return super().configure_optimizers()
+
+
+def _fit_masked(options: dict[str, Any], when: str) -> Any:
+    module = MasksLate(filled_decoder()) if when == "late" else ModelModule(filled_decoder())
+    if when == "after a fit":
+        _fit(options, module)
+    if when != "late":
+        module.model.blocks[0].linear.weight.register_hook(torch.zeros_like)
+    try:
+        return _fit(options, module)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("when", ["before", "after a fit", "late"])
+def test_gradient_hooks_that_would_not_be_called_are_refused(pool2: RankPool, when: str) -> None:
+    """A mask that is dropped without a word trains what it was to keep."""
+    for message in pool2.run(_fit_masked, ENGINES["fsdp2"], when):
+        assert message.startswith(
+            "1 parameters that FSDP2 shards have gradient hooks (model.blocks.0.linear.weight), which it never calls"
+        )
+
+
+def test_gradient_hooks_under_ddp(pool2: RankPool) -> None:
+    """There they are called, and a masked gradient is exact."""
+    expected = prefixed(plain_weights(_masked(), ACCUMULATE))
+    for outcome in pool2.run(_fit_masked, ENGINES["ddp"], "before"):
+        assert weight_error(outcome, expected) <= TOLERANCE

@@ -1,0 +1,56 @@
+"""Every kind of training loader goes on where it stood when the checkpoint was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rank_pool import RankPool
+from tests.trainer.resuming import Learner, Setting, StatefulDataLoader, compare
+
+WINDOWS = {"precision": "64-true", "accumulate_grad_batches": 2}
+STOPS = (("on_train_batch_end", 3), ("on_train_batch_end", 4), ("on_train_epoch_end", 1), ("on_train_batch_end", 9))
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        "single rows",
+        "workers",
+        "persistent workers",
+        "max_size_cycle",
+        "min_size",
+        "stream",
+        "iterable",
+        "stateful",
+        "stateful stream",
+    ],
+)
+@pytest.mark.timeout(400)
+def test_loader(pool2: RankPool, loader: str, tmp_path: Path) -> None:
+    if loader.startswith("stateful") and StatefulDataLoader is None:
+        pytest.skip("torchdata is not installed")
+    stops = STOPS[:3] if loader in ("min_size",) else STOPS
+    setting = Setting({"data_parallel": "ddp"}, WINDOWS, loader=loader)
+    for differing in pool2.run(compare, setting, tmp_path, *stops, timeout_s=300):
+        assert differing == []
+
+
+class Drawing(Learner):
+    """Draws its batches itself."""
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> dict[str, Any]:
+        batch, _, _ = next(dataloader_iter)
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=1)
+        return {"loss": loss, "num_label_tokens": int((batch["labels"] != -100).sum())}
+
+
+@pytest.mark.timeout(400)
+def test_step_that_draws_its_batches(pool2: RankPool, tmp_path: Path) -> None:
+    setting = Setting({"data_parallel": "ddp"}, {"precision": "64-true"}, module=Drawing)
+    for differing in pool2.run(compare, setting, tmp_path, *STOPS, timeout_s=300):
+        assert differing == []
