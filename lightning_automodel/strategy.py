@@ -40,7 +40,13 @@ from lightning_automodel import (
 from lightning_automodel.activations import RecomputedBlocks
 from lightning_automodel.advice import Advice, shortened
 from lightning_automodel.caller_mesh import adopt_mesh
-from lightning_automodel.checkpoint import RunCheckpoints, describe_models, model_state, optimizer_state
+from lightning_automodel.checkpoint import (
+    RunCheckpoints,
+    describe_models,
+    model_state,
+    optimizer_state,
+    under_own_names,
+)
 from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine
 from lightning_automodel.first_rank import FirstRankPerNode
 from lightning_automodel.guard import RunGuard
@@ -847,12 +853,13 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if not self._checkpoints.fills_optimizers:
-            super().load_model_state_dict(checkpoint, strict)
-            return
         module = self.lightning_module
         assert module is not None
         assert isinstance(checkpoint, dict)
+        if not self._checkpoints.fills_optimizers:
+            checkpoint["state_dict"] = under_own_names(checkpoint["state_dict"], module)
+            super().load_model_state_dict(checkpoint, strict)
+            return
         optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
         self._checkpoints.fill(checkpoint, module, optimizers, strict)
 

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import torch
 from fsspec.core import url_to_fs
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.checkpoint import places, publishing
@@ -144,6 +145,13 @@ def without_wrappers(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def under_own_names(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """``state`` of a model under the names that ``module`` has, where only wrappers make them differ."""
+    own = {without_wrappers(name): name for name in module.state_dict()}
+    renamed = {own.get(without_wrappers(name), name): value for name, value in state.items()}
+    return state if renamed.keys() == state.keys() else renamed
 
 
 def _by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
