@@ -6,7 +6,7 @@ Written against torch 2.13 and Lightning 2.6.6. An upstream rename breaks this f
 import inspect
 import signal
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +32,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _Stateful as Stateful
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
 from lightning.pytorch.loops import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops import _FitLoop as FitLoop
@@ -55,6 +56,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
@@ -85,6 +87,7 @@ __all__ = [
     "DatasetSamplerWrapper",
     "EvaluationLoop",
     "FSDPParamGroup",
+    "FakeTensorMode",
     "FitLoop",
     "FsspecFileSystem",
     "FsspecReader",
@@ -144,12 +147,14 @@ __all__ = [
     "local_tensor",
     "move_what_has_values",
     "name_of",
+    "offset_in_file",
     "optimizers_to_device",
     "own_shard_changed",
     "park_gathered",
     "prepare_ddp_for_backward",
     "process_groups",
     "reduction_dtype",
+    "replace_loading_of_directories",
     "replace_unscaling",
     "reset_seed",
     "restore_unscaled",
@@ -162,6 +167,7 @@ __all__ = [
     "sharded_and_gathered",
     "sharded_versions",
     "start_accumulator",
+    "storage_records",
     "take_over_forward_hooks",
     "take_over_links",
     "take_over_requeueing",
@@ -200,6 +206,42 @@ CHECKPOINT_METADATA_CLASSES = frozenset(
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+# --- Checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def offset_in_file(tensor: Tensor) -> int:
+    """Where in a file the storage of a tensor is that ``torch.load`` loaded in :class:`FakeTensorMode`, in bytes."""
+    offset = tensor.untyped_storage()._checkpoint_offset
+    assert offset is not None
+    return offset
+
+
+def storage_records(reader: torch.PyTorchFileReader) -> dict[str, int]:
+    """Where in a file that ``torch.save`` has written each storage is, in bytes, in the order in which it met them."""
+    names = [name for name in reader.get_all_records() if name.startswith("data/")]
+    names.sort(key=lambda name: int(name.removeprefix("data/")))
+    return {name: reader.get_record_offset(name) for name in names}  # type: ignore[attr-defined]
+
+
+def replace_loading_of_directories(read: Callable[[Any, Any, bool | None], dict[str, Any] | None]) -> None:
+    """Let ``load_from_checkpoint`` of LightningModules and LightningDataModules ask ``read`` first.
+
+    Lightning (2.6.6) opens whatever it is given as one file, and has no setting for it: it fails on the directories
+    that its own strategies write. Where ``read`` returns None, Lightning loads as ever. Doing it again changes nothing.
+
+    Args:
+        read: ``(path, map_location, weights_only) -> checkpoint | None``.
+    """
+    load = getattr(saving.pl_load, "__wrapped__", saving.pl_load)
+
+    @wraps(load)
+    def load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        found = read(path_or_url, map_location, weights_only)
+        return load(path_or_url, map_location, weights_only) if found is None else found
+
+    saving.pl_load = load_any
 
 
 # --- Process groups: torch neither lists them nor lets go of all of them when they are destroyed ---

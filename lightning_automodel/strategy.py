@@ -40,7 +40,7 @@ from lightning_automodel import (
 from lightning_automodel.activations import RecomputedBlocks
 from lightning_automodel.advice import Advice, shortened
 from lightning_automodel.caller_mesh import adopt_mesh
-from lightning_automodel.checkpoint import RunCheckpoints, model_state, optimizer_state
+from lightning_automodel.checkpoint import RunCheckpoints, describe_models, model_state, optimizer_state
 from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine
 from lightning_automodel.first_rank import FirstRankPerNode
 from lightning_automodel.guard import RunGuard
@@ -803,6 +803,9 @@ class AutomodelStrategy(ParallelStrategy):
         Raises:
             CheckpointError: On every rank, if it failed on any; older checkpoints are as they were.
         """
+        module = self.lightning_module
+        assert module is not None
+        checkpoint.update(describe_models(module))
         ranks = self._those_who_save()
         if self._resume is not None and "optimizer_states" in checkpoint:
             checkpoint["callbacks"].update(self._resume.states_of_callbacks())
@@ -810,8 +813,6 @@ class AutomodelStrategy(ParallelStrategy):
         if ranks is None and self.world_size > 1:
             self._checkpoints.save_alone(checkpoint, filepath, self.checkpoint_io)
             return
-        module = self.lightning_module
-        assert module is not None
         state = module.trainer.state
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         self._checkpoints.save(checkpoint, filepath, self.root_device, self.checkpoint_io, goes_on, storage_options)

@@ -1,7 +1,21 @@
 """Checkpoints that always resume: saved whole or not at all, checked before they load, of any shape into any other."""
 
+from lightning_automodel import _compat
 from lightning_automodel.checkpoint.errors import CheckpointError
+from lightning_automodel.checkpoint.export import export_hugging_face
+from lightning_automodel.checkpoint.hugging_face import describe_models
+from lightning_automodel.checkpoint.load_from_checkpoint import read_directory
 from lightning_automodel.checkpoint.run import RunCheckpoints
 from lightning_automodel.checkpoint.state import model_state, optimizer_state, whole
 
-__all__ = ["CheckpointError", "RunCheckpoints", "model_state", "optimizer_state", "whole"]
+__all__ = [
+    "CheckpointError",
+    "RunCheckpoints",
+    "describe_models",
+    "export_hugging_face",
+    "model_state",
+    "optimizer_state",
+    "whole",
+]
+
+_compat.replace_loading_of_directories(read_directory)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from lightning_automodel.process_group import get_rank_safe
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or is not what it should be. Nothing was loaded, no older one was touched."""
@@ -17,7 +19,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 @contextmanager
-def on_every_rank(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def on_every_rank(what: str, group: dist.ProcessGroup | None = None, alone: bool = False) -> Iterator[None]:
     """Raise on every rank of ``group`` what the block raises on any of them.
 
     A collective over the group where torch.distributed is initialised: every rank must come here, whatever happened
@@ -26,6 +28,7 @@ def on_every_rank(what: str, group: dist.ProcessGroup | None = None) -> Iterator
     Args:
         what: What the block is about to do, for the message.
         group: None for the default group.
+        alone: Not a collective: this process acts by itself, whatever groups it is in.
 
     Raises:
         CheckpointError: Names the ranks that failed, and why.
@@ -35,6 +38,9 @@ def on_every_rank(what: str, group: dist.ProcessGroup | None = None) -> Iterator
         yield
     except Exception as raised:
         error = raised
+    if alone:
+        _raise_alone(what, error)
+        return
     told: list[_Told | None] = [None if error is None else _Told.of(error)]
     if dist.is_available() and dist.is_initialized():
         told = told * dist.get_world_size(group)
@@ -44,12 +50,22 @@ def on_every_rank(what: str, group: dist.ProcessGroup | None = None) -> Iterator
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Turn what torch.distributed.checkpoint raises on every rank into a :class:`CheckpointError`."""
+    """Turn what this rank raises, or torch.distributed.checkpoint on every rank, into a :class:`CheckpointError`."""
     try:
         yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise_if_any(what, {get_rank_safe(): _Told.of(error)}, error)
     except CheckpointException as failure:
         causes = {rank: _Told.of(cause) for rank, (cause, _) in failure.failures.items()}
         raise_if_any(what, causes, failure)
+
+
+def _raise_alone(what: str, error: Exception | None) -> None:
+    if error is not None:
+        cause = _Told.of(error)
+        raise (CheckpointNotFoundError if cause.is_missing else CheckpointError)(f"{what}: {cause.text}") from error
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from lightning_automodel.checkpoint.errors import CheckpointError
 MANIFEST = "manifest.json"
 _FORMAT = "lightning_automodel checkpoint"
 _VERSION = 1
-_BLOCK = 1 << 24
+_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,13 @@ class Manifest:
             filesystem: Where ``folder`` is.
             folder: The checkpoint.
             share: Which of the shares, from 0.
-            shares: In how many the work of reading is split.
+            shares: In how many the work of reading is split; 0 to compare sizes alone.
 
         Raises:
             CheckpointError: Names the files that are missing, cut off or changed.
         """
-        mine = set(split_evenly({name: record.size for name, record in self.files.items()}, shares)[share])
+        sizes = {name: record.size for name, record in self.files.items()}
+        mine = set(split_evenly(sizes, shares)[share]) if shares else set()
         defects = [
             f"{name} {defect}"
             for name, record in self.files.items()

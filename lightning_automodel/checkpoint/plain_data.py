@@ -1,6 +1,7 @@
 """Loading files without running code that they may hold."""
 
 import pickle
+from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
@@ -57,6 +58,16 @@ def warn_about_code(stream: Any) -> None:
         )
 
 
+_PATH_MODULES = ("pathlib", "pathlib._local")
+_PATHS: dict[str, type[PurePath]] = {
+    "PosixPath": PurePosixPath,
+    "PurePosixPath": PurePosixPath,
+    "WindowsPath": PureWindowsPath,
+    "PureWindowsPath": PureWindowsPath,
+}
+"""Lightning's strategies note where they saved; the path may be one of another system."""
+
+
 class MetadataUnpickler(pickle.Unpickler):
     """Knows the classes that describe shards, and no others, since others could run code."""
 
@@ -64,6 +75,54 @@ class MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _compat.CHECKPOINT_METADATA_CLASSES:
             return super().find_class(module, name)
+        if module in _PATH_MODULES and name in _PATHS:
+            return _PATHS[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise CheckpointError(f".metadata names {module}.{name}, which describes no shard")
+
+
+class _Unknown:
+    """Stands for an object whose class is not loaded."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "_Unknown":
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def load_outline(stream: Any, what: str) -> dict[str, Any]:
+    """What ``torch.save`` has written, with tensors that have no values, and stand-ins for what is no plain data.
+
+    Runs no code that the file may hold, and reads no tensors.
+
+    Args:
+        stream: Open for reading.
+        what: For the message.
+
+    Raises:
+        CheckpointError: If it is damaged, calls functions, or holds no dict.
+    """
+    unknown: list[str] = []
+    try:
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
+        stream.seek(0)
+        stand_ins = [(_stand_in(name), name) for name in unknown]
+        with torch.serialization.safe_globals(stand_ins), _compat.FakeTensorMode():  # type: ignore[arg-type]
+            loaded = torch.load(stream, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{what} cannot be read without running code ({', '.join(sorted(unknown))})") from error
+    except (RuntimeError, ValueError, EOFError, OSError) as error:
+        raise CheckpointError(f"{what} cannot be read ({str(error).splitlines()[0][:200]})") from error
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{what} is no checkpoint: it holds a {type(loaded).__name__}")
+    return loaded
+
+
+def _stand_in(name: str) -> type[_Unknown]:
+    """A class for each name, since torch knows classes by their names."""
+    return type(name.rpartition(".")[2], (_Unknown,), {})

@@ -1,7 +1,6 @@
 """The checkpoints of one run: what the strategy's hooks for saving and loading do."""
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,18 +120,19 @@ class RunCheckpoints:
 
     def remove(self, path: _PATH, io: CheckpointIO) -> None:
         """Remove a checkpoint by rank 0, once what replaces it is on disk. Not a collective."""
-        remove = places.remove if _is_plain(io) else io.remove_checkpoint
-        self._afterwards(partial(remove, places.normal(path)))
+        remove = partial(places.remove if _is_plain(io) else io.remove_checkpoint, places.normal(path))
+        if self._saver is not None:
+            self._saver.remove_afterwards(remove)
+        elif get_rank_safe() == 0:
+            remove()
 
     def link(self, path: _PATH, link: _PATH) -> None:
         """Let ``link`` lead to the checkpoint at ``path``, by rank 0, once that is on disk. Not a collective."""
-        self._afterwards(partial(publishing.link, Path(path), Path(link)))
-
-    def _afterwards(self, action: Callable[[], None]) -> None:
+        make = partial(publishing.link, Path(path), Path(link))
         if self._saver is not None:
-            self._saver.afterwards(action)
+            self._saver.link_afterwards(make)
         elif get_rank_safe() == 0:
-            action()
+            make()
 
     def check(self) -> None:
         """Raise the error of a save in the background, if there is one by now. Not a collective."""

@@ -4,7 +4,7 @@ import concurrent.futures
 import io
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +27,7 @@ from lightning_automodel.process_group import get_rank_safe, get_world_size_safe
 
 @dataclass
 class _InFlight:
-    """A save in the background; on ranks that only wait for rank 0 there is no ``future``."""
+    """A save; there is a ``future`` where it is in the background, and a ``place`` where it is of shards."""
 
     what: str
     future: Future[Any] | None
@@ -44,7 +44,9 @@ class CheckpointSaver:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._in_flight: _InFlight | None = None
-        self._afterwards: list[Callable[[], None]] = []
+        self._of_rank_zero: str | None = None
+        self._links: list[Callable[[], None]] = []
+        self._removals: list[Callable[[], None]] = []
         self._stager: DefaultStager | None = None
         self._thread: ThreadPoolExecutor | None = None
 
@@ -111,22 +113,27 @@ class CheckpointSaver:
                 else:
                     write(checkpoint, path)
         if in_background:
-            self._in_flight = _InFlight(what, future, None)
+            self._of_rank_zero = what
+            self._in_flight = None if future is None else _InFlight(what, future, None)
 
-    def afterwards(self, action: Callable[[], None]) -> None:
-        """Let rank 0 call ``action`` once the saves so far have succeeded, at the next step at the earliest.
+    def link_afterwards(self, link: Callable[[], None]) -> None:
+        """Let rank 0 call ``link`` once the saves so far have succeeded, at the next step. Not a collective."""
+        self._links.append(link)
 
-        (Removing what a save replaces, say: until the new checkpoint is on disk, and a link leads to it, the old one is
-        the newest.) Not a collective.
+    def remove_afterwards(self, remove: Callable[[], None]) -> None:
+        """Let rank 0 call ``remove`` once the saves so far have succeeded, at the next step. Not a collective.
+
+        Until the new checkpoint is on disk, and links lead to it, the old one is the newest.
         """
-        self._afterwards.append(action)
+        self._removals.append(remove)
 
     def check(self) -> None:
         """Raise the error of a save in the background, if there is one by now. Not a collective; cheap."""
         if self._in_flight is None:
             self._catch_up()
         elif self._in_flight.future is not None and self._in_flight.future.done():
-            self._settle()
+            with translated(self._in_flight.what):
+                self._settle()
 
     def wait(self) -> None:
         """Wait until no save is in flight.
@@ -134,11 +141,16 @@ class CheckpointSaver:
         Raises:
             CheckpointError: If it failed.
         """
-        if self._in_flight is None:
+        # Rank 0 may know already, from `check`, how the file that it alone writes came out; the others do not.
+        of_rank_zero, self._of_rank_zero = self._of_rank_zero, None
+        if of_rank_zero is not None:
+            with on_every_rank(of_rank_zero):
+                self._settle()
+        elif self._in_flight is not None:
+            with translated(self._in_flight.what):
+                self._settle()
+        else:
             self._catch_up()
-            return
-        with on_every_rank(self._in_flight.what) if self._in_flight.place is None else nullcontext():
-            self._settle()
 
     def linger(self, seconds: float) -> None:
         """Give a save in flight some time to end, whatever comes of it. Not a collective."""
@@ -158,7 +170,8 @@ class CheckpointSaver:
             if together:
                 self.wait()
             elif self._in_flight is not None:
-                self._settle()
+                with translated(self._in_flight.what):
+                    self._settle()
         finally:
             if self._stager is not None:
                 self._stager.close()
@@ -167,9 +180,8 @@ class CheckpointSaver:
             self._stager = self._thread = None
 
     def _settle(self) -> None:
-        assert self._in_flight is not None
-        what, future = self._in_flight.what, self._in_flight.future
-        with translated(what), self._discarding():
+        future = self._in_flight.future if self._in_flight is not None else None
+        with self._discarding():
             if future is not None:
                 future.result()
         self._in_flight = None
@@ -178,19 +190,19 @@ class CheckpointSaver:
     @contextmanager
     def _discarding(self) -> Iterator[None]:
         """If the save in flight fails inside, remove what was written of it, and keep what it would have replaced."""
-        assert self._in_flight is not None
-        place = self._in_flight.place
+        place = self._in_flight.place if self._in_flight is not None else None
         try:
             yield
         except BaseException:
             self._in_flight = None
-            self._afterwards.clear()
+            self._links.clear()
+            self._removals.clear()
             if place is not None and get_rank_safe() == 0:
                 places.discard(place.folder)
             raise
 
     def _catch_up(self) -> None:
-        actions, self._afterwards = self._afterwards, []
+        actions, self._links, self._removals = [*self._links, *self._removals], [], []
         for action in actions if get_rank_safe() == 0 else []:
             action()
 

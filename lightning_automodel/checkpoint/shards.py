@@ -27,7 +27,7 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lightning_automodel import _compat
-from lightning_automodel.checkpoint import places, publishing
+from lightning_automodel.checkpoint import foreign, places, publishing
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, translated
 from lightning_automodel.checkpoint.manifest import MANIFEST, FileRecord, Manifest, checksum
 from lightning_automodel.checkpoint.plain_data import MetadataUnpickler, load_plain_data
@@ -178,24 +178,25 @@ class ShardDirectory:
         path: The directory, local or any URL that fsspec knows.
         weights_only: False lets ``pickle`` run what code the files hold: for files that you trust. Else plain data is
             loaded alone.
+        alone: Neither opening nor reading is a collective: this process reads all files by itself.
 
     Raises:
         CheckpointError: If files are missing, damaged, or hold code.
     """
 
-    def __init__(self, path: str, weights_only: bool | None) -> None:
+    def __init__(self, path: str, weights_only: bool | None, alone: bool = False) -> None:
         self.path, self._weights_only = path, weights_only is not False
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        with on_every_rank(f"Cannot load {path}"):
+        self._is_alone = alone or not (dist.is_available() and dist.is_initialized())
+        share, shares = (0, 1) if self._is_alone else (dist.get_rank(), dist.get_world_size())
+        with on_every_rank(f"Cannot load {path}", alone=self._is_alone):
             filesystem, folder = url_to_fs(path)
-            manifest = _read_manifest(filesystem, folder)
+            manifest = read_manifest(filesystem, folder)
             if manifest is not None:
                 folder = f"{folder}/{manifest.folder}".rstrip("/")
-                manifest.check(filesystem, folder, dist.get_rank() if dist.is_initialized() else 0, world)
-            self.metadata = _read_metadata(filesystem, folder)
-            signed = str(getattr(self.metadata.storage_meta, "save_id", "")).startswith(_SIGNATURE)
-            if manifest is None and signed:
-                raise CheckpointError(f"{MANIFEST} is missing, so that nobody can tell whether the rest is whole")
+                manifest.check(filesystem, folder, share, shares)
+            self.metadata = read_metadata(filesystem, folder)
+            if manifest is None:
+                check_foreign(filesystem, folder, self.metadata)
             self.manifest = manifest
             self._folder = f"{path}/{manifest.folder}".rstrip("/") if manifest is not None else path
             self.rest: dict[str, Any] = load_plain_data(
@@ -226,7 +227,9 @@ class ShardDirectory:
         planner = _PlainDataPlanner(self._weights_only)
         with translated(f"Cannot load {self.path}"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(targets, storage_reader=_Reader(self._folder, self.metadata), planner=planner, no_dist=_is_alone())
+            dcp.load(
+                targets, storage_reader=_Reader(self._folder, self.metadata), planner=planner, no_dist=self._is_alone
+            )
 
 
 class _Reader(_compat.FsspecReader):
@@ -255,21 +258,45 @@ class _PlainDataPlanner(DefaultLoadPlanner):
         _compat.set_element(self.original_state_dict, self.mappings[name], loaded)
 
 
-def _read_manifest(filesystem: AbstractFileSystem, folder: str) -> Manifest | None:
+def read_manifest(filesystem: AbstractFileSystem, folder: str) -> Manifest | None:
+    """The manifest of a directory, None where there is none.
+
+    Raises:
+        CheckpointError: If it is damaged.
+    """
     try:
         return Manifest.from_bytes(filesystem.cat_file(f"{folder}/{MANIFEST}"))
     except FileNotFoundError:
         return None
 
 
-def _read_metadata(filesystem: AbstractFileSystem, folder: str) -> Metadata:
+def read_metadata(filesystem: AbstractFileSystem, folder: str) -> Metadata:
+    """What the shards in a folder are; names are this package's own, whichever strategy has saved them.
+
+    Raises:
+        CheckpointError: If there are none, or the file describes something else.
+    """
     try:
-        return MetadataUnpickler(io.BytesIO(filesystem.cat_file(f"{folder}/{_METADATA}"))).load()
+        return foreign.under_own_names(
+            MetadataUnpickler(io.BytesIO(filesystem.cat_file(f"{folder}/{_METADATA}"))).load()
+        )
     except FileNotFoundError:
         raise CheckpointError(
             f"there is no {_METADATA}: this is no directory of shards, or its save never ended"
         ) from None
 
 
-def _is_alone() -> bool:
-    return not (dist.is_available() and dist.is_initialized())
+def check_foreign(filesystem: AbstractFileSystem, folder: str, metadata: Metadata) -> None:
+    """Check a directory without a manifest, which another program wrote: its files are there and long enough.
+
+    Raises:
+        CheckpointError: If they are not, or the manifest was lost.
+    """
+    if str(getattr(metadata.storage_meta, "save_id", "")).startswith(_SIGNATURE):
+        raise CheckpointError(f"{MANIFEST} is missing, so that nobody can tell whether the rest is whole")
+    for name, needed in foreign.sizes_needed(metadata).items():
+        path = f"{folder}/{name}"
+        if not filesystem.exists(path):
+            raise CheckpointError(f"{name} is missing")
+        if (size := filesystem.size(path)) < needed:
+            raise CheckpointError(f"{name} is cut off: it has {size} bytes, and {needed} were written")

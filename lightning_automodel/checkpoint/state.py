@@ -25,6 +25,12 @@ def optimizer_key(index: int) -> str:
     return f"optimizer_{index}"
 
 
+def is_optimizer_key(key: str) -> bool:
+    """Whether the state of an optimizer is kept under ``key``."""
+    start, _, index = key.rpartition("_")
+    return start == "optimizer" and index.isdecimal()
+
+
 class Saved(Protocol):
     """A checkpoint that is open for loading."""
 

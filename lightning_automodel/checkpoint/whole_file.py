@@ -8,8 +8,9 @@ import os
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from fsspec.core import url_to_fs
@@ -22,7 +23,7 @@ from lightning_automodel.checkpoint.state import MODEL, optimizer_key
 from lightning_automodel.checkpoint.streams import RecordedStream
 from lightning_automodel.sharding import shard_like
 
-_BLOCK = 1 << 24
+_BLOCK = 1 << 22
 _END_OF_ARCHIVE = b"PK\x05\x06"
 _END_SIZE = 22
 _COMMENT = b"lightning_automodel crc32=%08x"
@@ -40,10 +41,20 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
         filesystem, place = url_to_fs(path)
         filesystem.pipe_file(place, stream.getvalue())
         return
+    with new_file(path) as file:
+        _write(checkpoint, file)
+
+
+@contextmanager
+def new_file(path: str) -> Iterator[IO[bytes]]:
+    """What the block writes, an archive with its checksum, becomes the file ``path`` once all of it is on disk.
+
+    If the block raises, what was at ``path`` stays.
+    """
     staging = Path(path).with_name(publishing.unfinished_name())
     try:
         with open(staging, "w+b") as file:
-            _write(checkpoint, file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
             _check(file)
@@ -65,6 +76,11 @@ def check_file(path: str) -> None:
         raise FileNotFoundError("there is no such file or directory")
     with filesystem.open(place, "rb") as file:
         _check(file)
+
+
+def has_checksum(file: Any) -> bool:
+    """Whether this package has written an open file."""
+    return _checksum_at_end(file) is not None
 
 
 def load_file(path: str, weights_only: bool | None) -> dict[str, Any]:
@@ -173,17 +189,35 @@ def _write(checkpoint: dict[str, Any], file: Any) -> None:
         if recorded.error is not None:
             raise recorded.error from None
         raise
-    file.seek(recorded.size - len(_NO_COMMENT))
-    file.write(_COMMENT_SIZE.to_bytes(2, "little") + _COMMENT % recorded.crc32)
+    _append(file, recorded.size, recorded.crc32)
 
 
-def _check(file: Any) -> None:
+def add_checksum(file: Any) -> None:
+    """Append the checksum to an archive that was not written at one go."""
+    size = file.seek(0, os.SEEK_END)
+    _append(file, size, _crc32(file, size))
+
+
+def _append(file: Any, size: int, value: int) -> None:
+    file.seek(size - len(_NO_COMMENT))
+    file.write(_COMMENT_SIZE.to_bytes(2, "little") + _COMMENT % value)
+
+
+def _checksum_at_end(file: Any) -> bytes | None:
+    """The comment of an archive if it is as long as ours."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _END_SIZE - _COMMENT_SIZE))
     end = file.read()
     if end[:4] == _END_OF_ARCHIVE and end[_END_SIZE - 2 : _END_SIZE] == _COMMENT_SIZE.to_bytes(2, "little"):
+        return end[_END_SIZE:]
+    return None
+
+
+def _check(file: Any) -> None:
+    size = file.seek(0, os.SEEK_END)
+    if (told := _checksum_at_end(file)) is not None:
         value = zlib.crc32(_NO_COMMENT, _crc32(file, size - _COMMENT_SIZE - len(_NO_COMMENT)))
-        if end[_END_SIZE:] != _COMMENT % value:
+        if told != _COMMENT % value:
             raise CheckpointError("its content has changed since it was written (wrong checksum)")
         return
     file.seek(0)

@@ -165,6 +165,7 @@ class SavesOnce(Callback):
         self.batches_after += trainer.global_step >= self.at_step
         if trainer.global_step == self.at_step and not trainer.fit_loop.epoch_loop._should_accumulate():
             trainer.save_checkpoint(self.path)
+            trainer.strategy._checkpoints.linger()  # else one rank may know a step before the other
 
 
 @contextmanager
@@ -188,15 +189,18 @@ def _fail_in_background(options: dict[str, Any], path: str, at_step: int) -> tup
     return str(raised.value), callback.batches_after
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["shards", "replicated_directory"])
 def test_failure_in_the_background(pool2: RankPool, tmp_path: Path, form: str) -> None:
-    """Is raised in one of the next steps, on every rank, and the older checkpoint is whole."""
+    """Is raised in one of the next steps, on every rank, and the older checkpoint is whole.
+
+    (Of one file, rank 0 alone knows at first, and the run fails as after any error of one rank.)
+    """
     path = str(tmp_path / "last.ckpt")
     saved = pool2.run(save, FORMS[form], path)[0]
     for message, batches_after in pool2.run(_fail_in_background, FORMS[form], path, 2):
         assert "No space left on device" in message
         assert path in message
-        assert batches_after < 900
+        assert batches_after == 1
     for loaded in pool2.run(load_only, FORMS[form], path):
         assert all(torch.equal(saved[name], loaded[name]) for name in saved)
     assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
