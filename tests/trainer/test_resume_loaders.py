@@ -19,8 +19,8 @@ STOPS = (("on_train_batch_end", 3), ("on_train_batch_end", 4), ("on_train_epoch_
     "loader",
     [
         "single rows",
-        "workers",
-        "persistent workers",
+        pytest.param("workers", marks=pytest.mark.sweep),  # a rank of the pool waits seconds for each worker to end
+        pytest.param("persistent workers", marks=pytest.mark.sweep),
         "max_size_cycle",
         "min_size",
         "stream",
@@ -29,13 +29,13 @@ STOPS = (("on_train_batch_end", 3), ("on_train_batch_end", 4), ("on_train_epoch_
         "stateful stream",
     ],
 )
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 def test_loader(pool2: RankPool, loader: str, tmp_path: Path) -> None:
     if loader.startswith("stateful") and StatefulDataLoader is None:
         pytest.skip("torchdata is not installed")
     stops = STOPS[:3] if loader in ("min_size",) else STOPS
     setting = Setting({"data_parallel": "ddp"}, WINDOWS, loader=loader)
-    for differing in pool2.run(compare, setting, tmp_path, *stops, timeout_s=300):
+    for differing in pool2.run(compare, setting, tmp_path, *stops, timeout_s=600):
         assert differing == []
 
 
