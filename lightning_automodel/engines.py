@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_automodel import _compat, gradients, memory, precision, sharding, tensor_parallel
-from lightning_automodel.bucket_order import ReadyOrder
 from lightning_automodel.grad_sync import Deferral, FSDPGradSync
 from lightning_automodel.mesh import RunMesh
 from lightning_automodel.options import StrategyOptions
+from lightning_automodel.resume.bucket_order import ReadyOrder
 
 _SHARDED_BEFORE = "sharded before this set-up (by configure_model or an earlier run); left as they were"
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_automodel import points
-from lightning_automodel.loader_position import TrainingLoaders
+from lightning_automodel.resume import points
+from lightning_automodel.resume.loader_position import TrainingLoaders
 from tests.rank_pool import RankPool
 from tests.trainer.resuming import (
     Learner,

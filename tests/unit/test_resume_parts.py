@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
-from lightning_automodel import other_shape, random_state
-from lightning_automodel.loop_progress import AFTER_BATCH, BATCH_END
+from lightning_automodel.resume import other_shape, random_state
+from lightning_automodel.resume.loop_progress import AFTER_BATCH, BATCH_END
 
 
 def through_a_file(value: Any) -> Any:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_automodel import _compat, random_state
+from lightning_automodel import _compat
+from lightning_automodel.resume import random_state
 
 _RESUMED_DRAWS = (
     "A training loader that is neither a map-style DataLoader nor has state_dict() and load_state_dict() resumes by"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_automodel.loop_progress import AFTER_BATCH, BATCH_END, WITHIN_EPOCH
+from lightning_automodel.resume.loop_progress import AFTER_BATCH, BATCH_END, WITHIN_EPOCH
 
 
 def carried_over(state: dict[str, Any], data_parallel: int) -> dict[str, Any]:

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_automodel import loader_position, loop_progress, random_state, running_metrics, weight_callbacks
-from lightning_automodel.loop_progress import AFTER_VALIDATION, BATCH_END, EPOCH_END
-from lightning_automodel.module_buffers import PlainBuffers
+from lightning_automodel import weight_callbacks
+from lightning_automodel.resume import loader_position, loop_progress, random_state, running_metrics
+from lightning_automodel.resume.loop_progress import AFTER_VALIDATION, BATCH_END, EPOCH_END
+from lightning_automodel.resume.module_buffers import PlainBuffers
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping
 from typing_extensions import override
 
-from lightning_automodel import loader_position, loop_progress, other_shape, random_state
-from lightning_automodel.loop_progress import (
+from lightning_automodel.resume import loader_position, loop_progress, other_shape, random_state
+from lightning_automodel.resume.loop_progress import (
     AFTER_BATCH,
     AFTER_VALIDATION,
     BATCH,
@@ -19,8 +19,8 @@ from lightning_automodel.loop_progress import (
     EPOCH_START,
     RUN_START,
 )
-from lightning_automodel.points import Noting, Point
-from lightning_automodel.save_order import LateSaves
+from lightning_automodel.resume.points import Noting, Point
+from lightning_automodel.resume.save_order import LateSaves
 
 CHECKPOINT_KEY = "lightning_automodel"
 FORMAT = 1
