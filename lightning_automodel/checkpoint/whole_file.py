@@ -75,8 +75,14 @@ def check_file(path: str) -> None:
     filesystem, place = url_to_fs(path)
     if not filesystem.exists(place):
         raise FileNotFoundError("there is no such file or directory")
-    with filesystem.open(place, "rb") as file:
+    with _opened(path) as file:
         _check(file)
+
+
+def _opened(path: str) -> IO[bytes]:
+    """A file for reading in any order; from elsewhere all of it is fetched, since not every server sends parts."""
+    filesystem, place = url_to_fs(path)
+    return filesystem.open(place, "rb") if places.is_local(path) else io.BytesIO(filesystem.cat_file(place))
 
 
 def has_checksum(file: Any) -> bool:
@@ -97,8 +103,7 @@ def load_file(path: str, weights_only: bool | None) -> dict[str, Any]:
     safely = weights_only is not False
     if places.is_local(path) and zipfile.is_zipfile(path):
         return load_plain_data(path, path, safely, mmap=True)
-    filesystem, place = url_to_fs(path)
-    with filesystem.open(place, "rb") as file:
+    with _opened(path) as file:
         return load_plain_data(file, path, safely)
 
 
