@@ -1,0 +1,63 @@
+"""`torchrun --max-restarts=1`, a rank killed at a random moment: the job ends with the weights of a calm one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainer.elastic_script import NUM_STEPS
+from tests.trainer.killed import expected_weights
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_job(folder: Path, seed: int, how: str) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT", "NODE_RANK"):
+        environment.pop(name, None)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    meet = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    script = ["-m", "tests.trainer.elastic_script", str(folder), str(seed), how]
+    done = subprocess.run(
+        [*launch, *meet, *script],
+        env=environment,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def check(folder: Path) -> None:
+    expected = expected_weights(NUM_STEPS)[-1]
+    for rank in range(2):
+        end = torch.load(folder / f"end{rank}.pt", weights_only=True)
+        assert end["attempt"] == 1, "nobody was killed"
+        assert end["from"].endswith("last.ckpt"), "the second attempt began anew"
+        worst = max(float((value - expected[f"model.{name}"]).abs().max()) for name, value in end["weights"].items())
+        assert worst <= 1e-10
+
+
+@pytest.mark.timeout(300)
+def test_job_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    """In the background too."""
+    run_job(tmp_path, seed=1, how="in_background")
+    check(tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", ["at_once", "in_background"])
+@pytest.mark.parametrize("seed", range(2, 7))
+def test_random_moments(tmp_path: Path, seed: int, how: str) -> None:
+    """Other victims, other batches."""
+    run_job(tmp_path, seed, how)
+    check(tmp_path)
