@@ -62,14 +62,14 @@ def publish(staging: Path, target: Path) -> None:
     Called by one rank, with the content of ``staging`` on disk.
     """
     if staging.is_dir():
-        _sync_directory(staging)
+        sync(staging)
     if (staging.is_dir() and os.path.lexists(target)) or target.is_dir():
         replaced = _exchange(staging, target) or _swap_names(staging, target)
-        _sync_directory(target.parent)
+        sync(target.parent)
         discard(replaced)
     else:
         os.replace(staging, target)
-        _sync_directory(target.parent)
+        sync(target.parent)
 
 
 def link(target: Path, name: Path) -> None:
@@ -120,7 +120,8 @@ def clear_leftovers(folder: Path) -> None:
             discard(leftover.path)
 
 
-def _sync_directory(path: Path) -> None:
+def sync(path: str | Path) -> None:
+    """Wait until the content of a file, or the names in a directory, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -7,8 +7,10 @@ can read it too.
 
 import io
 import os
+import threading
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +87,7 @@ class ShardWriter(_compat.FsspecWriter):
 
     def __init__(self, place: SavePlace, rest: bytes, world_size: int) -> None:
         self._is_local = places.is_local(place.target)
-        super().__init__(place.folder, sync_files=self._is_local)
+        super().__init__(place.folder, sync_files=False)
         self._records: dict[str, FileRecord] = {}
         self._storage, _ = url_to_fs(place.folder)
         self.fs = _RecordingFileSystem(self._storage, self._records)  # type: ignore[assignment]
@@ -97,7 +99,8 @@ class ShardWriter(_compat.FsspecWriter):
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        written = super().write_data(plan, planner)
+        with _without_a_second_checksum():
+            written = super().write_data(plan, planner)
         self._check_written()
         files = [_FileResult(MetadataIndex(name), record.size, record) for name, record in self._records.items()]
         results: Future[list[WriteResult]] = Future()
@@ -137,11 +140,36 @@ class ShardWriter(_compat.FsspecWriter):
                 os.fsync(stream.fileno())
 
     def _check_written(self) -> None:
-        """Read what this process has written once more."""
+        """Read what this process has written once more, while the system puts it on disk, and wait for that."""
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            paths = [f"{self.path}/{name}" for name in self._records]
+            synced = [thread.submit(publishing.sync, path) for path in paths if self._is_local]
+            self._compare()
+            for future in synced:
+                future.result()
+
+    def _compare(self) -> None:
         for name, record in self._records.items():
             path = f"{self.path}/{name}"
             if self._storage.size(path) != record.size or checksum(self._storage, path) != record.crc32:
                 raise CheckpointError(f"{name} does not read back as it was written to {self.path}")
+
+
+@contextmanager
+def _without_a_second_checksum() -> Iterator[None]:
+    """Let ``torch.save`` compute none of its own: the manifest has one of the whole file.
+
+    It is a setting of the process, so in a thread beside training, which may save something else, it stays as it is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 class _RecordingFileSystem(_compat.FsspecFileSystem):
