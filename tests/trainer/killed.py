@@ -58,7 +58,13 @@ def _train(rank: int, kill: Kill, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     callback = ModelCheckpoint(dirpath=f"{folder}/saved", every_n_train_steps=1, save_last=kill.save_last)
-    fit({**kill.options, "timeout": 0.1}, callbacks=[callback], enable_checkpointing=True, max_steps=NUM_STEPS)
+    fit(
+        {**kill.options, "timeout": 0.1},
+        callbacks=[callback],
+        enable_checkpointing=True,
+        max_epochs=-1,
+        max_steps=NUM_STEPS,
+    )
 
 
 def run_and_kill(kill: Kill, folder: Path) -> None:
