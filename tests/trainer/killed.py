@@ -49,7 +49,7 @@ class Kill:
             options,
             save_last=generator.choice([True, "link"]),
             victims=generator.choice([(0,), (1,), (0, 1)]),
-            delay_s=generator.uniform(0, 0.4),
+            delay_s=generator.uniform(0, 1.5),
         )
 
 
