@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,28 +9,11 @@ import torch
 
 from tests.trainer.elastic_script import NUM_STEPS
 from tests.trainer.killed import expected_weights
-
-ROOT = Path(__file__).parents[2]
+from tests.trainer.torchrun import run_with_one_restart
 
 
 def run_job(folder: Path, seed: int, how: str) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT", "NODE_RANK"):
-        environment.pop(name, None)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-    meet = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    script = ["-m", "tests.trainer.elastic_script", str(folder), str(seed), how]
-    done = subprocess.run(
-        [*launch, *meet, *script],
-        env=environment,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    run_with_one_restart("tests.trainer.elastic_script", [str(folder), str(seed), how], folder, timeout_s=280)
 
 
 def check(folder: Path) -> None:
