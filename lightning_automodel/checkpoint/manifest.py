@@ -3,18 +3,18 @@
 import dataclasses
 import json
 import zlib
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from lightning_automodel.checkpoint.errors import CheckpointError
+from lightning_automodel.checkpoint.streams import crc32_of
 
 MANIFEST = "manifest.json"
 _FORMAT = "lightning_automodel checkpoint"
 _VERSION = 1
-_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -111,20 +111,10 @@ def split_evenly(sizes: dict[str, int], shares: int) -> list[list[str]]:
 
 def checksum(filesystem: AbstractFileSystem, path: str) -> str:
     """CRC-32 of a file's content, eight hexadecimal digits."""
-    value = 0
-    with filesystem.open(path, "rb", **_unbuffered(filesystem)) as stream:
-        while block := stream.read(_BLOCK):
-            value = zlib.crc32(block, value)
-    return f"{value:08x}"
-
-
-def _unbuffered(filesystem: AbstractFileSystem) -> dict[str, Any]:
-    """Local files are read in blocks as large as asked for; elsewhere the file system knows best."""
-    return {"buffering": 0} if "file" in _protocols(filesystem) else {}
-
-
-def _protocols(filesystem: AbstractFileSystem) -> Collection[str]:
-    return (filesystem.protocol,) if isinstance(filesystem.protocol, str) else filesystem.protocol
+    # Local files are read in blocks as large as asked for; elsewhere the file system knows best.
+    unbuffered = {"buffering": 0} if isinstance(filesystem, LocalFileSystem) else {}
+    with filesystem.open(path, "rb", **unbuffered) as stream:
+        return f"{crc32_of(stream):08x}"
 
 
 def _defect(filesystem: AbstractFileSystem, path: str, record: FileRecord, read: bool) -> str | None:

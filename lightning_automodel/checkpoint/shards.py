@@ -6,7 +6,6 @@ can read it too.
 """
 
 import io
-import os
 import threading
 import warnings
 from collections.abc import Generator, Iterator, Mapping
@@ -125,6 +124,7 @@ class ShardWriter(_compat.FsspecWriter):
         manifest = Manifest(self._place.save_id, self._world_size, folder, files).to_bytes()
         if self._is_local:
             self._write(f"{self.path}/{MANIFEST}", manifest)
+            publishing.sync(f"{self.path}/{MANIFEST}")
             publishing.publish(Path(self.path), Path(target))
             return
         self._write(f"{target}/{MANIFEST}", manifest)
@@ -135,9 +135,6 @@ class ShardWriter(_compat.FsspecWriter):
     def _write(self, path: str, content: bytes) -> None:
         with self.fs.create_stream(path, "wb") as stream:
             stream.write(content)
-            stream.flush()
-            if self._is_local:
-                os.fsync(stream.fileno())
 
     def _check_written(self) -> None:
         """Read what this process has written once more, while the system puts it on disk, and wait for that."""
@@ -187,12 +184,8 @@ class _RecordingFileSystem(_compat.FsspecFileSystem):
                 yield stream
                 return
             recorded = RecordedStream(stream)
-            try:
+            with recorded.telling_first_error():
                 yield recorded
-            except RuntimeError:
-                if recorded.error is not None:
-                    raise recorded.error from None
-                raise
         self._records[str(path).rpartition("/")[2]] = FileRecord(recorded.size, f"{recorded.crc32:08x}")
 
 

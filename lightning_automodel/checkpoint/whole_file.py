@@ -21,10 +21,9 @@ from lightning_automodel.checkpoint import places, publishing
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.plain_data import load_plain_data, warn_about_code
 from lightning_automodel.checkpoint.state import MODEL, optimizer_key
-from lightning_automodel.checkpoint.streams import RecordedStream
+from lightning_automodel.checkpoint.streams import RecordedStream, crc32_of
 from lightning_automodel.sharding import shard_like
 
-_BLOCK = 1 << 22
 _END_OF_ARCHIVE = b"PK\x05\x06"
 _END_SIZE = 22
 _COMMENT = b"lightning_automodel crc32=%08x"
@@ -196,12 +195,8 @@ def _states(tree: dict[str, Any], place: str = "") -> Iterator[tuple[str, torch.
 def _write(checkpoint: dict[str, Any], file: Any) -> None:
     """Write an archive, and append to it the checksum of all that ``torch.save`` has written."""
     recorded = RecordedStream(file)
-    try:
+    with recorded.telling_first_error():
         torch.save(checkpoint, recorded)
-    except RuntimeError:
-        if recorded.error is not None:
-            raise recorded.error from None
-        raise
     _append(file, recorded.size, recorded.crc32)
 
 
@@ -249,8 +244,5 @@ def _check(file: Any) -> None:
 
 def _crc32(file: Any, size: int) -> int:
     """CRC-32 of the first ``size`` bytes."""
-    value, left = 0, size
     file.seek(0)
-    while left and (block := file.read(min(left, _BLOCK))):
-        value, left = zlib.crc32(block, value), left - len(block)
-    return value
+    return crc32_of(file, size)
