@@ -162,7 +162,7 @@ def _answer(attendance: Attendance, counter: dist.Store, deadline: float, timeou
             "backend.",
         )
     elif arrived == found.world_size:
-        _settle(keys, counter, "")
+        _settle(keys, counter, NEXT_ROUND if _has_dead(keys, found.world_size) else "")
     try:
         return _read(keys, "verdict", deadline)
     except TimeoutError:
@@ -199,6 +199,11 @@ def _wait(store: dist.Store, keys: list[str], deadline: float) -> bool:
             return False
         time.sleep(min(deadline - now, LONGEST_POLL_S, max(SHORTEST_POLL_S, (now - started_at) / 10)))
     return True
+
+
+def _has_dead(keys: dist.Store, world_size: int) -> bool:
+    """Whether a rank that entered this round was killed since, so that another in its place comes to the next."""
+    return any(map(_is_dead, (entry.decode() for entry in keys.multi_get([f"rank/{r}" for r in range(world_size)]))))
 
 
 def _is_dead(other: str) -> bool:
