@@ -167,11 +167,11 @@ def _status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def _trainer(strategy: AutomodelStrategy, **kwargs: object) -> pl.Trainer:
+def _trainer(strategy: AutomodelStrategy, devices: int, **kwargs: object) -> pl.Trainer:
     return pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
-        devices=2,
+        devices=devices,
         plugins=[LightningEnvironment()],
         max_epochs=-1,
         **SILENT,
@@ -179,22 +179,22 @@ def _trainer(strategy: AutomodelStrategy, **kwargs: object) -> pl.Trainer:
     )
 
 
-def run(rank: int, folder: str, megabytes: int, rounds: int, results: object) -> None:
-    """One of two ranks."""
+def run(rank: int, folder: str, ranks: int, megabytes: int, rounds: int, results: object) -> None:
+    """One rank."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     data = DataLoader([torch.ones(8, WIDTH)] * 10_000, batch_size=None)
     turns = Turns(Path(folder), rounds)
-    trainer, module = _trainer(AutomodelStrategy(), callbacks=[turns]), Layers(megabytes)
+    trainer, module = _trainer(AutomodelStrategy(), ranks, callbacks=[turns]), Layers(megabytes)
     trainer.fit(module, data)
     path = Path(folder) / "loaded.ckpt"
     trainer.save_checkpoint(path)
     for name, options in {"load": {}, "load as DDP": {"data_parallel": "ddp"}}.items():
         fresh = Layers(megabytes)
         with high_water() as used:
-            _trainer(AutomodelStrategy(**options), limit_val_batches=1).validate(
+            _trainer(AutomodelStrategy(**options), ranks, limit_val_batches=1).validate(
                 fresh, data, ckpt_path=path, verbose=False
             )
         turns.memory[name] = used[0]
@@ -230,23 +230,26 @@ def main() -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=1200, help="state of model and optimizer, all ranks together")
+    parser.add_argument("--ranks", type=int, default=2, help="with one a core, the writers have none of their own")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each kind, after one to warm up")
     parser.add_argument("--folder", type=Path, help="where to write; default: the folder for temporary files")
     parser.add_argument("--output", type=Path, help="file for the report; default: standard output")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         results = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(run, (folder, arguments.megabytes, arguments.rounds, results), nprocs=2)
+        mp.spawn(
+            run, (folder, arguments.ranks, arguments.megabytes, arguments.rounds, results), nprocs=arguments.ranks
+        )
         state, raw, at_once, in_background, slower, until_published, memory = results.get()
         memory["consolidate (one process)"] = consolidate(Path(folder) / "loaded.ckpt")
     raw, at_once, in_background, slower = raw[1:], at_once[1:], in_background[1:], slower[1:]
-    speed = [2 * state / seconds / 1e6 for seconds in raw]
+    speed = [arguments.ranks * state / seconds / 1e6 for seconds in raw]
     rows = [
-        ["raw writes, both ranks", f"{median(raw):.2f}", f"{median(speed):.0f}", "1"],
+        ["raw writes, all ranks", f"{median(raw):.2f}", f"{median(speed):.0f}", "1"],
         [
             "save",
             f"{median(at_once):.2f}",
-            f"{median(2 * state / s / 1e6 for s in at_once):.0f}",
+            f"{median(arguments.ranks * state / s / 1e6 for s in at_once):.0f}",
             _ratios([r / s for r, s in zip(raw, at_once, strict=True)]),
         ],
         [
@@ -267,7 +270,7 @@ def main() -> None:
         [
             "\n".join(f"- {name}: {value}" for name, value in describe_environment().items()),
             f"`{shlex.join(['python', *sys.argv])}`",
-            f"State: {2 * state / 1e6:.0f} MB on two ranks; {len(raw)} rounds after one to warm up.",
+            f"State: {arguments.ranks * state / 1e6:.0f} MB on {arguments.ranks} rank(s); {len(raw)} rounds after one to warm up.",
             table(["what", "seconds (median)", "MB/s", "ratio within a round, median (min to max)"], rows),
             table(
                 ["what", "most memory above what was there, MB on rank 0", "of the rank's own state"],

@@ -6,7 +6,6 @@ can read it too.
 """
 
 import io
-import threading
 import warnings
 from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -154,13 +153,7 @@ class ShardWriter(_compat.FsspecWriter):
 
 @contextmanager
 def _without_a_second_checksum() -> Iterator[None]:
-    """Let ``torch.save`` compute none of its own: the manifest has one of the whole file.
-
-    It is a setting of the process, so in a thread beside training, which may save something else, it stays as it is.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Let ``torch.save`` compute none of its own in this thread: the manifest has one of the whole file."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
