@@ -10,10 +10,12 @@ from unittest import mock
 import pytest
 import torch
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, fsdp
 from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.fsdp.api import FullOptimStateDictConfig
+from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint import CheckpointError
 from lightning_automodel.checkpoint.__main__ import main
@@ -24,8 +26,26 @@ from tests.trainer.exactness import Outcome, full_weights, weight_error
 from tests.trainer.runs import CASE, TOLERANCE, make_trainer
 
 
+def _whole_on_host(module: Any, *_: Any, **__: Any) -> Any:
+    """Lightning's own context moves tensors to the host, which on the host keeps memory that FSDP1 then frees."""
+    return FullyShardedDataParallel.state_dict_type(
+        module,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
+        FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
+    )
+
+
 class HostFSDP(FSDPStrategy):
     """On CPU: the Trainer refuses the class itself there, and torch wants to be told."""
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with mock.patch.object(fsdp, "_get_full_state_dict_context", _whole_on_host):
+            return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        with mock.patch.object(fsdp, "_get_full_state_dict_context", _whole_on_host):
+            return super().optimizer_state(optimizer)
 
     def _setup_model(self, model: Any) -> Any:
         initialise = FullyShardedDataParallel.__init__
@@ -50,14 +70,15 @@ class ShardingModule(AdamModule):
 SIZES = {"data_parallel_size": 2, "tensor_parallel_size": 1}
 FOREIGN: dict[str, Any] = {
     "ddp": lambda: (DDPStrategy(), AdamModule()),
-    "fsdp": lambda: (HostFSDP(state_dict_type="sharded"), AdamModule()),
+    "fsdp, shards": lambda: (HostFSDP(state_dict_type="sharded"), AdamModule()),
+    "fsdp, one file": lambda: (HostFSDP(state_dict_type="full"), AdamModule()),
     "model parallel, shards": lambda: (ModelParallelStrategy(**SIZES), ShardingModule()),
     "model parallel, one file": lambda: (
         ModelParallelStrategy(**SIZES, save_distributed_checkpoint=False),
         ShardingModule(),
     ),
 }
-EXACT = [kind for kind in FOREIGN if kind != "fsdp"]
+EXACT = [kind for kind in FOREIGN if not kind.startswith("fsdp")]
 ENGINES: dict[str, dict[str, Any]] = {
     "fsdp2": {"per_token_loss": False},
     "ddp": {"data_parallel": "ddp", "per_token_loss": False},
@@ -85,18 +106,22 @@ def test_goes_on_from_what_lightning_saved(pool2: RankPool, tmp_path: Path, kind
             assert _deviation(weights, expected) <= TOLERANCE
 
 
-def test_goes_on_from_shards_of_fsdp1(pool2: RankPool, tmp_path: Path) -> None:
-    """As from the one file that Lightning's own tool makes of them.
+@pytest.mark.parametrize("form", ["shards", "one file"])
+def test_goes_on_from_fsdp1(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """As from the one file that Lightning's own tool makes of its shards.
 
     Not as the run that never stopped: Lightning's ``FSDPStrategy`` has computed in float32 before.
     """
-    path, whole = tmp_path / "foreign.ckpt", tmp_path / "whole.ckpt"
-    pool2.run(_save_with, "fsdp", str(path))
-    torch.save(_format_checkpoint(_load_distributed_checkpoint(path)), whole)
+    paths = {each: tmp_path / f"{each}.ckpt" for each in ("shards", form)}
+    for each, path in paths.items():
+        pool2.run(_save_with, f"fsdp, {each}", str(path))
+        assert path.is_dir() == (each == "shards")
+    consolidated = tmp_path / "consolidated.ckpt"
+    torch.save(_format_checkpoint(_load_distributed_checkpoint(paths["shards"])), consolidated)
     for options in ENGINES.values():
-        expected = pool2.run(resume, options, str(whole))
+        expected = pool2.run(resume, options, str(consolidated))
         for (weights, uninterrupted_weights), from_file in zip(
-            pool2.run(_go_on, options, str(path)), expected, strict=True
+            pool2.run(_go_on, options, str(paths[form])), expected, strict=True
         ):
             assert _deviation(weights, from_file) <= TOLERANCE
             assert TOLERANCE < _deviation(weights, uninterrupted_weights) <= 1e-5
