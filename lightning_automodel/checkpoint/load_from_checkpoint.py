@@ -33,7 +33,7 @@ def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> d
     saved = open_model(place, weights_only)
     device = _device(map_location)
     state = {name: tensor.to(device) for name, tensor in saved.read(saved.tensors).items()}
-    return {**saved.rest, MODEL: state}
+    return {**saved.rest, MODEL: {**state, **saved.objects()}}
 
 
 def _device(map_location: Any) -> torch.device:

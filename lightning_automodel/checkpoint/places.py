@@ -6,6 +6,10 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_automodel.checkpoint import publishing
+from lightning_automodel.checkpoint.errors import CheckpointError
+
+_OF_CHECKPOINTS = (".metadata", "meta.pt")
+"""Files that tell a directory of shards, this package's or another's, also where some are missing."""
 
 
 def normal(path: str | Path) -> str:
@@ -23,6 +27,19 @@ def is_directory(path: str) -> bool:
     """Whether there is a directory at ``path``."""
     filesystem, place = url_to_fs(path)
     return filesystem.isdir(place)
+
+
+def refuse_to_replace(path: str) -> None:
+    """Raise CheckpointError if there is a local directory at ``path`` that holds other things than a checkpoint."""
+    folder = Path(path)
+    if not is_local(path) or folder.is_symlink() or not folder.is_dir():
+        return
+    names = sorted(each.name for each in folder.iterdir())
+    if names and not any(name in _OF_CHECKPOINTS or name.endswith(".distcp") for name in names):
+        raise CheckpointError(
+            f"it is a directory that is no checkpoint (it holds {names[0]}) and would be replaced: choose another path,"
+            f" such as {path}/last.ckpt"
+        )
 
 
 def parent(path: str) -> str:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_automodel import collectives, connections, weight_callbacks
 from lightning_automodel.checkpoint import places, publishing, state
 from lightning_automodel.checkpoint.errors import on_every_rank
-from lightning_automodel.checkpoint.saver import CheckpointSaver
+from lightning_automodel.checkpoint.saver import CheckpointSaver, prepare_place
 from lightning_automodel.checkpoint.shards import ShardDirectory
 from lightning_automodel.checkpoint.whole_file import (
     WholeCheckpoint,
@@ -91,6 +91,8 @@ class RunCheckpoints:
             self._saver.save_shards(checkpoint, place, self._background_group() if in_background else None)
             return
         if self.is_sharded:
+            rest = {key: value for key, value in checkpoint.items() if key != state.MODEL}
+            checkpoint[state.SHARDED_PLACES] = list(state.sharded_places(rest))
             checkpoint = state.whole(checkpoint, keep=get_rank_safe() == 0)
         self._saver.save_file(checkpoint, place, write, in_background)
 
@@ -107,7 +109,9 @@ class RunCheckpoints:
                 path,
             )
         elif get_rank_safe() == 0:
-            (save_file if _is_plain(io) else io.save_checkpoint)(checkpoint, places.normal(path))
+            place = places.normal(path)
+            prepare_place(place)
+            (save_file if _is_plain(io) else io.save_checkpoint)(checkpoint, place)
 
     def _background_group(self) -> dist.ProcessGroup:
         """A gloo group that training does not use, so that collectives of two threads do not meet."""
@@ -212,8 +216,10 @@ class RunCheckpoints:
         saved: state.Saved | None = self._opened
         if saved is None:
             names = [_parameter_names(module, optimizer) for optimizer in optimizers]
+            tensors = {name: t for name, t in state.model_state(module).items() if isinstance(t, torch.Tensor)}
             with on_every_rank(f"Cannot load {self._path}"):
-                saved = WholeCheckpoint(self._path, checkpoint, names)
+                sizes = {name: tensor.size() for name, tensor in tensors.items()}
+                saved = WholeCheckpoint(self._path, checkpoint, names, sizes)
         state.load_state(saved, module, optimizers, strict)
         own = state.model_state(module)
         state.restore_shards(saved, checkpoint, own)

@@ -21,7 +21,7 @@ from lightning_automodel.checkpoint.errors import on_every_rank, translated
 from lightning_automodel.checkpoint.plain_data import warn_about_code
 from lightning_automodel.checkpoint.publishing import clear_leftovers
 from lightning_automodel.checkpoint.shards import SavePlace, ShardWriter
-from lightning_automodel.checkpoint.state import MODEL, optimizer_key, split_shards
+from lightning_automodel.checkpoint.state import EXTRA_STATE, MODEL, optimizer_key, split_shards
 from lightning_automodel.process_group import get_rank_safe, get_world_size_safe
 
 
@@ -72,7 +72,7 @@ class CheckpointSaver:
         with on_every_rank(what):
             if get_rank_safe() == 0:
                 place, content = SavePlace.choose(path), _serialised(rest)
-                _prepare_parent(path)
+                prepare_place(path)
         place = collectives.broadcast_object(place, 0)
         writer = ShardWriter(place, content, get_world_size_safe())
         self._in_flight = _InFlight(what, None, place)
@@ -106,7 +106,7 @@ class CheckpointSaver:
         future = None
         with on_every_rank(what):
             if is_first:
-                _prepare_parent(path)
+                prepare_place(path)
                 if in_background:
                     staged = cast("dict[str, Any]", self._require_stager().stage(checkpoint))
                     future = self._require_thread().submit(write, staged, path)
@@ -226,10 +226,12 @@ class CheckpointSaver:
 
 def _take_shards(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Shards by where they belong, and the rest of ``checkpoint``, which loses the states of model and optimizers."""
-    shards: dict[str, Any] = {MODEL: checkpoint.pop("state_dict")}
+    shards: dict[str, Any] = {MODEL: checkpoint.pop(MODEL)}
     for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
         shards[optimizer_key(index)] = state
     rest, others = split_shards(checkpoint, shards[MODEL].keys())
+    if objects := {name: value for name, value in shards[MODEL].items() if not isinstance(value, torch.Tensor)}:
+        rest[EXTRA_STATE] = objects
     return {**shards, **others}, rest
 
 
@@ -240,8 +242,13 @@ def _serialised(rest: dict[str, Any]) -> bytes:
     return stream.getvalue()
 
 
-def _prepare_parent(path: str) -> None:
-    """Make the directory that ``path`` is to be in, and clear it of what crashed saves have left there."""
+def prepare_place(path: str) -> None:
+    """Make the directory that ``path`` is to be in, and clear it of what crashed saves have left there.
+
+    Raises:
+        CheckpointError: If something else than a checkpoint would be replaced.
+    """
+    places.refuse_to_replace(path)
     filesystem, parent = url_to_fs(places.parent(path))
     filesystem.makedirs(parent, exist_ok=True)
     if places.is_local(path):

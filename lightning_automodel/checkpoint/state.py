@@ -1,6 +1,6 @@
 """The state of a model and its optimizers under the names of parameters: collected for saving, filled when loading."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,15 @@ from torch.optim import Optimizer
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 
 MODEL = "state_dict"
+
+EXTRA_STATE = "lightning_automodel_extra_state"
+"""Where the rest of a directory keeps what is no tensor in the model's state (``get_extra_state``), by name.
+
+torch.distributed.checkpoint keeps it too, but takes dicts apart and loses empty ones.
+"""
+
+SHARDED_PLACES = "lightning_automodel_shards"
+"""Where one file tells which of its dicts were shards of the model when it was saved: a list of places."""
 
 
 def optimizer_key(index: int) -> str:
@@ -41,6 +50,9 @@ class Saved(Protocol):
     def entries(self) -> Mapping[str, torch.Size | None]:
         """Sizes of tensors by flattened name; None for other objects."""
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor by its flattened name."""
+
     def read_into(self, targets: dict[str, Any]) -> None:
         """Overwrite the tensors in ``targets`` in place, and replace what else is in it."""
 
@@ -63,9 +75,9 @@ def whole(state: Any, keep: bool) -> Any:
     if isinstance(state, Mapping):
         gathered = {name: whole(value, keep) for name, value in state.items()}
         return gathered if keep else {}
-    if isinstance(state, list):
+    if isinstance(state, list) or (isinstance(state, tuple) and any(isinstance(each, DTensor) for each in state)):
         listed = [whole(value, keep) for value in state]
-        return listed if keep else []
+        return (tuple(listed) if isinstance(state, tuple) else listed) if keep else []
     tensor = state.full_tensor() if isinstance(state, DTensor) else state
     if not keep:
         return None
@@ -178,18 +190,28 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
+def sharded_places(tree: Mapping[str, Any], place: str = "") -> Iterator[str]:
+    """Where in ``tree`` there are dicts that hold shards, such as the averages of the weights that callbacks keep."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            if any(isinstance(leaf, DTensor) for leaf in value.values()):
+                yield f"{place}{key}"
+            else:
+                yield from sharded_places(value, f"{place}{key}/")
+
+
 def split_shards(
     tree: dict[str, Any], names: Collection[str], place: str = ""
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Separate ``tree``, left as it is, into what is whole on every rank and sharded states of the model, by place.
-
-    Such states are what callbacks keep, such as averages of the weights.
+    """Separate ``tree``, left as it is, into what is whole on every rank and the tensors of sharded states, by place.
 
     Raises:
-        ValueError: If there are shards under other ``names`` than those of the model's state.
+        ValueError: If there are shards in a list, or under other ``names`` than those of the model's state.
     """
     rest, shards = dict(tree), {}
     for key, value in tree.items():
+        if isinstance(value, (list, tuple)) and any(isinstance(leaf, DTensor) for leaf in value):
+            raise ValueError(f"The checkpoint's {place}{key} is a list of shards, {_NO_PLACE}")
         if not isinstance(value, dict):
             continue
         if not any(isinstance(leaf, DTensor) for leaf in value.values()):
@@ -200,11 +222,17 @@ def split_shards(
         if unknown := [name for name in value if name not in names]:
             raise ValueError(
                 f"The checkpoint's {place}{key} holds shards beside {unknown[0]!r}, which is no entry of the model's"
-                " state dict, so that they could not be loaded again: save shards under the names of the parameters"
-                " that they belong to, or tensor.full_tensor(), called on every rank."
+                f" state dict, {_NO_PLACE}"
             )
-        rest[key], shards[f"{place}{key}"] = {}, value
+        shards[f"{place}{key}"] = {name: leaf for name, leaf in value.items() if isinstance(leaf, torch.Tensor)}
+        rest[key] = {name: leaf for name, leaf in value.items() if not isinstance(leaf, torch.Tensor)}
     return rest, shards
+
+
+_NO_PLACE = (
+    "so that they could not be loaded again: save shards in a dict under the names of the parameters that they belong"
+    " to, or tensor.full_tensor(), called on every rank."
+)
 
 
 def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, Any], place: str = "") -> None:
@@ -217,11 +245,12 @@ def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, An
         place: Where in the checkpoint ``tree`` is.
     """
     for key, value in tree.items():
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) or (place == "" and key == MODEL):
             continue
-        if names := [name for name in model_state if f"{place}{key}.{name}" in saved.entries]:
-            shards = {name: torch.empty_like(model_state[name]) for name in names}
+        names = {name: f"{place}{key}.{name}" for name in model_state}
+        if names := {name: entry for name, entry in names.items() if saved.entries.get(entry) is not None}:
+            shards = {name: torch.empty_like(model_state[name], dtype=saved.dtype(names[name])) for name in names}
             saved.read_into({f"{place}{key}": shards})
-            tree[key] = shards
+            tree[key] = {**value, **shards}
         else:
             restore_shards(saved, value, model_state, f"{place}{key}/")

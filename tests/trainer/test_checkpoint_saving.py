@@ -82,6 +82,21 @@ def test_impossible_place(pool2: RankPool, tmp_path: Path, form: str) -> None:
         assert message.startswith(f"Cannot save {path}: rank 0: ")
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_other_directories_are_not_replaced(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """A directory of the user's that a checkpoint was to be called like stays; an empty one is taken."""
+    path = tmp_path / "results"
+    path.mkdir()
+    (path / "thesis.tex").write_text("years of work")
+    for message in pool2.run(_save_where_nothing_can_be, FORMS[form], str(path)):
+        assert "it is a directory that is no checkpoint (it holds thesis.tex) and would be replaced" in message
+    assert [each.name for each in path.iterdir()] == ["thesis.tex"]
+    (path / "thesis.tex").unlink()
+    saved = pool2.run(save, FORMS[form], str(path))[0]
+    for loaded in pool2.run(load_only, FORMS[form], str(path)):
+        assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+
+
 class Recorder(Callback):
     """Keeps the weights that were saved, by path, and tells when training has gone on after the first save."""
 

@@ -1,0 +1,120 @@
+"""What is in a checkpoint beside parameters and optimizers comes back as it was: extra state, states of callbacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from lightning_automodel.checkpoint.__main__ import main
+from tests.rank_pool import RankPool
+from tests.trainer.checkpoints import AdamModule, fit
+
+FORMS: dict[str, dict[str, Any]] = {
+    "shards": {},
+    "one_file_of_shards": {"save_distributed_checkpoint": False},
+    "replicated": {"data_parallel": "ddp"},
+    "replicated_directory": {"data_parallel": "ddp", "save_distributed_checkpoint": True},
+}
+EXTRA: dict[str, Any] = {
+    "text": "abc",
+    "dict": {"a": 1, "b": {"c": [1, 2]}, "empty": {}},
+    "empty": {},
+    "none": None,
+    "tensors": {"t": torch.ones(2), "listed": [torch.arange(3)]},
+}
+
+
+class HasExtraState(nn.Module):
+    """A module of the kind that knows more than tensors."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.value, self.loaded = EXTRA[kind], "nothing was loaded"
+
+    def get_extra_state(self) -> Any:
+        return self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        self.loaded = state
+
+
+class WithExtraState(AdamModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.extra = HasExtraState(kind)
+
+
+def _load_extra_state(options: dict[str, Any], path: str, kind: str) -> list[Any]:
+    """As training resumes from it, and as `load_from_checkpoint` has it."""
+    trainer, _ = fit(options, WithExtraState(kind))
+    trainer.save_checkpoint(path)
+    resumed = WithExtraState(kind)
+    fit(options, resumed, ckpt_path=path, max_epochs=2)
+    return [resumed.extra.loaded, WithExtraState.load_from_checkpoint(path).extra.loaded]
+
+
+@pytest.mark.parametrize("kind", EXTRA)
+@pytest.mark.parametrize("form", FORMS)
+def test_extra_state(pool2: RankPool, tmp_path: Path, form: str, kind: str) -> None:
+    """Of any kind, also what `torch.distributed.checkpoint` would take apart or lose."""
+    path = tmp_path / "last.ckpt"
+    for loaded in pool2.run(_load_extra_state, FORMS[form], str(path), kind):
+        assert [repr(each) for each in loaded] == [repr(EXTRA[kind])] * 2
+    if path.is_dir():
+        assert main(["consolidate", str(path), str(tmp_path / "whole.ckpt")]) == 0
+        loaded = WithExtraState.load_from_checkpoint(tmp_path / "whole.ckpt").extra.loaded
+        assert repr(loaded) == repr(EXTRA[kind])
+
+
+class Keeps(Callback):
+    """Notes on parameters: numbers under their names, and copies of them in another dtype."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        named = dict(pl_module.model.named_parameters(prefix="model"))
+        self.state = {
+            "norms": {name: torch.tensor(float(index)) for index, name in enumerate(named)},
+            "whole": {name: torch.full(parameter.shape, 0.1) for name, parameter in named.items()},
+            "shards": {name: parameter.detach().float() + 0.1 for name, parameter in named.items()},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+def _described(value: Tensor) -> Any:
+    local = value.to_local() if hasattr(value, "to_local") else value
+    return type(value).__name__, value.dtype, local.tolist()
+
+
+def _keep(options: dict[str, Any], path: str) -> list[dict[str, Any]]:
+    """States that were saved and loaded."""
+    saved, loaded = Keeps(), Keeps()
+    trainer, _ = fit(options, callbacks=[saved])
+    trainer.save_checkpoint(path)
+    loaded.on_train_end = lambda *_: None
+    fit(options, callbacks=[loaded], ckpt_path=path, max_epochs=1)
+    return [
+        {kind: {name: _described(value) for name, value in kept.items()} for kind, kept in each.state.items()}
+        for each in (saved, loaded)
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_states_of_callbacks(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """What was shards comes back as shards, the rest as it was, each in its dtype."""
+    for saved, loaded in pool2.run(_keep, FORMS[form], str(tmp_path / "last.ckpt")):
+        assert saved == loaded
+        kinds = {value[0] for value in loaded["shards"].values()}
+        assert kinds == ({"Tensor"} if "replicated" in form else {"DTensor"})
