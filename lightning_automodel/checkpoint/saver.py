@@ -7,13 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from lightning_automodel import collectives
 from lightning_automodel.checkpoint import places
@@ -21,6 +20,7 @@ from lightning_automodel.checkpoint.errors import on_every_rank, translated
 from lightning_automodel.checkpoint.plain_data import warn_about_code
 from lightning_automodel.checkpoint.publishing import clear_leftovers
 from lightning_automodel.checkpoint.shards import SavePlace, ShardWriter
+from lightning_automodel.checkpoint.staging import Stager, copied
 from lightning_automodel.checkpoint.state import EXTRA_STATE, MODEL, optimizer_key, split_shards
 from lightning_automodel.process_group import get_rank_safe, get_world_size_safe
 
@@ -47,7 +47,7 @@ class CheckpointSaver:
         self._of_rank_zero: str | None = None
         self._links: list[Callable[[], None]] = []
         self._removals: list[Callable[[], None]] = []
-        self._stager: DefaultStager | None = None
+        self._stager: Stager | None = None
         self._thread: ThreadPoolExecutor | None = None
 
     def save_shards(self, checkpoint: dict[str, Any], path: str, group: dist.ProcessGroup | None) -> None:
@@ -108,8 +108,7 @@ class CheckpointSaver:
             if is_first:
                 prepare_place(path)
                 if in_background:
-                    staged = cast("dict[str, Any]", self._require_stager().stage(checkpoint))
-                    future = self._require_thread().submit(write, staged, path)
+                    future = self._require_thread().submit(write, self._staged(checkpoint), path)
                 else:
                     write(checkpoint, path)
         if in_background:
@@ -206,16 +205,14 @@ class CheckpointSaver:
         for action in actions if get_rank_safe() == 0 else []:
             action()
 
-    def _require_stager(self) -> DefaultStager:
+    def _staged(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        states = {key: value for key, value in checkpoint.items() if key in (MODEL, "optimizer_states")}
+        rest = {key: value for key, value in checkpoint.items() if key not in states}
+        return {**copied(rest), **self._require_stager().stage(states)}
+
+    def _require_stager(self) -> Stager:
         if self._stager is None:
-            from_device = self._device.type != "cpu"
-            options = StagingOptions(
-                use_pinned_memory=from_device,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=from_device,
-            )
-            self._stager = DefaultStager(options)
+            self._stager = Stager(self._device)
         return self._stager
 
     def _require_thread(self) -> ThreadPoolExecutor:

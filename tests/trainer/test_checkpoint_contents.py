@@ -118,3 +118,75 @@ def test_states_of_callbacks(pool2: RankPool, tmp_path: Path, form: str) -> None
         assert saved == loaded
         kinds = {value[0] for value in loaded["shards"].values()}
         assert kinds == ({"Tensor"} if "replicated" in form else {"DTensor"})
+
+
+def _tensors() -> dict[str, Tensor]:
+    numbers = torch.arange(6.0).view(2, 3)
+    return {
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "negative": torch.tensor([1 + 2j]).conj().imag,
+        "sparse": torch.eye(3).to_sparse(),
+        "turned": numbers.t(),
+        "part": numbers[1:],
+        "repeated": torch.ones(1).expand(5),
+        "yes or no": torch.tensor([True, False]),
+        "number": torch.tensor(3.5, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 3),
+        "without values": torch.empty(2, device="meta"),
+    }
+
+
+class WithViews(AdamModule):
+    """Buffers that are views of a special kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("conjugate", "negative"):
+            self.register_buffer(name, _tensors()[name])
+
+
+class KeepsTensors(Callback):
+    def __init__(self) -> None:
+        self.loaded: dict[str, Tensor] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return _tensors()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = state_dict
+
+
+class SavesOnce(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 1 and not trainer.fit_loop.epoch_loop._should_accumulate():
+            trainer.save_checkpoint(self.path)
+
+
+def _save_tensors(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Tensors of a callback and buffers, as they are loaded."""
+    fit(options, WithViews(), callbacks=[KeepsTensors(), SavesOnce(path)])
+    loaded, module = KeepsTensors(), WithViews()
+    module.conjugate.zero_(), module.negative.zero_()
+    fit(options, module, callbacks=[loaded], ckpt_path=path, max_epochs=1)
+    return loaded.loaded, {"conjugate": module.conjugate, "negative": module.negative}
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["at_once", "in_background"])
+@pytest.mark.parametrize("form", FORMS)
+def test_tensors_of_all_kinds(pool2: RankPool, tmp_path: Path, form: str, in_background: bool) -> None:
+    """Views, those without storages, and those without values."""
+    options = {**FORMS[form], "async_checkpoint": in_background}
+    wanted = _tensors()
+    for of_callback, buffers in pool2.run(_save_tensors, options, str(tmp_path / "last.ckpt")):
+        for name, value in [*of_callback.items(), *buffers.items()]:
+            assert (value.shape, value.dtype, value.is_sparse) == (
+                wanted[name].shape,
+                wanted[name].dtype,
+                wanted[name].is_sparse,
+            )
+            if not wanted[name].is_meta:
+                assert torch.equal(value.to_dense(), wanted[name].to_dense()), name
+        assert of_callback.keys() == wanted.keys()
