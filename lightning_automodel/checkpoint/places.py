@@ -13,9 +13,20 @@ _OF_CHECKPOINTS = (".metadata", "meta.pt")
 
 
 def normal(path: str | Path) -> str:
-    """An absolute local path without protocol, or a URL without a slash at its end."""
-    filesystem, place = url_to_fs(str(path))
-    return place if isinstance(filesystem, LocalFileSystem) else str(path).rstrip("/")
+    """An absolute local path without protocol, or a URL without a slash at its end.
+
+    Raises:
+        CheckpointError: If fsspec does not know what the path means.
+    """
+    try:
+        filesystem, place = url_to_fs(str(path))
+    except (ValueError, ImportError) as error:
+        raise CheckpointError(f"{path} leads nowhere: {error}") from error
+    if not isinstance(filesystem, LocalFileSystem):
+        return str(path).rstrip("/")
+    if "::" in str(path):
+        raise CheckpointError(f"{path} has '::' in it, with which fsspec chains file systems: choose another name")
+    return place
 
 
 def is_local(path: str) -> bool:

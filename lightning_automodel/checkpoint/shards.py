@@ -337,13 +337,21 @@ def read_metadata(filesystem: AbstractFileSystem, folder: str) -> Metadata:
         CheckpointError: If there are none, or the file describes something else.
     """
     try:
-        return foreign.under_own_names(
-            MetadataUnpickler(io.BytesIO(filesystem.cat_file(f"{folder}/{_METADATA}"))).load()
-        )
+        content = filesystem.cat_file(f"{folder}/{_METADATA}")
     except FileNotFoundError:
         raise CheckpointError(
             f"there is no {_METADATA}: this is no directory of shards, or its save never ended"
         ) from None
+    try:
+        metadata = MetadataUnpickler(io.BytesIO(content)).load()
+        foreign.check_form(metadata)
+        return foreign.under_own_names(metadata)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(
+            f"{_METADATA} is damaged ({type(error).__name__}: {error}; {len(content)} bytes)"
+        ) from error
 
 
 def check_foreign(filesystem: AbstractFileSystem, folder: str, metadata: Metadata) -> None:
