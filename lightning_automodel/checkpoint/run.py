@@ -47,6 +47,7 @@ class RunCheckpoints:
         self._saver: CheckpointSaver | None = None
         self._opened: ShardDirectory | None = None
         self._path = ""
+        self._coming: str | None = None
         self._group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
     @property
@@ -87,14 +88,19 @@ class RunCheckpoints:
         if self._saver is None:
             self._saver = CheckpointSaver(device)
         in_background = self.in_background and goes_on
+        self._coming = place if in_background else None
         if self.as_directory:
             self._saver.save_shards(checkpoint, place, self._background_group() if in_background else None)
-            return
-        if self.is_sharded:
-            rest = {key: value for key, value in checkpoint.items() if key != state.MODEL}
-            checkpoint[state.SHARDED_PLACES] = list(state.sharded_places(rest))
-            checkpoint = state.whole(checkpoint, keep=get_rank_safe() == 0)
-        self._saver.save_file(checkpoint, place, write, in_background)
+        else:
+            if self.is_sharded:
+                rest = {key: value for key, value in checkpoint.items() if key != state.MODEL}
+                checkpoint[state.SHARDED_PLACES] = list(state.sharded_places(rest))
+                checkpoint = state.whole(checkpoint, keep=get_rank_safe() == 0)
+            self._saver.save_file(checkpoint, place, write, in_background)
+        if not goes_on:
+            # No step follows that would do what waits for this save.
+            self._saver.close(together=True)
+            self._saver = None
 
     def save_alone(self, checkpoint: dict[str, Any], path: _PATH, io: CheckpointIO) -> None:
         """Write a checkpoint after a failure, when ranks no longer act together, if that is possible.
@@ -124,11 +130,17 @@ class RunCheckpoints:
 
     def remove(self, path: _PATH, io: CheckpointIO) -> None:
         """Remove a checkpoint by rank 0, once what replaces it is on disk. Not a collective."""
-        remove = partial(places.remove if _is_plain(io) else io.remove_checkpoint, places.normal(path))
+        place = places.normal(path)
+        self._coming = None if self._coming == place else self._coming
+        remove = partial(places.remove if _is_plain(io) else io.remove_checkpoint, place)
         if self._saver is not None:
             self._saver.remove_afterwards(remove)
         elif get_rank_safe() == 0:
             remove()
+
+    def is_coming(self, path: _PATH) -> bool:
+        """Whether the newest save was begun in the background and is to be at ``path``. Not a collective."""
+        return self._coming is not None and places.normal(path) == self._coming
 
     def link(self, path: _PATH, link: _PATH) -> None:
         """Let ``link`` lead to the checkpoint at ``path``, by rank 0, once that is on disk. Not a collective."""

@@ -92,11 +92,43 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     empty.
     """
     had_stepped = bool(optimizer.state)
-    state = get_optimizer_state_dict(model, optimizer)
+    state = _initialised_state(model, optimizer)
     if not had_stepped:
         optimizer.state.clear()
         state["state"] = {}
     return state
+
+
+def _initialised_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Torch's state dict by parameter name; the step that it may make leaves no trace in the groups' settings."""
+    before = _settings(optimizer)
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    _put_back(optimizer.param_groups, before)
+    _put_back(state["param_groups"], before)
+    return state
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What each group of parameters is set to."""
+    return [
+        {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _put_back(groups: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
+    for group, kept in zip(groups, settings, strict=True):
+        for name in group.keys() - kept.keys() - {"params"}:
+            del group[name]
+        for name, value in kept.items():
+            if isinstance(value, torch.Tensor):
+                group[name].copy_(value)
+            else:
+                group[name] = value
 
 
 def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], strict: bool) -> None:
@@ -116,6 +148,7 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
     """
     model.zero_grad()
     of_model = model_state(model)
+    before = [_settings(optimizer) for optimizer in optimizers]
     of_optimizers: list[dict[str, Any]] = [get_optimizer_state_dict(model, optimizer) for optimizer in optimizers]
     with on_every_rank(f"Cannot load {saved.path}"):
         _check_model(saved.entries, of_model, strict)
@@ -126,11 +159,20 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
     saved.read_into(targets)
     set_model_state_dict(model, of_model, options=StateDictOptions(strict=False))
     for index, (optimizer, state) in enumerate(zip(optimizers, of_optimizers, strict=True)):
-        read = targets[optimizer_key(index)]
-        for group, settings in zip(state["param_groups"], read["param_groups"], strict=True):
-            group.update(settings)
-        state["state"] = read["state"]
-        set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
+        _fill_optimizer(model, optimizer, state, targets[optimizer_key(index)], before[index])
+
+
+def _fill_optimizer(
+    model: nn.Module, optimizer: Optimizer, state: dict[str, Any], read: dict[str, Any], before: list[dict[str, Any]]
+) -> None:
+    """Let an optimizer, which torch has initialised by a step, have what was read, and else the settings ``before``."""
+    for group, settings in zip(state["param_groups"], read["param_groups"], strict=True):
+        group.update(settings)
+    state["state"] = read["state"]
+    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
+    groups = zip(optimizer.param_groups, before, read["param_groups"], strict=True)
+    kept = [{**then, **{name: group[name] for name in settings}} for group, then, settings in groups]
+    _put_back(optimizer.param_groups, kept)
 
 
 def _check_model(entries: Mapping[str, torch.Size | None], targets: dict[str, Any], strict: bool) -> None:

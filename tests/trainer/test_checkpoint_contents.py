@@ -190,3 +190,47 @@ def test_tensors_of_all_kinds(pool2: RankPool, tmp_path: Path, form: str, in_bac
             if not wanted[name].is_meta:
                 assert torch.equal(value.to_dense(), wanted[name].to_dense()), name
         assert of_callback.keys() == wanted.keys()
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        return super().step(closure)
+
+
+class WithCounter(AdamModule):
+    def configure_optimizers(self) -> Any:
+        return Counting(self.parameters(), lr=0.01, momentum=0.9)
+
+
+class SavesAtStart(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def _count(options: dict[str, Any], folder: str) -> list[int]:
+    """Steps counted where a save comes before the first, from there on, and from a later one on."""
+    counts = []
+    settings = [
+        {"callbacks": [SavesAtStart(f"{folder}/first.ckpt")]},
+        {"ckpt_path": f"{folder}/first.ckpt"},
+        {"ckpt_path": f"{folder}/later.ckpt", "max_epochs": 2},
+    ]
+    for each in settings:
+        trainer, _ = fit(options, WithCounter(), **each)
+        counts.append(trainer.optimizers[0].param_groups[0]["steps"])
+        trainer.save_checkpoint(f"{folder}/later.ckpt")
+    return counts
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_optimizers_that_count_in_their_groups(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """What torch does to know an optimizer's state is no step of the run."""
+    for counts in pool2.run(_count, FORMS[form], str(tmp_path)):
+        assert counts == [2, 2, 4]
