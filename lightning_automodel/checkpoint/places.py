@@ -55,7 +55,8 @@ def refuse_to_replace(path: str) -> None:
 
 def parent(path: str) -> str:
     """The directory that ``path`` lies in."""
-    return path.rpartition("/")[0]
+    above = path.rpartition("/")[0]
+    return f"{above}/" if above == "" or above.endswith(":/") else above
 
 
 def remove(path: str) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel import collectives, connections, weight_callbacks
 from lightning_automodel.checkpoint import places, publishing, state
-from lightning_automodel.checkpoint.errors import on_every_rank
+from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.saver import CheckpointSaver, prepare_place
 from lightning_automodel.checkpoint.shards import ShardDirectory
 from lightning_automodel.checkpoint.whole_file import (
@@ -200,7 +200,7 @@ class RunCheckpoints:
         """
         place = places.normal(collectives.broadcast_object(path, 0))
         self._path, self._opened = place, None
-        if places.is_directory(place):
+        if self._agree_on_directory(place):
             self._opened = ShardDirectory(place, weights_only)
             return self._opened.rest
         if not _is_plain(io):
@@ -210,6 +210,21 @@ class RunCheckpoints:
                 check_file(place)
         with on_every_rank(f"Cannot load {place}"):
             return load_file(place, weights_only)
+
+    @staticmethod
+    def _agree_on_directory(place: str) -> bool:
+        """Whether there is a directory at ``place``, as every rank must see it."""
+        is_directory = False
+        with on_every_rank(f"Cannot load {place}"):
+            is_directory = places.is_directory(place)
+        on_rank_zero = collectives.broadcast_object(is_directory, 0)
+        with on_every_rank(f"Cannot load {place}"):
+            if is_directory != on_rank_zero:
+                raise CheckpointError(
+                    f"it is {'a' if is_directory else 'no'} directory here, unlike on rank 0: let all ranks see the"
+                    " same file system"
+                )
+        return is_directory
 
     def fill(
         self, checkpoint: dict[str, Any], module: "pl.LightningModule", optimizers: list[Optimizer], strict: bool

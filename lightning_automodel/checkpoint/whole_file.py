@@ -38,7 +38,12 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
         _write(checkpoint, stream)
         warn_about_code(stream)
         filesystem, place = url_to_fs(path)
+        # On an object store, a directory can stand beside it, and would be taken for the checkpoint.
+        below = filesystem.find(place) if filesystem.isdir(place) else []
         filesystem.pipe_file(place, stream.getvalue())
+        for name in below:
+            if name.strip("/") != place.strip("/"):
+                filesystem.rm_file(name)
         return
     with new_file(path) as file:
         _write(checkpoint, file)
