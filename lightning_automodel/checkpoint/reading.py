@@ -13,7 +13,8 @@ from lightning_automodel.checkpoint import places
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.shards import ShardDirectory
 from lightning_automodel.checkpoint.state import MODEL
-from lightning_automodel.checkpoint.whole_file import check_file, load_file, without_wrappers
+from lightning_automodel.checkpoint.whole_file import check_file, load_file
+from lightning_automodel.wrappers import without_wrappers
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from lightning_automodel.checkpoint.whole_file import (
     check_file,
     load_file,
     save_file,
-    without_wrappers,
 )
 from lightning_automodel.process_group import get_rank_safe
+from lightning_automodel.wrappers import without_wrappers
 
 log = logging.getLogger(__name__)
 

@@ -261,7 +261,7 @@ def split_shards(
             rest[key] = below if found else value
             shards.update(found)
             continue
-        if unknown := [name for name in value if name not in names]:
+        if unknown := [name for name in value if isinstance(value[name], torch.Tensor) and name not in names]:
             raise ValueError(
                 f"The checkpoint's {place}{key} holds shards beside {unknown[0]!r}, which is no entry of the model's"
                 f" state dict, {_NO_PLACE}"

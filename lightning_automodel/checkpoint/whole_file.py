@@ -22,13 +22,13 @@ from lightning_automodel.checkpoint.plain_data import load_plain_data, warn_abou
 from lightning_automodel.checkpoint.state import MODEL, SHARDED_PLACES, optimizer_key
 from lightning_automodel.checkpoint.streams import RecordedStream, crc32_of
 from lightning_automodel.sharding import shard_like
+from lightning_automodel.wrappers import without_wrappers
 
 _END_OF_ARCHIVE = b"PK\x05\x06"
 _END_SIZE = 22
 _COMMENT = b"lightning_automodel crc32=%08x"
 _COMMENT_SIZE = len(_COMMENT % 0)
 _NO_COMMENT = b"\x00\x00"
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def save_file(checkpoint: dict[str, Any], path: str) -> None:
@@ -163,13 +163,6 @@ class WholeCheckpoint:
                     target.copy_(shard_like(target, self._values[name]))
             else:
                 targets[key] = self._values[name]
-
-
-def without_wrappers(name: str) -> str:
-    """A parameter's name as if nothing wrapped the modules that it belongs to (``torch.compile``, recomputation)."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def under_own_names(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:

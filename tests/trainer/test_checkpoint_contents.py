@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from torch import Tensor, nn
 
 from lightning_automodel.checkpoint.__main__ import main
@@ -234,3 +234,19 @@ def test_optimizers_that_count_in_their_groups(pool2: RankPool, tmp_path: Path, 
     """What torch does to know an optimizer's state is no step of the run."""
     for counts in pool2.run(_count, FORMS[form], str(tmp_path)):
         assert counts == [2, 2, 4]
+
+
+def _load_extra_state_beside_an_average(options: dict[str, Any], path: str, kind: str) -> list[Any]:
+    trainer, _ = fit(options, WithExtraState(kind), callbacks=[EMAWeightAveraging(decay=0.5)])
+    trainer.save_checkpoint(path)
+    resumed = WithExtraState(kind)
+    fit(options, resumed, callbacks=[EMAWeightAveraging(decay=0.5)], ckpt_path=path, max_epochs=2)
+    return [resumed.extra.loaded]
+
+
+@pytest.mark.parametrize("kind", ["text", "dict"])
+@pytest.mark.parametrize("form", FORMS)
+def test_extra_state_beside_an_average(pool2: RankPool, tmp_path: Path, form: str, kind: str) -> None:
+    """The callback puts both the weights and their average into the checkpoint."""
+    for loaded in pool2.run(_load_extra_state_beside_an_average, FORMS[form], str(tmp_path / "last.ckpt"), kind):
+        assert [repr(each) for each in loaded] == [repr(EXTRA[kind])]
