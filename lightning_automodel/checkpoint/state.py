@@ -286,11 +286,12 @@ def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, An
         model_state: The model's, for the shapes and shards.
         place: Where in the checkpoint ``tree`` is.
     """
+    entries = saved.entries
     for key, value in tree.items():
         if not isinstance(value, dict) or (place == "" and key == MODEL):
             continue
         names = {name: f"{place}{key}.{name}" for name in model_state}
-        if names := {name: entry for name, entry in names.items() if saved.entries.get(entry) is not None}:
+        if names := {name: entry for name, entry in names.items() if entries.get(entry) is not None}:
             shards = {name: torch.empty_like(model_state[name], dtype=saved.dtype(names[name])) for name in names}
             saved.read_into({f"{place}{key}": shards})
             tree[key] = {**value, **shards}
