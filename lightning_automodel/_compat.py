@@ -132,7 +132,7 @@ __all__ = [
     "fsdp_param_groups",
     "gathered_bytes",
     "gathered_storage_is_alive",
-    "give_back_links",
+    "give_back_model_checkpoints",
     "give_back_sigterm",
     "give_back_unscaling",
     "has_deferred_gradients",
@@ -169,7 +169,7 @@ __all__ = [
     "start_accumulator",
     "storage_records",
     "take_over_forward_hooks",
-    "take_over_links",
+    "take_over_model_checkpoints",
     "take_over_requeueing",
     "take_over_sigterm",
     "tell_sigterm",
@@ -661,20 +661,34 @@ def give_back_sigterm(trainer: Trainer) -> None:
     trainer._signal_connector.__dict__.pop("_slurm_sigusr_handler_fn", None)
 
 
-def take_over_links(trainer: Trainer, link: Callable[[str, str], None]) -> None:
-    """Let ``ModelCheckpoint(save_last="link")`` call ``link`` with the checkpoint and the name of the link.
+def take_over_model_checkpoints(
+    trainer: Trainer, link: Callable[[str, str], None], is_coming: Callable[[str], bool]
+) -> None:
+    """Let each ``ModelCheckpoint`` know checkpoints that are still being written, and link without a gap.
 
-    Lightning 2.6.6 removes the old link, or directory, before it makes the new one. :func:`give_back_links` undoes it.
+    Lightning 2.6.6 looks for files, to let no two callbacks choose one name, and removes the old link, or directory,
+    before it makes the new one. :func:`give_back_model_checkpoints` undoes it.
+
+    Args:
+        trainer: Whose callbacks to change.
+        link: Called with the checkpoint and the name of the link of ``save_last="link"``.
+        is_coming: Whether a checkpoint is being written at a path.
     """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             callback._link_checkpoint = lambda _, path, name: link(path, name)  # type: ignore[assignment,method-assign]
+            callback.file_exists = partial(_is_there, callback, is_coming)  # type: ignore[method-assign]
 
 
-def give_back_links(trainer: Trainer) -> None:
-    """Undo :func:`take_over_links`."""
+def _is_there(callback: ModelCheckpoint, is_coming: Callable[[str], bool], filepath: str, trainer: Trainer) -> bool:
+    return type(callback).file_exists(callback, filepath, trainer) or is_coming(filepath)
+
+
+def give_back_model_checkpoints(trainer: Trainer) -> None:
+    """Undo :func:`take_over_model_checkpoints`."""
     for callback in trainer.checkpoint_callbacks:
-        callback.__dict__.pop("_link_checkpoint", None)
+        for name in ("_link_checkpoint", "file_exists"):
+            callback.__dict__.pop(name, None)
 
 
 def tell_sigterm(trainer: Trainer) -> None:

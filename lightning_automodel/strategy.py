@@ -443,7 +443,7 @@ class AutomodelStrategy(ParallelStrategy):
         if self.world_size > 1:
             _compat.take_over_sigterm(trainer)
             _compat.take_over_requeueing(trainer, self._guard.ask_to_requeue)
-        _compat.take_over_links(trainer, self._checkpoints.link)
+        _compat.take_over_model_checkpoints(trainer, self._checkpoints.link, self._checkpoints.is_coming)
         self.accelerator.setup(trainer)
         precision.check_precision(self.precision_plugin, self._options.data_parallel)
         if self._shards_model:
@@ -808,9 +808,13 @@ class AutomodelStrategy(ParallelStrategy):
 
         Raises:
             CheckpointError: On every rank, if it failed on any; older checkpoints are as they were.
+            RuntimeError: After the strategy's ``timeout``, if not every rank saves; it names those that do not.
         """
         module = self.lightning_module
         assert module is not None
+        if not self._guard.has_failed:
+            # Ranks that go on without saving would otherwise meet those that save in one collective.
+            collectives.named_barrier("save_checkpoint", process_group.parse_timeout(self._options.timeout))
         checkpoint.update(describe_models(module))
         ranks = self._those_who_save()
         if self._resume is not None and "optimizer_states" in checkpoint:
@@ -922,7 +926,7 @@ class AutomodelStrategy(ParallelStrategy):
             self._resume.close()
         if trainer is not None:
             _compat.give_back_sigterm(trainer)
-            _compat.give_back_links(trainer)
+            _compat.give_back_model_checkpoints(trainer)
         if not self._shards_model and self._engine is not None:
             if self._layer_sync is not None and self.model is not None:
                 self._layer_sync.revert(self.model)

@@ -19,8 +19,7 @@ from typing_extensions import override
 
 from lightning_automodel import _compat, materialize
 from lightning_automodel.sharding import is_sharded
-
-_WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
+from lightning_automodel.wrappers import WRAPPED
 
 
 class WeightCopy(nn.Module):
@@ -48,7 +47,7 @@ class WeightCopy(nn.Module):
 def _copy_weights(module: nn.Module, into: nn.Module, copies: dict[int, Any]) -> None:
     """Copy parameters and buffers, shared ones once, under names that leave out what merely wraps a module."""
     copies[id(module)] = into
-    while wrapped := next((module._modules[name] for name in _WRAPPED if name in module._modules), None):
+    while wrapped := next((module._modules[name] for name in WRAPPED if name in module._modules), None):
         module = wrapped
         copies[id(module)] = into
     into.training = module.training
@@ -63,8 +62,32 @@ def _copy_weights(module: nn.Module, into: nn.Module, copies: dict[int, Any]) ->
         into._buffers[name] = copies.get(id(buffer))
     for name, child in module._modules.items():
         if child is not None and id(child) not in copies:
-            _copy_weights(child, nn.Module(), copies)
+            _copy_weights(child, _empty_copy(child), copies)
         into._modules[name] = copies.get(id(child))
+
+
+class _ExtraState(nn.Module):
+    """Part of a copy whose original keeps more than tensors: it has that as it was copied, or loaded since."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self._state = state
+
+    @override
+    def get_extra_state(self) -> Any:
+        return self._state
+
+    @override
+    def set_extra_state(self, state: Any) -> None:
+        self._state = state
+
+
+def _empty_copy(module: nn.Module) -> nn.Module:
+    while wrapped := next((module._modules[name] for name in WRAPPED if name in module._modules), None):
+        module = wrapped
+    if type(module).get_extra_state is nn.Module.get_extra_state:
+        return nn.Module()
+    return _ExtraState(copy.deepcopy(module.get_extra_state()))
 
 
 class AverageCopies:

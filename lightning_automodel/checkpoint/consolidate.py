@@ -52,8 +52,8 @@ def consolidate(path: str, out: str, weights_only: bool | None, progress: Callab
     shards = ShardDirectory(path, weights_only, alone=True)
     tensors = _tensors(shards)
     paths = {name: _final_path(shards.metadata.planner_data[name]) for name in tensors}
-    others = _storages(shards.rest)
     tree = _without_tensors(shards)
+    others = _storages(tree)
     with _compat.FakeTensorMode():
         for name, info in tensors.items():
             _put(tree, paths[name], torch.empty(info.size, dtype=info.dtype))
@@ -102,7 +102,7 @@ def _final_path(path: Path) -> Path:
 
 def _without_tensors(shards: ShardDirectory) -> dict[str, Any]:
     """The checkpoint as Lightning makes it; one of weights alone has no ``optimizer_states``, and no schedules."""
-    tree = {**shards.rest, MODEL: {}}
+    tree = {**shards.rest, MODEL: shards.objects()}
     states = _optimizers_without_tensors(shards)
     return {**tree, "optimizer_states": states} if states or "lr_schedulers" in tree else tree
 
@@ -218,10 +218,10 @@ def _content(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _storages(rest: dict[str, Any]) -> list[bytes]:
-    """Content of the tensors in the rest of a checkpoint, in the order in which ``torch.save`` meets them."""
+def _storages(tree: dict[str, Any]) -> list[bytes]:
+    """Content of the tensors in ``tree``, in the order in which ``torch.save`` meets them."""
     stream = io.BytesIO()
-    torch.save(rest, stream)
+    torch.save(tree, stream)
     stream.seek(0)
     reader = torch.PyTorchFileReader(stream)
     return [reader.get_record(name) for name in _compat.storage_records(reader)]

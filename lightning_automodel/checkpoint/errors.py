@@ -1,6 +1,6 @@
 """What goes wrong with a checkpoint, told on every rank at once."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -39,7 +39,9 @@ def on_every_rank(what: str, group: dist.ProcessGroup | None = None, alone: bool
     except Exception as raised:
         error = raised
     if alone:
-        _raise_alone(what, error)
+        if error is not None:
+            cause = _Told.of(error)
+            raise _kind([cause])(f"{what}: {cause.text}") from error
         return
     told: list[_Told | None] = [None if error is None else _Told.of(error)]
     if dist.is_available() and dist.is_initialized():
@@ -60,12 +62,6 @@ def translated(what: str) -> Iterator[None]:
     except CheckpointException as failure:
         causes = {rank: _Told.of(cause) for rank, (cause, _) in failure.failures.items()}
         raise_if_any(what, causes, failure)
-
-
-def _raise_alone(what: str, error: Exception | None) -> None:
-    if error is not None:
-        cause = _Told.of(error)
-        raise (CheckpointNotFoundError if cause.is_missing else CheckpointError)(f"{what}: {cause.text}") from error
 
 
 @dataclass(frozen=True)
@@ -90,5 +86,8 @@ def raise_if_any(what: str, causes: dict[int, _Told], error: BaseException | Non
     for rank, cause in sorted(causes.items()):
         ranks.setdefault(cause.text, []).append(str(rank))
     told = "; ".join(f"{'ranks' if len(who) > 1 else 'rank'} {', '.join(who)}: {cause}" for cause, who in ranks.items())
-    kind = CheckpointNotFoundError if all(cause.is_missing for cause in causes.values()) else CheckpointError
-    raise kind(f"{what}: {told}") from error
+    raise _kind(causes.values())(f"{what}: {told}") from error
+
+
+def _kind(causes: Collection[_Told]) -> type[CheckpointError]:
+    return CheckpointNotFoundError if all(cause.is_missing for cause in causes) else CheckpointError

@@ -1,6 +1,7 @@
 """What an export consists of: which tensors under which names in which files, and what else is written beside them."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -127,7 +128,7 @@ def _configs(model: Description | None, tensors: Mapping[str, TensorInfo]) -> di
     config = dict(model["config"])
     if floating:
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
-        config[key] = str(max(floating, key=floating.count)).removeprefix("torch.")
+        config[key] = str(Counter(floating).most_common(1)[0][0]).removeprefix("torch.")
     generation = {"generation_config.json": model["generation_config"]} if "generation_config" in model else {}
     return {"config.json": config, **generation}
 

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_automodel.checkpoint.state import MODEL
 
@@ -36,6 +37,19 @@ def under_own_names(metadata: Metadata) -> Metadata:
             dataclasses.replace(index, fqn=renamed(index.fqn)): place for index, place in metadata.storage_data.items()
         },
     )
+
+
+def check_form(metadata: Any) -> None:
+    """Raise TypeError or AttributeError if ``metadata`` is something else, or lacks what its classes have."""
+    if not isinstance(metadata, Metadata):
+        raise TypeError(f"it holds a {type(metadata).__name__}")
+    sizes_needed(metadata)
+    for name, entry in metadata.state_dict_metadata.items():
+        path = metadata.planner_data[name]
+        if isinstance(entry, TensorStorageMetadata):
+            torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        if not isinstance(path, tuple) or not path:
+            raise TypeError(f"{name} has the place {path!r}")
 
 
 def sizes_needed(metadata: Metadata) -> dict[str, int]:

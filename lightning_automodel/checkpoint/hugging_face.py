@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_automodel.checkpoint.whole_file import without_wrappers
+from lightning_automodel.wrappers import without_wrappers
 
 KEY = "hugging_face"
 """Where in a checkpoint the descriptions are, a list."""

@@ -4,6 +4,7 @@ import io
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def _written_at(filesystem: AbstractFileSystem, place: str) -> float:
 
 def _inspect_directory(path: str, filesystem: AbstractFileSystem, place: str, verify: bool) -> Report:
     report = Report(path, "directory of shards", verified=verify)
-    try:
+    with _telling_damage(report):
         manifest = read_manifest(filesystem, place)
         folder = f"{place}/{manifest.folder}".rstrip("/") if manifest is not None else place
         metadata = read_metadata(filesystem, folder)
@@ -142,9 +143,17 @@ def _inspect_directory(path: str, filesystem: AbstractFileSystem, place: str, ve
         else:
             report.written_by = "lightning_automodel"
             manifest.check(filesystem, folder, 0, 1 if verify else 0)
+    return report
+
+
+@contextmanager
+def _telling_damage(report: Report) -> Iterator[None]:
+    try:
+        yield
     except CheckpointError as error:
         report.damage = str(error)
-    return report
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        report.damage = f"it holds other things than a checkpoint does ({type(error).__name__}: {error})"
 
 
 def _world_size(manifest: Manifest | None, metadata: Metadata) -> int | None:
@@ -188,26 +197,26 @@ def _describe_rest_file(report: Report, filesystem: AbstractFileSystem, file: st
 
 def _inspect_file(path: str, filesystem: AbstractFileSystem, place: str, verify: bool) -> Report:
     report = Report(path, "one file", verified=verify)
-    try:
+    with _telling_damage(report):
         if verify:
             check_file(path)
         with filesystem.open(place, "rb") as file:
             is_ours = has_checksum(file)
             file.seek(0)
             checkpoint = load_outline(file, path)
-    except CheckpointError as error:
-        report.damage = str(error)
-        return report
+        _describe_file(report, checkpoint, filesystem.size(place))
+        if is_ours:
+            report.written_by = "lightning_automodel"
+    return report
+
+
+def _describe_file(report: Report, checkpoint: Mapping[str, Any], size: int) -> None:
     _describe_model(report, checkpoint.get(MODEL, {}))
     states = checkpoint.get("optimizer_states", [])
     report.optimizer_states = [_kinds(state.get("state", {})) for state in states]
     of_model, of_optimizers = report.num_bytes["model"], sum(info.num_bytes for info in _leaves(states))
-    size = filesystem.size(place)
     report.num_bytes |= {"optimizers": of_optimizers, "rest": max(0, size - of_model - of_optimizers)}
     _describe_rest(report, {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")})
-    if is_ours:
-        report.written_by = "lightning_automodel"
-    return report
 
 
 def _describe_model(report: Report, tensors: Mapping[str, Any]) -> None:
@@ -222,12 +231,16 @@ def _describe_model(report: Report, tensors: Mapping[str, Any]) -> None:
 
 def _describe_rest(report: Report, rest: Mapping[str, Any]) -> None:
     report.rest = sorted(map(str, rest))
-    report.epoch, report.global_step = rest.get("epoch"), rest.get("global_step")
+    report.epoch, report.global_step = (_number(rest.get(key)) for key in ("epoch", "global_step"))
     if isinstance(of_run := rest.get(CHECKPOINT_KEY), dict):
-        report.mesh = of_run["sizes"]
+        report.mesh = {str(name): int(size) for name, size in of_run["sizes"].items()}
     report.hugging_face = {model["prefix"]: model["class"] for model in rest.get(KEY, [])}
     if version := rest.get("pytorch-lightning_version"):
         report.written_by = f"Lightning {version}"
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
 
 
 def _kinds(states: Mapping[Any, Mapping[str, Any]]) -> dict[str, int]:

@@ -25,7 +25,7 @@ def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> d
     Raises:
         CheckpointError: If the directory is no checkpoint, or a damaged one, or holds more than plain data.
     """
-    if not isinstance(path, str | Path) or str(path).startswith("http"):
+    if not isinstance(path, str | Path) or str(path).startswith(("http://", "https://")):
         return None
     place = places.normal(path)
     if not places.is_directory(place):
@@ -33,7 +33,7 @@ def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> d
     saved = open_model(place, weights_only)
     device = _device(map_location)
     state = {name: tensor.to(device) for name, tensor in saved.read(saved.tensors).items()}
-    return {**saved.rest, MODEL: state}
+    return {**saved.rest, MODEL: {**state, **saved.objects()}}
 
 
 def _device(map_location: Any) -> torch.device:

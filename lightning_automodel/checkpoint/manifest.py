@@ -63,7 +63,7 @@ class Manifest:
             told = content.pop("crc32")
             matches = told == _checksum_of_json(content) and content.pop("format") == _FORMAT
             version = content.pop("version")
-        except (ValueError, KeyError, AttributeError, UnicodeDecodeError):
+        except (ValueError, KeyError, AttributeError, TypeError):
             matches = False
         if not matches:
             raise CheckpointError(f"{MANIFEST} is damaged ({len(data)} bytes)")

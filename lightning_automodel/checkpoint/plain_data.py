@@ -116,8 +116,9 @@ def load_outline(stream: Any, what: str) -> dict[str, Any]:
             loaded = torch.load(stream, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{what} cannot be read without running code ({', '.join(sorted(unknown))})") from error
-    except (RuntimeError, ValueError, EOFError, OSError) as error:
-        raise CheckpointError(f"{what} cannot be read ({str(error).splitlines()[0][:200]})") from error
+    except Exception as error:  # damaged content can raise anything
+        text = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(f"{what} cannot be read ({text[:200]})") from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{what} is no checkpoint: it holds a {type(loaded).__name__}")
     return loaded

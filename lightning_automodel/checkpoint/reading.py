@@ -13,7 +13,8 @@ from lightning_automodel.checkpoint import places
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.shards import ShardDirectory
 from lightning_automodel.checkpoint.state import MODEL
-from lightning_automodel.checkpoint.whole_file import check_file, load_file, without_wrappers
+from lightning_automodel.checkpoint.whole_file import check_file, load_file
+from lightning_automodel.wrappers import without_wrappers
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class ModelReader(Protocol):
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Whole tensors in host memory; from a file they may be mapped, so leave them as they are."""
 
+    def objects(self) -> Mapping[str, Any]:
+        """What in the model's state is no tensor, by name."""
+
 
 def open_model(path: str, weights_only: bool | None) -> ModelReader:
     """Check a checkpoint, whole, and open its model. Not a collective.
@@ -86,6 +90,9 @@ class _Directory:
         self._shards.read_into({MODEL: read})
         return read
 
+    def objects(self) -> Mapping[str, Any]:
+        return self._shards.objects()
+
 
 class _File:
     def __init__(self, path: str, weights_only: bool | None) -> None:
@@ -94,9 +101,9 @@ class _File:
             checkpoint = load_file(path, weights_only)
             if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(MODEL), dict):
                 raise CheckpointError(f"it has no {MODEL!r}: this is no checkpoint of a LightningModule")
-        self._state = {
-            without_wrappers(name): value for name, value in checkpoint[MODEL].items() if isinstance(value, Tensor)
-        }
+        state = {without_wrappers(name): value for name, value in checkpoint[MODEL].items()}
+        self._state = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        self._objects = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
         rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
         self.rest: Mapping[str, Any] = rest
 
@@ -106,3 +113,6 @@ class _File:
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         return {name: self._state[name] for name in names}
+
+    def objects(self) -> Mapping[str, Any]:
+        return self._objects

@@ -16,17 +16,17 @@ from torch.optim import Optimizer
 
 from lightning_automodel import collectives, connections, weight_callbacks
 from lightning_automodel.checkpoint import places, publishing, state
-from lightning_automodel.checkpoint.errors import on_every_rank
-from lightning_automodel.checkpoint.saver import CheckpointSaver
+from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
+from lightning_automodel.checkpoint.saver import CheckpointSaver, prepare_place
 from lightning_automodel.checkpoint.shards import ShardDirectory
 from lightning_automodel.checkpoint.whole_file import (
     WholeCheckpoint,
     check_file,
     load_file,
     save_file,
-    without_wrappers,
 )
 from lightning_automodel.process_group import get_rank_safe
+from lightning_automodel.wrappers import without_wrappers
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class RunCheckpoints:
         self._saver: CheckpointSaver | None = None
         self._opened: ShardDirectory | None = None
         self._path = ""
+        self._coming: str | None = None
         self._group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
     @property
@@ -87,12 +88,19 @@ class RunCheckpoints:
         if self._saver is None:
             self._saver = CheckpointSaver(device)
         in_background = self.in_background and goes_on
+        self._coming = place if in_background else None
         if self.as_directory:
             self._saver.save_shards(checkpoint, place, self._background_group() if in_background else None)
-            return
-        if self.is_sharded:
-            checkpoint = state.whole(checkpoint, keep=get_rank_safe() == 0)
-        self._saver.save_file(checkpoint, place, write, in_background)
+        else:
+            if self.is_sharded:
+                rest = {key: value for key, value in checkpoint.items() if key != state.MODEL}
+                checkpoint[state.SHARDED_PLACES] = list(state.sharded_places(rest))
+                checkpoint = state.whole(checkpoint, keep=get_rank_safe() == 0)
+            self._saver.save_file(checkpoint, place, write, in_background)
+        if not goes_on:
+            # No step follows that would do what waits for this save.
+            self._saver.close(together=True)
+            self._saver = None
 
     def save_alone(self, checkpoint: dict[str, Any], path: _PATH, io: CheckpointIO) -> None:
         """Write a checkpoint after a failure, when ranks no longer act together, if that is possible.
@@ -107,7 +115,9 @@ class RunCheckpoints:
                 path,
             )
         elif get_rank_safe() == 0:
-            (save_file if _is_plain(io) else io.save_checkpoint)(checkpoint, places.normal(path))
+            place = places.normal(path)
+            prepare_place(place)
+            (save_file if _is_plain(io) else io.save_checkpoint)(checkpoint, place)
 
     def _background_group(self) -> dist.ProcessGroup:
         """A gloo group that training does not use, so that collectives of two threads do not meet."""
@@ -120,11 +130,17 @@ class RunCheckpoints:
 
     def remove(self, path: _PATH, io: CheckpointIO) -> None:
         """Remove a checkpoint by rank 0, once what replaces it is on disk. Not a collective."""
-        remove = partial(places.remove if _is_plain(io) else io.remove_checkpoint, places.normal(path))
+        place = places.normal(path)
+        self._coming = None if self._coming == place else self._coming
+        remove = partial(places.remove if _is_plain(io) else io.remove_checkpoint, place)
         if self._saver is not None:
             self._saver.remove_afterwards(remove)
         elif get_rank_safe() == 0:
             remove()
+
+    def is_coming(self, path: _PATH) -> bool:
+        """Whether the newest save was begun in the background and is to be at ``path``. Not a collective."""
+        return self._coming is not None and places.normal(path) == self._coming
 
     def link(self, path: _PATH, link: _PATH) -> None:
         """Let ``link`` lead to the checkpoint at ``path``, by rank 0, once that is on disk. Not a collective."""
@@ -184,7 +200,7 @@ class RunCheckpoints:
         """
         place = places.normal(collectives.broadcast_object(path, 0))
         self._path, self._opened = place, None
-        if places.is_directory(place):
+        if self._agree_on_directory(place):
             self._opened = ShardDirectory(place, weights_only)
             return self._opened.rest
         if not _is_plain(io):
@@ -194,6 +210,21 @@ class RunCheckpoints:
                 check_file(place)
         with on_every_rank(f"Cannot load {place}"):
             return load_file(place, weights_only)
+
+    @staticmethod
+    def _agree_on_directory(place: str) -> bool:
+        """Whether there is a directory at ``place``, as every rank must see it."""
+        is_directory = False
+        with on_every_rank(f"Cannot load {place}"):
+            is_directory = places.is_directory(place)
+        on_rank_zero = collectives.broadcast_object(is_directory, 0)
+        with on_every_rank(f"Cannot load {place}"):
+            if is_directory != on_rank_zero:
+                raise CheckpointError(
+                    f"it is {'a' if is_directory else 'no'} directory here, unlike on rank 0: let all ranks see the"
+                    " same file system"
+                )
+        return is_directory
 
     def fill(
         self, checkpoint: dict[str, Any], module: "pl.LightningModule", optimizers: list[Optimizer], strict: bool
@@ -212,8 +243,10 @@ class RunCheckpoints:
         saved: state.Saved | None = self._opened
         if saved is None:
             names = [_parameter_names(module, optimizer) for optimizer in optimizers]
+            tensors = {name: t for name, t in state.model_state(module).items() if isinstance(t, torch.Tensor)}
             with on_every_rank(f"Cannot load {self._path}"):
-                saved = WholeCheckpoint(self._path, checkpoint, names)
+                sizes = {name: tensor.size() for name, tensor in tensors.items()}
+                saved = WholeCheckpoint(self._path, checkpoint, names, sizes)
         state.load_state(saved, module, optimizers, strict)
         own = state.model_state(module)
         state.restore_shards(saved, checkpoint, own)

@@ -7,13 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from lightning_automodel import collectives
 from lightning_automodel.checkpoint import places
@@ -21,7 +20,8 @@ from lightning_automodel.checkpoint.errors import on_every_rank, translated
 from lightning_automodel.checkpoint.plain_data import warn_about_code
 from lightning_automodel.checkpoint.publishing import clear_leftovers
 from lightning_automodel.checkpoint.shards import SavePlace, ShardWriter
-from lightning_automodel.checkpoint.state import MODEL, optimizer_key, split_shards
+from lightning_automodel.checkpoint.staging import Stager, copied
+from lightning_automodel.checkpoint.state import EXTRA_STATE, MODEL, optimizer_key, split_shards
 from lightning_automodel.process_group import get_rank_safe, get_world_size_safe
 
 
@@ -47,7 +47,7 @@ class CheckpointSaver:
         self._of_rank_zero: str | None = None
         self._links: list[Callable[[], None]] = []
         self._removals: list[Callable[[], None]] = []
-        self._stager: DefaultStager | None = None
+        self._stager: Stager | None = None
         self._thread: ThreadPoolExecutor | None = None
 
     def save_shards(self, checkpoint: dict[str, Any], path: str, group: dist.ProcessGroup | None) -> None:
@@ -72,7 +72,7 @@ class CheckpointSaver:
         with on_every_rank(what):
             if get_rank_safe() == 0:
                 place, content = SavePlace.choose(path), _serialised(rest)
-                _prepare_parent(path)
+                prepare_place(path)
         place = collectives.broadcast_object(place, 0)
         writer = ShardWriter(place, content, get_world_size_safe())
         self._in_flight = _InFlight(what, None, place)
@@ -106,10 +106,9 @@ class CheckpointSaver:
         future = None
         with on_every_rank(what):
             if is_first:
-                _prepare_parent(path)
+                prepare_place(path)
                 if in_background:
-                    staged = cast("dict[str, Any]", self._require_stager().stage(checkpoint))
-                    future = self._require_thread().submit(write, staged, path)
+                    future = self._require_thread().submit(write, self._staged(checkpoint), path)
                 else:
                     write(checkpoint, path)
         if in_background:
@@ -206,16 +205,14 @@ class CheckpointSaver:
         for action in actions if get_rank_safe() == 0 else []:
             action()
 
-    def _require_stager(self) -> DefaultStager:
+    def _staged(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        states = {key: value for key, value in checkpoint.items() if key in (MODEL, "optimizer_states")}
+        rest = {key: value for key, value in checkpoint.items() if key not in states}
+        return {**copied(rest), **self._require_stager().stage(states)}
+
+    def _require_stager(self) -> Stager:
         if self._stager is None:
-            from_device = self._device.type != "cpu"
-            options = StagingOptions(
-                use_pinned_memory=from_device,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=from_device,
-            )
-            self._stager = DefaultStager(options)
+            self._stager = Stager(self._device)
         return self._stager
 
     def _require_thread(self) -> ThreadPoolExecutor:
@@ -226,10 +223,12 @@ class CheckpointSaver:
 
 def _take_shards(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Shards by where they belong, and the rest of ``checkpoint``, which loses the states of model and optimizers."""
-    shards: dict[str, Any] = {MODEL: checkpoint.pop("state_dict")}
+    shards: dict[str, Any] = {MODEL: checkpoint.pop(MODEL)}
     for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
         shards[optimizer_key(index)] = state
     rest, others = split_shards(checkpoint, shards[MODEL].keys())
+    if objects := {name: value for name, value in shards[MODEL].items() if not isinstance(value, torch.Tensor)}:
+        rest[EXTRA_STATE] = objects
     return {**shards, **others}, rest
 
 
@@ -240,8 +239,13 @@ def _serialised(rest: dict[str, Any]) -> bytes:
     return stream.getvalue()
 
 
-def _prepare_parent(path: str) -> None:
-    """Make the directory that ``path`` is to be in, and clear it of what crashed saves have left there."""
+def prepare_place(path: str) -> None:
+    """Make the directory that ``path`` is to be in, and clear it of what crashed saves have left there.
+
+    Raises:
+        CheckpointError: If something else than a checkpoint would be replaced.
+    """
+    places.refuse_to_replace(path)
     filesystem, parent = url_to_fs(places.parent(path))
     filesystem.makedirs(parent, exist_ok=True)
     if places.is_local(path):

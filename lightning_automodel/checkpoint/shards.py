@@ -5,6 +5,7 @@ of the checkpoint (``meta.pt``) and a :class:`~lightning_automodel.checkpoint.ma
 can read it too.
 """
 
+import dataclasses
 import io
 import warnings
 from collections.abc import Generator, Iterator, Mapping
@@ -31,6 +32,7 @@ from lightning_automodel.checkpoint import foreign, places, publishing
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, translated
 from lightning_automodel.checkpoint.manifest import MANIFEST, FileRecord, Manifest, checksum
 from lightning_automodel.checkpoint.plain_data import MetadataUnpickler, load_plain_data
+from lightning_automodel.checkpoint.state import EXTRA_STATE, MODEL
 from lightning_automodel.checkpoint.streams import RecordedStream
 
 REST = _compat.CHECKPOINT_METADATA_FILENAME
@@ -208,27 +210,41 @@ class ShardDirectory:
             if manifest is not None:
                 folder = f"{folder}/{manifest.folder}".rstrip("/")
                 manifest.check(filesystem, folder, share, shares)
-            self.metadata = read_metadata(filesystem, folder)
+            metadata = read_metadata(filesystem, folder)
             if manifest is None:
-                check_foreign(filesystem, folder, self.metadata)
+                check_foreign(filesystem, folder, metadata)
             self.manifest = manifest
             self._folder = f"{path}/{manifest.folder}".rstrip("/") if manifest is not None else path
             self.rest: dict[str, Any] = load_plain_data(
-                io.BytesIO(filesystem.cat_file(f"{folder}/{REST}")), f"{REST} of {path}", self._weights_only
+                io.BytesIO(_read_rest(filesystem, folder)), f"{REST} of {path}", self._weights_only
             )
+            self._extra_state: dict[str, Any] = self.rest.pop(EXTRA_STATE, {})
+            self.metadata = _without_extra_state(metadata, self._extra_state)
 
     @property
     def entries(self) -> Mapping[str, torch.Size | None]:
         """Sizes of the tensors by flattened name; None for other objects."""
-        return {
+        entries = {
             name: entry.size if isinstance(entry, TensorStorageMetadata) else None
             for name, entry in self.metadata.state_dict_metadata.items()
         }
+        return entries | {f"{MODEL}.{name}": None for name in self._extra_state}
 
-    def dtype(self, name: str) -> torch.dtype | None:
-        """Of a tensor by its flattened name; None for what is no tensor."""
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor by its flattened name."""
         entry = self.metadata.state_dict_metadata[name]
-        return entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry.properties.dtype
+
+    def objects(self) -> dict[str, Any]:
+        """What in the model's state is no tensor, by name."""
+        read = {
+            name.removeprefix(f"{MODEL}."): None
+            for name, size in self.entries.items()
+            if name.startswith(f"{MODEL}.") and size is None
+        }
+        self.read_into({MODEL: read})
+        return read
 
     def read_into(self, targets: dict[str, Any]) -> None:
         """Overwrite the tensors in ``targets`` (nested dicts) in place, and replace what else is in it.
@@ -238,6 +254,11 @@ class ShardDirectory:
         Raises:
             CheckpointError: If an entry is missing or has another shape (nothing was read then), or cannot be read.
         """
+        of_model = targets.get(MODEL, {})
+        for name in of_model.keys() & self._extra_state.keys():
+            of_model[name] = self._extra_state[name]
+        tensors = {name: value for name, value in of_model.items() if name not in self._extra_state}
+        targets = {**targets, MODEL: tensors}
         planner = _PlainDataPlanner(self._weights_only)
         with translated(f"Cannot load {self.path}"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -272,6 +293,24 @@ class _PlainDataPlanner(DefaultLoadPlanner):
         _compat.set_element(self.original_state_dict, self.mappings[name], loaded)
 
 
+def _without_extra_state(metadata: Metadata, extra_state: Mapping[str, Any]) -> Metadata:
+    """``metadata`` without what torch.distributed.checkpoint makes of the model's extra state, by name."""
+    kept = {
+        name: path for name, path in metadata.planner_data.items() if not (path[0] == MODEL and path[1] in extra_state)
+    }
+    entries = {name: entry for name, entry in metadata.state_dict_metadata.items() if name in kept}
+    return dataclasses.replace(metadata, state_dict_metadata=entries, planner_data=kept)
+
+
+def _read_rest(filesystem: AbstractFileSystem, folder: str) -> bytes:
+    try:
+        return filesystem.cat_file(f"{folder}/{REST}")
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"there is no {REST}: torch.distributed.checkpoint has written this directory without Lightning"
+        ) from None
+
+
 def read_manifest(filesystem: AbstractFileSystem, folder: str) -> Manifest | None:
     """The manifest of a directory, None where there is none.
 
@@ -291,13 +330,21 @@ def read_metadata(filesystem: AbstractFileSystem, folder: str) -> Metadata:
         CheckpointError: If there are none, or the file describes something else.
     """
     try:
-        return foreign.under_own_names(
-            MetadataUnpickler(io.BytesIO(filesystem.cat_file(f"{folder}/{_METADATA}"))).load()
-        )
+        content = filesystem.cat_file(f"{folder}/{_METADATA}")
     except FileNotFoundError:
         raise CheckpointError(
             f"there is no {_METADATA}: this is no directory of shards, or its save never ended"
         ) from None
+    try:
+        metadata = MetadataUnpickler(io.BytesIO(content)).load()
+        foreign.check_form(metadata)
+        return foreign.under_own_names(metadata)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(
+            f"{_METADATA} is damaged ({type(error).__name__}: {error}; {len(content)} bytes)"
+        ) from error
 
 
 def check_foreign(filesystem: AbstractFileSystem, folder: str, metadata: Metadata) -> None:

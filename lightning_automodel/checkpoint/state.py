@@ -1,6 +1,6 @@
 """The state of a model and its optimizers under the names of parameters: collected for saving, filled when loading."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,15 @@ from torch.optim import Optimizer
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 
 MODEL = "state_dict"
+
+EXTRA_STATE = "lightning_automodel_extra_state"
+"""Where the rest of a directory keeps what is no tensor in the model's state (``get_extra_state``), by name.
+
+torch.distributed.checkpoint keeps it too, but takes dicts apart and loses empty ones.
+"""
+
+SHARDED_PLACES = "lightning_automodel_shards"
+"""Where one file tells which of its dicts were shards of the model when it was saved: a list of places."""
 
 
 def optimizer_key(index: int) -> str:
@@ -41,6 +50,9 @@ class Saved(Protocol):
     def entries(self) -> Mapping[str, torch.Size | None]:
         """Sizes of tensors by flattened name; None for other objects."""
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor by its flattened name."""
+
     def read_into(self, targets: dict[str, Any]) -> None:
         """Overwrite the tensors in ``targets`` in place, and replace what else is in it."""
 
@@ -63,9 +75,9 @@ def whole(state: Any, keep: bool) -> Any:
     if isinstance(state, Mapping):
         gathered = {name: whole(value, keep) for name, value in state.items()}
         return gathered if keep else {}
-    if isinstance(state, list):
+    if isinstance(state, list) or (isinstance(state, tuple) and any(isinstance(each, DTensor) for each in state)):
         listed = [whole(value, keep) for value in state]
-        return listed if keep else []
+        return (tuple(listed) if isinstance(state, tuple) else listed) if keep else []
     tensor = state.full_tensor() if isinstance(state, DTensor) else state
     if not keep:
         return None
@@ -80,11 +92,43 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     empty.
     """
     had_stepped = bool(optimizer.state)
-    state = get_optimizer_state_dict(model, optimizer)
+    state = _initialised_state(model, optimizer)
     if not had_stepped:
         optimizer.state.clear()
         state["state"] = {}
     return state
+
+
+def _initialised_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Torch's state dict by parameter name; the step that it may make leaves no trace in the groups' settings."""
+    before = _settings(optimizer)
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    _put_back(optimizer.param_groups, before)
+    _put_back(state["param_groups"], before)
+    return state
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What each group of parameters is set to."""
+    return [
+        {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _put_back(groups: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
+    for group, kept in zip(groups, settings, strict=True):
+        for name in group.keys() - kept.keys() - {"params"}:
+            del group[name]
+        for name, value in kept.items():
+            if isinstance(value, torch.Tensor):
+                group[name].copy_(value)
+            else:
+                group[name] = value
 
 
 def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], strict: bool) -> None:
@@ -104,6 +148,7 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
     """
     model.zero_grad()
     of_model = model_state(model)
+    before = [_settings(optimizer) for optimizer in optimizers]
     of_optimizers: list[dict[str, Any]] = [get_optimizer_state_dict(model, optimizer) for optimizer in optimizers]
     with on_every_rank(f"Cannot load {saved.path}"):
         _check_model(saved.entries, of_model, strict)
@@ -114,11 +159,20 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
     saved.read_into(targets)
     set_model_state_dict(model, of_model, options=StateDictOptions(strict=False))
     for index, (optimizer, state) in enumerate(zip(optimizers, of_optimizers, strict=True)):
-        read = targets[optimizer_key(index)]
-        for group, settings in zip(state["param_groups"], read["param_groups"], strict=True):
-            group.update(settings)
-        state["state"] = read["state"]
-        set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
+        _fill_optimizer(model, optimizer, state, targets[optimizer_key(index)], before[index])
+
+
+def _fill_optimizer(
+    model: nn.Module, optimizer: Optimizer, state: dict[str, Any], read: dict[str, Any], before: list[dict[str, Any]]
+) -> None:
+    """Let an optimizer, which torch has initialised by a step, have what was read, and else the settings ``before``."""
+    for group, settings in zip(state["param_groups"], read["param_groups"], strict=True):
+        group.update(settings)
+    state["state"] = read["state"]
+    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
+    groups = zip(optimizer.param_groups, before, read["param_groups"], strict=True)
+    kept = [{**then, **{name: group[name] for name in settings}} for group, then, settings in groups]
+    _put_back(optimizer.param_groups, kept)
 
 
 def _check_model(entries: Mapping[str, torch.Size | None], targets: dict[str, Any], strict: bool) -> None:
@@ -178,18 +232,28 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
+def sharded_places(tree: Mapping[str, Any], place: str = "") -> Iterator[str]:
+    """Where in ``tree`` there are dicts that hold shards, such as the averages of the weights that callbacks keep."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            if any(isinstance(leaf, DTensor) for leaf in value.values()):
+                yield f"{place}{key}"
+            else:
+                yield from sharded_places(value, f"{place}{key}/")
+
+
 def split_shards(
     tree: dict[str, Any], names: Collection[str], place: str = ""
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Separate ``tree``, left as it is, into what is whole on every rank and sharded states of the model, by place.
-
-    Such states are what callbacks keep, such as averages of the weights.
+    """Separate ``tree``, left as it is, into what is whole on every rank and the tensors of sharded states, by place.
 
     Raises:
-        ValueError: If there are shards under other ``names`` than those of the model's state.
+        ValueError: If there are shards in a list, or under other ``names`` than those of the model's state.
     """
     rest, shards = dict(tree), {}
     for key, value in tree.items():
+        if isinstance(value, (list, tuple)) and any(isinstance(leaf, DTensor) for leaf in value):
+            raise ValueError(f"The checkpoint's {place}{key} is a list of shards, {_NO_PLACE}")
         if not isinstance(value, dict):
             continue
         if not any(isinstance(leaf, DTensor) for leaf in value.values()):
@@ -197,14 +261,20 @@ def split_shards(
             rest[key] = below if found else value
             shards.update(found)
             continue
-        if unknown := [name for name in value if name not in names]:
+        if unknown := [name for name in value if isinstance(value[name], torch.Tensor) and name not in names]:
             raise ValueError(
                 f"The checkpoint's {place}{key} holds shards beside {unknown[0]!r}, which is no entry of the model's"
-                " state dict, so that they could not be loaded again: save shards under the names of the parameters"
-                " that they belong to, or tensor.full_tensor(), called on every rank."
+                f" state dict, {_NO_PLACE}"
             )
-        rest[key], shards[f"{place}{key}"] = {}, value
+        shards[f"{place}{key}"] = {name: leaf for name, leaf in value.items() if isinstance(leaf, torch.Tensor)}
+        rest[key] = {name: leaf for name, leaf in value.items() if not isinstance(leaf, torch.Tensor)}
     return rest, shards
+
+
+_NO_PLACE = (
+    "so that they could not be loaded again: save shards in a dict under the names of the parameters that they belong"
+    " to, or tensor.full_tensor(), called on every rank."
+)
 
 
 def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, Any], place: str = "") -> None:
@@ -216,12 +286,14 @@ def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, An
         model_state: The model's, for the shapes and shards.
         place: Where in the checkpoint ``tree`` is.
     """
+    entries = saved.entries
     for key, value in tree.items():
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) or (place == "" and key == MODEL):
             continue
-        if names := [name for name in model_state if f"{place}{key}.{name}" in saved.entries]:
-            shards = {name: torch.empty_like(model_state[name]) for name in names}
+        names = {name: f"{place}{key}.{name}" for name in model_state}
+        if names := {name: entry for name, entry in names.items() if entries.get(entry) is not None}:
+            shards = {name: torch.empty_like(model_state[name], dtype=saved.dtype(names[name])) for name in names}
             saved.read_into({f"{place}{key}": shards})
-            tree[key] = shards
+            tree[key] = {**value, **shards}
         else:
             restore_shards(saved, value, model_state, f"{place}{key}/")

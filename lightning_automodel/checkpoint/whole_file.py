@@ -15,21 +15,20 @@ from typing import IO, Any
 import torch
 from fsspec.core import url_to_fs
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lightning_automodel.checkpoint import places, publishing
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.plain_data import load_plain_data, warn_about_code
-from lightning_automodel.checkpoint.state import MODEL, optimizer_key
+from lightning_automodel.checkpoint.state import MODEL, SHARDED_PLACES, optimizer_key
 from lightning_automodel.checkpoint.streams import RecordedStream, crc32_of
 from lightning_automodel.sharding import shard_like
+from lightning_automodel.wrappers import without_wrappers
 
 _END_OF_ARCHIVE = b"PK\x05\x06"
 _END_SIZE = 22
 _COMMENT = b"lightning_automodel crc32=%08x"
 _COMMENT_SIZE = len(_COMMENT % 0)
 _NO_COMMENT = b"\x00\x00"
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def save_file(checkpoint: dict[str, Any], path: str) -> None:
@@ -39,7 +38,12 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
         _write(checkpoint, stream)
         warn_about_code(stream)
         filesystem, place = url_to_fs(path)
+        # On an object store, a directory can stand beside it, and would be taken for the checkpoint.
+        below = filesystem.find(place) if filesystem.isdir(place) else []
         filesystem.pipe_file(place, stream.getvalue())
+        for name in below:
+            if name.strip("/") != place.strip("/"):
+                filesystem.rm_file(name)
         return
     with new_file(path) as file:
         _write(checkpoint, file)
@@ -113,42 +117,52 @@ class WholeCheckpoint:
         path: Where it comes from, for messages.
         checkpoint: As Lightning loads it. The states of model and optimizers are taken out.
         parameter_names: Those of each optimizer of the run, in its order, since plain optimizers number parameters.
+        sizes: Of the tensors of the run's model, by name.
     """
 
-    def __init__(self, path: str, checkpoint: dict[str, Any], parameter_names: list[list[str]]) -> None:
+    def __init__(
+        self,
+        path: str,
+        checkpoint: dict[str, Any],
+        parameter_names: list[list[str]],
+        sizes: Mapping[str, torch.Size],
+    ) -> None:
         self.path, self.rest = path, checkpoint
-        trees = {MODEL: checkpoint.get(MODEL, {})}
+        trees = {}
         states = checkpoint.get("optimizer_states", [])
         for index, (state, names) in enumerate(zip(states, parameter_names, strict=False)):
             trees[optimizer_key(index)] = _by_name(state, names)
         self._values = {without_wrappers(name): value for name, value in _flattened(trees)}
+        of_model = checkpoint.get(MODEL, {})
+        self._values.update({f"{MODEL}.{without_wrappers(name)}": value for name, value in of_model.items()})
+        told = checkpoint.pop(SHARDED_PLACES, None)
         rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
-        self._values.update(_states(rest))
+        for place, tensors in _states_in(rest):
+            # What another strategy has saved, or this one whole, does not tell what becomes shards here.
+            if place in told if told is not None else _are_of_model(tensors, sizes):
+                self._values.update({f"{place}.{name}": tensor for name, tensor in tensors.items()})
 
     @property
     def entries(self) -> Mapping[str, torch.Size | None]:
         """Sizes of tensors by flattened name; None for other objects."""
         return {name: value.size() if isinstance(value, torch.Tensor) else None for name, value in self._values.items()}
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor by its flattened name."""
+        return self._values[name].dtype
+
     def read_into(self, targets: Any, prefix: str = "") -> None:
         """Overwrite the tensors in ``targets`` in place, and replace what else is in it. Not a collective."""
         items = targets.items() if isinstance(targets, dict) else enumerate(targets)
         for key, target in list(items):
             name = f"{prefix}{key}"
-            if isinstance(target, dict) or (isinstance(target, list) and name not in self._values):
+            if isinstance(target, (dict, list)) and name not in self._values:
                 self.read_into(target, f"{name}.")
             elif isinstance(target, torch.Tensor) and isinstance(self._values[name], torch.Tensor):
                 with torch.no_grad():
                     target.copy_(shard_like(target, self._values[name]))
             else:
                 targets[key] = self._values[name]
-
-
-def without_wrappers(name: str) -> str:
-    """A parameter's name as if nothing wrapped the modules that it belongs to (``torch.compile``, recomputation)."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def under_own_names(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
@@ -182,14 +196,18 @@ def _flattened(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _states(tree: dict[str, Any], place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in nested dicts, named as :func:`~lightning_automodel.checkpoint.state.split_shards` names places."""
+def _states_in(tree: dict[str, Any], place: str = "") -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Tensors of each dict, by its place as :func:`~lightning_automodel.checkpoint.state.split_shards` names it."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            for name, leaf in value.items():
-                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
-                    yield f"{place}{key}.{without_wrappers(str(name))}", leaf
-            yield from _states(value, f"{place}{key}/")
+            leaves = {without_wrappers(str(name)): leaf for name, leaf in value.items()}
+            if tensors := {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}:
+                yield f"{place}{key}", tensors
+            yield from _states_in(value, f"{place}{key}/")
+
+
+def _are_of_model(tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, torch.Size]) -> bool:
+    return all(sizes.get(name) == tensor.size() for name, tensor in tensors.items())
 
 
 def _write(checkpoint: dict[str, Any], file: Any) -> None:

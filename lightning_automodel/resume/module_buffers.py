@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 class PlainBuffers:
-    """Notes and restores the buffers of modules that are no shards.
+    """Notes and restores the buffers of modules that are no shards; sparse and quantised ones are left to checkpoints.
 
     Args:
         modules: What is trained, and averages of it, by name, as they are before a checkpoint is loaded.
@@ -45,7 +45,7 @@ class PlainBuffers:
         return {
             name: buffer.detach()
             for name, buffer in buffers
-            if buffer is not None and not isinstance(buffer, DTensor) and not buffer.is_meta
+            if buffer is not None and not isinstance(buffer, DTensor) and _has_plain_values(buffer)
         }
 
     def note(self) -> dict[str, Tensor]:
@@ -91,6 +91,11 @@ class PlainBuffers:
                 now[name].copy_(value)
 
 
+def _has_plain_values(buffer: Tensor) -> bool:
+    return not buffer.is_meta and buffer.layout == torch.strided and not buffer.is_quantized
+
+
 def _digest(tensor: Tensor) -> bytes:
-    array = tensor.cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
+    plain = tensor.cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    array = plain.view(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(array.tobytes(), digest_size=16).digest()

@@ -6,18 +6,20 @@ import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
-from lightning_automodel.checkpoint import CheckpointError, publishing, shards, whole_file
-from tests.rank_pool import RankPool
+from lightning_automodel.checkpoint import CheckpointError, RunCheckpoints, publishing, shards, whole_file
+from tests.rank_pool import RankError, RankPool
 from tests.trainer.checkpoints import files_of, fit, load_only, save
 from tests.trainer.exactness import full_weights
 
@@ -80,6 +82,21 @@ def test_impossible_place(pool2: RankPool, tmp_path: Path, form: str) -> None:
     path = tmp_path / "file" / "sub" / "last.ckpt"
     for message in pool2.run(_save_where_nothing_can_be, FORMS[form], str(path)):
         assert message.startswith(f"Cannot save {path}: rank 0: ")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_directories_are_not_replaced(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """A directory of the user's that a checkpoint was to be called like stays; an empty one is taken."""
+    path = tmp_path / "results"
+    path.mkdir()
+    (path / "thesis.tex").write_text("years of work")
+    for message in pool2.run(_save_where_nothing_can_be, FORMS[form], str(path)):
+        assert "it is a directory that is no checkpoint (it holds thesis.tex) and would be replaced" in message
+    assert [each.name for each in path.iterdir()] == ["thesis.tex"]
+    (path / "thesis.tex").unlink()
+    saved = pool2.run(save, FORMS[form], str(path))[0]
+    for loaded in pool2.run(load_only, FORMS[form], str(path)):
+        assert all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
 class Recorder(Callback):
@@ -277,3 +294,66 @@ def test_nothing_is_left_running(pool2: RankPool, tmp_path: Path, form: str) -> 
         assert is_closed
         assert num_threads == 0
     assert len([path for path in tmp_path.iterdir() if files_of(path)]) == 10
+
+
+def _two_callbacks(options: dict[str, Any], folder: str) -> list[str]:
+    """Both keep one, in the same directory, under the same names."""
+    callbacks = [ModelCheckpoint(dirpath=folder, every_n_train_steps=each) for each in (1, 2)]
+    fit(options, callbacks=callbacks, enable_checkpointing=True, max_epochs=3)
+    return [callback.best_model_path for callback in callbacks]
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["at_once", "in_background"])
+@pytest.mark.parametrize("form", ["shards", "replicated"])
+def test_two_callbacks_do_not_share_a_file(pool2: RankPool, tmp_path: Path, form: str, in_background: bool) -> None:
+    """Else one removes what is the best of the other."""
+    for first, second in pool2.run(_two_callbacks, {**FORMS[form], "async_checkpoint": in_background}, str(tmp_path)):
+        assert sorted(str(each) for each in tmp_path.iterdir()) == sorted({first, second})
+        assert first != second
+
+
+class SavesOnRankZero(Callback):
+    """The mistake that other strategies forgive."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 1 and dist.get_rank() == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def _save_on_one_rank(options: dict[str, Any], path: str) -> None:
+    fit({**options, "timeout": timedelta(seconds=5)}, callbacks=[SavesOnRankZero(path)], max_epochs=2)
+
+
+@pytest.mark.parametrize("form", ["shards", "replicated"])
+def test_saving_on_one_rank_is_told(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """After the timeout, on both; the process used to be aborted where two different collectives met."""
+    with pytest.raises(RankError) as raised:
+        pool2.run(_save_on_one_rank, FORMS[form], str(tmp_path / "last.ckpt"))
+    told = "".join(raised.value.failures.values())
+    # Which rank notices first decides whether the barrier, or the connection that it closed, is named.
+    assert any(what in told for what in ("barrier 'save_checkpoint'", "pair closure", "closed by peer"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def _remove_afterwards(options: dict[str, Any], path: str) -> bool:
+    trainer, _ = fit(options)
+    trainer.save_checkpoint(path)
+    trainer.strategy.remove_checkpoint(path)
+    trainer.strategy.barrier()
+    return Path(path).exists()
+
+
+@pytest.mark.parametrize("form", ["shards", "replicated"])
+def test_removing_after_a_run(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """No step follows to wait for."""
+    assert pool2.run(_remove_afterwards, FORMS[form], str(tmp_path / "last.ckpt")) == [False] * 2
+
+
+def test_saving_alone_makes_directories(tmp_path: Path) -> None:
+    """After a failure, a replicated model can be saved where nothing was saved before."""
+    checkpoints = RunCheckpoints(is_sharded=False, as_directory=False, in_background=False)
+    checkpoints.save_alone({"state_dict": {}}, tmp_path / "new" / "last.ckpt", TorchCheckpointIO())
+    assert (tmp_path / "new" / "last.ckpt").exists()

@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -17,9 +17,13 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from torch import Tensor
 
 from lightning_automodel.checkpoint import CheckpointError, publishing
+from lightning_automodel.checkpoint.reading import open_model
+from lightning_automodel.checkpoint.saver import CheckpointSaver
+from lightning_automodel.checkpoint.whole_file import save_file
 from tests.rank_pool import RankPool
 from tests.trainer.checkpoints import fit, load_only, resume, save, uninterrupted
 from tests.trainer.exactness import Outcome, full_weights, weight_error
@@ -143,3 +147,60 @@ def test_web_server(pool2: RankPool, tmp_path: Path, form: str) -> None:
     with served(tmp_path) as url:
         for loaded in pool2.run(load_only, FORMS[form], f"{url}/last.ckpt"):
             assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+
+
+class ObjectStore(MemoryFileSystem):
+    """Knows names alone: one can be an object and the beginning of others at once."""
+
+    protocol = "objects"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = []
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return f"/{str(path).removeprefix('objects://').strip('/')}".rstrip("/")
+
+    def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
+        self.store[self._strip_protocol(path)] = MemoryFile(self, path, value)
+
+    def isdir(self, path: str) -> bool:
+        return any(name.startswith(f"{self._strip_protocol(path)}/") for name in self.store)
+
+
+@pytest.mark.parametrize("place", ["objects://runs/last.ckpt", "objects://last.ckpt"])
+def test_a_file_after_a_directory(place: str) -> None:
+    """An object store can hold both at one place: the newer one counts, also at the root of the store."""
+    ObjectStore.store.clear()
+    fsspec.register_implementation("objects", ObjectStore, clobber=True)
+    weight = torch.zeros(3)
+    for index, save_any in enumerate([_save_directory, _save_one_file]):
+        save_any({"state_dict": {"weight": weight + index}, "epoch": index}, place)
+        reader = open_model(place, None)
+        assert reader.rest["epoch"] == index
+        assert torch.equal(reader.read(["weight"])["weight"], weight + index)
+    assert not Path("objects:").exists()
+
+
+def _save_directory(checkpoint: dict[str, Any], place: str) -> None:
+    CheckpointSaver(torch.device("cpu")).save_shards(checkpoint, place, None)
+
+
+def _save_one_file(checkpoint: dict[str, Any], place: str) -> None:
+    CheckpointSaver(torch.device("cpu")).save_file(checkpoint, place, save_file, in_background=False)
+
+
+def _load_where_one_rank_sees_nothing(options: dict[str, Any], path: str, blind: int) -> str:
+    save(options, path)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == blind:
+            patch.setattr("lightning_automodel.checkpoint.places.is_directory", lambda _: False)
+        with pytest.raises(CheckpointError) as raised:
+            load_only(options, path)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("blind", [0, 1])
+def test_ranks_that_see_different_file_systems(pool2: RankPool, tmp_path: Path, blind: int) -> None:
+    """A disk of one machine: an error on every rank, before they go different ways."""
+    for message in pool2.run(_load_where_one_rank_sees_nothing, {}, str(tmp_path / "last.ckpt"), blind):
+        assert f"rank 1: it is {'a' if blind == 0 else 'no'} directory here, unlike on rank 0" in message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import zipfile
 from pathlib import Path
@@ -278,3 +279,61 @@ def test_portions() -> None:
     sizes = {"a": 4, "b": 4, "c": 1, "d": 20, "e": 9, "f": 0}
     assert in_portions(sizes, 9) == [["a", "b", "c"], ["d"], ["e", "f"]]
     assert in_portions({}, 9) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_any_damage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever a damaged pickle leads to while it is read, of a directory without checksums above all."""
+    shards = tmp_path / "a.ckpt"
+    dcp.save({"state_dict": MODEL}, checkpoint_id=str(shards))
+    metadata = shards / ".metadata"
+    content, generator = metadata.read_bytes(), random.Random(5)
+    for _ in range(200):
+        damaged = bytearray(content[: generator.randrange(len(content) + 200)])
+        for _ in range(3):
+            if damaged:
+                damaged[generator.randrange(len(damaged))] ^= 1 << generator.randrange(8)
+        metadata.write_bytes(damaged)
+        assert main(["inspect", "--json", str(shards)]) in (0, 1)
+        capsys.readouterr()
+        assert main(["export", str(shards), str(tmp_path / "out"), "--key", "model"]) == 1
+        assert capsys.readouterr().err.splitlines()[-1].startswith("error: Cannot load ")
+    metadata.write_bytes(b"")
+    (report,) = inspected(capsys, str(shards), status=1)["checkpoints"]
+    assert report["damage"].startswith(".metadata is damaged (EOFError")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"state_dict": [1]},
+        {"state_dict": MODEL, "optimizer_states": 5},
+        {"state_dict": MODEL, "hugging_face": [3]},
+        {"state_dict": MODEL, "lightning_automodel": {"sizes": 3}},
+    ],
+)
+def test_inspect_other_content(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: dict[str, Any]) -> None:
+    """A file of another program that uses the same names."""
+    torch.save(content, tmp_path / "a.ckpt")
+    (report,) = inspected(capsys, str(tmp_path / "a.ckpt"), status=1)["checkpoints"]
+    assert "it holds other things than a checkpoint does" in report["damage"]
+    assert main(["inspect", str(tmp_path / "a.ckpt")]) == 1
+
+
+def test_inspect_numbers_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"state_dict": MODEL, "epoch": torch.tensor(3), "global_step": {1}}, tmp_path / "a.ckpt")
+    (report,) = inspected(capsys, str(tmp_path / "a.ckpt"))["checkpoints"]
+    assert (report["epoch"], report["global_step"]) == (None, None)
+
+
+@pytest.mark.parametrize("path", ["nosuchprotocol://a.ckpt", "a::b.ckpt"])
+def test_paths_that_lead_nowhere(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", path]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {path} ")
+
+
+def test_shards_without_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """torch.distributed.checkpoint alone writes no `meta.pt`."""
+    dcp.save({"state_dict": MODEL}, checkpoint_id=str(tmp_path / "a.ckpt"))
+    assert main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out")]) == 1
+    assert "there is no meta.pt: torch.distributed.checkpoint has written this" in capsys.readouterr().err

@@ -92,3 +92,9 @@ def test_split_evenly(shares: int) -> None:
     assert sorted(name for share in lists for name in share) == sorted(sizes)
     totals = [sum(sizes[name] for name in share) for share in lists]
     assert max(totals) - min(totals) <= max(sizes.values())
+
+
+@pytest.mark.parametrize("content", [b"[]", b"3", b"null", b'"text"', b"{}", b'{"crc32": 1}'])
+def test_other_json(content: bytes) -> None:
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+        Manifest.from_bytes(content)
