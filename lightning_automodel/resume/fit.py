@@ -73,7 +73,7 @@ class Resume(loop_progress.Follower):
         self._is_iterated = False
         self._is_placed = False
         self._is_validating = False
-        self._first_batch_in_training: bool | None = None
+        self._validated: Point | None = None
         self._plan: dict[str, Any] | None = None
         self._position_to_take: loader_position.Position | None = None
         self._before_validation: dict[str, Any] = {}
@@ -147,6 +147,7 @@ class Resume(loop_progress.Follower):
             self._say(_OTHER_RANKS.format(then=state["sizes"], now=sizes))
         self._plan = plan
         self.planned = plan["next"]
+        self._noting.restore_what_is_trained(plan)
         checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": plan["progress"]}
 
     # --- What the loops tell ------------------------------------------------------------------------------------------
@@ -250,8 +251,7 @@ class Resume(loop_progress.Follower):
     def has_validated(self) -> None:
         self._next = AFTER_VALIDATION
         if self._is_validating and self._noted is not None:
-            self._first_batch_in_training = self._noted.metrics["first_batch"]
-            self._noted = None
+            self._validated, self._noted = self._noted, None
 
     @override
     def end_batch(self) -> None:
@@ -282,7 +282,7 @@ class Resume(loop_progress.Follower):
     # --- Noting -------------------------------------------------------------------------------------------------------
 
     def _take(self, next_: str) -> Point:
-        return self._noting.take(next_, self._is_iterated, self._first_batch_in_training)
+        return self._noting.take(next_, self._is_iterated, self._validated)
 
     def _is_last_batch(self) -> bool:
         fit_loop = self._trainer.fit_loop

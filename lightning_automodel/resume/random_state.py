@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import Sampler
 
 from lightning_automodel import _compat
 
-Generator = torch.Generator | np.random.Generator | random.Random
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _LEADS_TO_GENERATORS = (Sampler, _compat.DatasetSamplerWrapper)
-_NAMES_THAT_LEAD_THERE = ("sampler", "batch_sampler")
+_NAMES_THAT_LEAD_THERE = ("sampler", "batch_sampler", "dataset")
 
 
 def note(device: torch.device) -> dict[str, Any]:
@@ -33,8 +34,14 @@ def set_to(states: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["device"], device)
 
 
+def generators_of_modules(module: nn.Module) -> list[Generator]:
+    """The generators that a module and its submodules hold as attributes, each once, in a fixed order."""
+    held = (value for submodule in module.modules() for value in vars(submodule).values())
+    return list({id(value): value for value in held if isinstance(value, Generator)}.values())
+
+
 def generators_of(loader: Any) -> list[Generator]:
-    """The generators that a loader and its samplers hold as attributes, each once, in a fixed order."""
+    """Those that a loader, its samplers and its dataset hold as attributes, each once, in a fixed order."""
     return list({id(generator): generator for generator in _walk(loader, set())}.values())
 
 
@@ -64,6 +71,8 @@ def _state(generator: Generator) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
     return generator.bit_generator.state
 
 
@@ -72,6 +81,8 @@ def _set_state(generator: Generator, state: Any) -> None:
         generator.set_state(state)
     elif isinstance(generator, random.Random):
         generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
     else:
         generator.bit_generator.state = state
 
