@@ -5,6 +5,7 @@ and passing over those that were used: nothing is loaded twice. A loader with ``
 by its own. What has neither is drawn from, and the batches dropped.
 """
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,8 +31,8 @@ _OTHER_ORDER = (
 _OUT_OF_ORDER = "A training loader with in_order=False does not tell which batches were used: it resumes inexactly."
 
 
-_Captured = tuple[dict[str, Any], list[Any]]
-"""Global random states, then those of a loader's own generators."""
+_Captured = tuple[dict[str, Any], list[Any], list[Any]]
+"""Global random states, then those of a loader's own generators, then the states of its samplers."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,13 @@ class FollowedLoader:
         return MapPosition(self._made, self._first, iterator._num_yielded, self._was_restarted)
 
     def remake_at(self, position: MapPosition) -> None:
-        """Let the next iterator begin at ``position``. It leaves the random states in disorder."""
+        """Let the next iterator begin at ``position``."""
         self._target = position
+
+    def begin_iteration(self) -> None:
+        """The loader is about to be iterated anew, perhaps not before its first batch is wanted."""
+        if not (self._loader.persistent_workers and self._loader.num_workers):
+            self._iterator, self._made = lambda: None, None
 
     def close(self) -> None:
         """Give the loader back as it came."""
@@ -86,14 +92,13 @@ class FollowedLoader:
                 iterator.__dict__.pop(name, None)
 
     def _capture(self) -> _Captured:
-        generators = random_state.generators_of(self._loader)
-        return random_state.note(self._device), random_state.note_generators(generators)
+        return (random_state.note(self._device), *_own_states(self._loader))
 
     def _return_to(self, captured: _Captured | None) -> None:
         if captured is None:
             return
         random_state.set_to(captured[0], self._device)
-        random_state.set_generators(random_state.generators_of(self._loader), captured[1])
+        _set_own_states(self._loader, captured[1:])
 
     def _make(self) -> Any:
         target, self._target = self._target, None
@@ -101,8 +106,11 @@ class FollowedLoader:
             self._made, self._first, self._was_restarted = self._capture(), None, False
             return self._follow(type(self._loader)._get_iterator(self._loader))
         self._made, self._first, self._was_restarted = target.made, target.first, target.was_restarted
+        states, (generators, _) = random_state.note(self._device), _own_states(self._loader)
         iterator = self._remake(target) if self._loader.num_workers == 0 else self._remake_with_workers(target)
         iterator._num_yielded = target.yielded
+        random_state.set_to(states, self._device)
+        _set_own_states(self._loader, (generators, []))
         return self._follow(iterator)
 
     def _follow(self, iterator: Any) -> Any:
@@ -116,7 +124,7 @@ class FollowedLoader:
     def _note_first_index(self) -> Any:
         iterator = self._iterator()
         del iterator._next_index
-        self._first = self._capture()
+        self._first = (*self._capture()[:2], [])
         return iterator._next_index()
 
     def _note_restart(self, loader: DataLoader, first_iter: bool = False) -> None:
@@ -152,6 +160,18 @@ class FollowedLoader:
         return iterator
 
 
+def _own_states(loader: Any) -> tuple[list[Any], list[Any]]:
+    """States of the generators and of the samplers that a loader holds."""
+    generators = random_state.note_generators(random_state.generators_of(loader))
+    return generators, [sampler.state_dict() for sampler in random_state.samplers_of(loader)]
+
+
+def _set_own_states(loader: Any, states: tuple[list[Any], list[Any]]) -> None:
+    random_state.set_generators(random_state.generators_of(loader), states[0])
+    for sampler, state in zip(random_state.samplers_of(loader), states[1], strict=False):
+        sampler.load_state_dict(copy.deepcopy(state))
+
+
 class _From:
     """A sampler without the first ``start`` of what it yields."""
 
@@ -173,7 +193,8 @@ class Position:
     """Where a combination of loaders is.
 
     Attributes:
-        started: Global random states as the loaders began to be iterated for the epoch; None where other ranks did.
+        started: Global random states as the loaders began to be iterated for the epoch, then the states of each
+            loader's generators and samplers; None where other ranks did.
         ahead: Global random states before the batch was drawn that the loop has not taken yet; it draws one ahead where
             it cannot know otherwise which is the last. None where it does not.
         consumed: Batches that the training loop has taken.
@@ -182,7 +203,7 @@ class Position:
         loaders: For each loader a :class:`MapPosition`, a dict with its own state, or None.
     """
 
-    started: dict[str, Any] | None
+    started: tuple[dict[str, Any], list[Any]] | None
     ahead: dict[str, Any] | None
     consumed: int
     index: int
@@ -204,13 +225,15 @@ class TrainingLoaders:
         self._followed: dict[int, FollowedLoader] = {}
         self._target: Position | None = None
         self._draws = False
-        self._started: dict[str, Any] | None = None
+        self._started: tuple[dict[str, Any], list[Any]] | None = None
         self._before: tuple[dict[str, Any], list[Any]] | None = None
 
     def begin_iteration(self) -> None:
         """The loaders are about to be iterated for an epoch."""
-        self._started = random_state.note(self._device)
-        self._before = None
+        own = [_own_states(loader) for loader in self._combined.flattened]
+        self._started, self._before = (random_state.note(self._device), own), None
+        for followed in self._followed.values():
+            followed.begin_iteration()
 
     def begin_batch(self, fetcher: Any) -> None:
         """A batch is about to be taken, and the one after it drawn where the loop draws ahead."""
@@ -234,20 +257,37 @@ class TrainingLoaders:
                 f" {len(self._combined.flattened)}: pass the same loaders, or resume from the end of an epoch."
             )
         self._target = position
-        self._draws = False
-        for index, (loader, at) in enumerate(zip(self._combined.flattened, position.loaders, strict=True)):
+        pairs = list(zip(self._combined.flattened, position.loaders, strict=True))
+        self._draws = position.consumed > 0 and not all(
+            self._can_go_on(index, at) for index, (_, at) in enumerate(pairs)
+        )
+        for index, (loader, at) in enumerate(pairs):
             _compat.set_sampler_epoch(loader, epoch)
-            if isinstance(at, MapPosition) and index in self._followed:
-                self._followed[index].remake_at(at)
+            if isinstance(at, MapPosition):
                 self._tell_limits(loader, at)
-            elif isinstance(at, dict) and isinstance(loader, _compat.Stateful):
-                loader.load_state_dict(at["state"])
-            elif position.consumed:
-                self._draws = True
-        states = position.started if self._draws or position.ahead is None else position.ahead
-        if position.started is not None and states is not None:
-            self._started = position.started
-            random_state.set_to(states, self._device)
+            if not self._draws:
+                self._go_on(index, at)
+        if position.started is not None:
+            self._begin_as(position)
+
+    def _can_go_on(self, index: int, at: "MapPosition | dict[str, Any] | None") -> bool:
+        """Whether a loader can begin where it was, so that it need not be drawn from."""
+        is_stateful = isinstance(self._combined.flattened[index], _compat.Stateful)
+        return isinstance(at, dict) if is_stateful else isinstance(at, MapPosition) and index in self._followed
+
+    def _go_on(self, index: int, at: "MapPosition | dict[str, Any] | None") -> None:
+        if isinstance(at, MapPosition) and index in self._followed:
+            self._followed[index].remake_at(at)
+        elif isinstance(at, dict) and self._can_go_on(index, at):
+            self._combined.flattened[index].load_state_dict(at["state"])
+
+    def _begin_as(self, position: Position) -> None:
+        """Set random states to those that the loaders were iterated with, or drew with what they have drawn ahead."""
+        assert position.started is not None
+        self._started = states, own = position.started
+        for loader, of_loader in zip(self._combined.flattened, own, strict=False) if self._draws else ():
+            _set_own_states(loader, of_loader)
+        random_state.set_to(states if self._draws or position.ahead is None else position.ahead, self._device)
 
     def _tell_limits(self, loader: DataLoader, at: MapPosition) -> None:
         if at.made is None and at.yielded and not isinstance(_sampler(loader), DistributedSampler):
@@ -279,7 +319,8 @@ class TrainingLoaders:
         if iterator is None or fetcher is None or fetcher.iterator is None:
             return None
         buffered = len(_buffered(fetcher))
-        ahead, states = self._before if self._before is not None and buffered else (self._started, None)
+        started = None if self._started is None else self._started[0]
+        ahead, states = self._before if self._before is not None and buffered else (started, None)
         return Position(
             started=self._started,
             ahead=ahead if buffered else None,

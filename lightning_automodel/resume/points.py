@@ -23,8 +23,8 @@ class Point:
     Attributes:
         next: What comes next, one of the names in :mod:`loop_progress`.
         progress: Counters of the loops.
-        random: Global random states, then those of the generators of training and of validation loaders, and of the
-            module's own.
+        random: Global random states, then those of the generators of training and of validation loaders, of training
+            samplers, and of the module's own generators.
         position: Where the training loaders are; None where they are yet to be iterated.
         metrics: Running metrics.
         buffers: Plain buffers.
@@ -72,6 +72,7 @@ class Noting:
         self._switches = Switches(trainer, module)
         self._generators: dict[str, list[list[random_state.Generator]]] = {"training": [], "validation": []}
         self._generators_of_module: list[random_state.Generator] = []
+        self._samplers: list[Any] = []
         self._validation_to_take: tuple[list[list[Any]], dict[int, int]] | None = None
 
     @property
@@ -87,6 +88,7 @@ class Noting:
             "training": _generators(self._fit_loop._combined_loader),
             "validation": _generators(self._validation._combined_loader),
         }
+        self._samplers = _samplers(self._fit_loop._combined_loader)
         self._generators_of_module = random_state.generators_of_modules(self._trainer.lightning_module)
 
     def restore_what_is_trained(self, plan: dict[str, Any]) -> None:
@@ -117,6 +119,7 @@ class Noting:
                 "global": random_state.note(self._device),
                 "training": _states(self._generators["training"]),
                 "validation": _states(self._generators["validation"]),
+                "samplers": [sampler.state_dict() for sampler in self._samplers],
                 "module": random_state.note_generators(self._generators_of_module),
             },
             position=self._loaders.position(self._fit_loop._data_fetcher) if has_position else None,
@@ -159,6 +162,9 @@ class Noting:
             self.validation_loaders_made()
         if random is not None:
             _set_states(self._generators["training"], random["training"])
+            if plan["position"] is None:
+                for sampler, state in zip(self._samplers, random["samplers"], strict=False):
+                    sampler.load_state_dict(state)
             random_state.set_generators(self._generators_of_module, random["module"])
             random_state.set_to(random["global"], self._device)
 
@@ -178,6 +184,11 @@ def _generators(combined: Any) -> list[list[random_state.Generator]]:
 
 def _states(generators: list[list[random_state.Generator]]) -> list[list[Any]]:
     return [random_state.note_generators(of_loader) for of_loader in generators]
+
+
+def _samplers(combined: Any) -> list[Any]:
+    loaders = [] if combined is None else combined.flattened
+    return [sampler for loader in loaders for sampler in random_state.samplers_of(loader)]
 
 
 def _set_states(generators: list[list[random_state.Generator]], states: list[list[Any]]) -> None:

@@ -1,7 +1,7 @@
 """States of random-number generators: noted cheaply, written as what ``weights_only`` loads, and set again."""
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ from torch.utils.data import Sampler
 from lightning_automodel import _compat
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-_LEADS_TO_GENERATORS = (Sampler, _compat.DatasetSamplerWrapper)
-_NAMES_THAT_LEAD_THERE = ("sampler", "batch_sampler", "dataset")
+_SAMPLERS = (Sampler, _compat.DatasetSamplerWrapper)
+_NAMES_THAT_LEAD_ON = ("sampler", "batch_sampler", "dataset")
 
 
 def note(device: torch.device) -> dict[str, Any]:
@@ -42,16 +42,25 @@ def generators_of_modules(module: nn.Module) -> list[Generator]:
 
 def generators_of(loader: Any) -> list[Generator]:
     """Those that a loader, its samplers and its dataset hold as attributes, each once, in a fixed order."""
-    return list({id(generator): generator for generator in _walk(loader, set())}.values())
+    held = (value for owner in _led_to(loader) for value in getattr(owner, "__dict__", {}).values())
+    return list({id(value): value for value in held if isinstance(value, Generator)}.values())
 
 
-def _walk(owner: Any, seen: set[int]) -> Iterator[Generator]:
-    seen.add(id(owner))
-    for name, value in getattr(owner, "__dict__", {}).items():
-        if isinstance(value, Generator):
-            yield value
-        elif id(value) not in seen and (name in _NAMES_THAT_LEAD_THERE or isinstance(value, _LEADS_TO_GENERATORS)):
-            yield from _walk(value, seen)
+def samplers_of(loader: Any) -> list[_compat.Stateful]:
+    """The samplers of a loader that have ``state_dict`` and ``load_state_dict``, in a fixed order."""
+    samplers = (owner for owner in _led_to(loader) if isinstance(owner, _SAMPLERS))
+    return [sampler for sampler in samplers if isinstance(sampler, _compat.Stateful)]
+
+
+def _led_to(owner: Any) -> list[Any]:
+    """``owner``, its samplers and datasets, and theirs, each once."""
+    found, waiting = {id(owner): owner}, [owner]
+    while waiting:
+        held = getattr(waiting.pop(0), "__dict__", {})
+        new = [value for name, value in held.items() if name in _NAMES_THAT_LEAD_ON or isinstance(value, _SAMPLERS)]
+        waiting += [value for value in new if id(value) not in found]
+        found |= {id(value): value for value in new}
+    return list(found.values())
 
 
 def note_generators(generators: Iterable[Generator]) -> list[Any]:

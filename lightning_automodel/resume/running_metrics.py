@@ -137,11 +137,11 @@ def _savable_object(noted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _others(metric: Metric) -> dict[str, Any]:
-    """What a metric keeps beside its states, such as the extremes of one that wraps another."""
+    """What a metric keeps beside its states, such as the extremes of one that wraps another, or what it casts to."""
     return {
         key: value.clone() if isinstance(value, Tensor) else value
         for key, value in vars(metric).items()
-        if type(value) in (Tensor, bool, int, float, str, type(None))
+        if type(value) in (Tensor, bool, int, float, str, torch.dtype, type(None))
         and key not in metric._defaults
         and key not in _NOT_OTHERS
     }

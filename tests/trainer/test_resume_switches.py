@@ -19,6 +19,7 @@ from tests.trainer.resuming import Learner, Setting, compare, compare_chain
 DDP, FSDP2 = {"data_parallel": "ddp"}, {"data_parallel": "fsdp2"}
 UNUSED = {**DDP, "ddp_kwargs": {"find_unused_parameters": True}}
 DOUBLE = {"precision": "64-true", "max_epochs": 3}
+HALF = {"precision": "bf16-true", "num_sanity_val_steps": 2}
 SECOND_EPOCH = (("on_train_batch_end", 10), ("on_validation_end", 2))
 
 
@@ -73,6 +74,14 @@ class Keeping(Learner):
             self.logger.log_metrics({name: float(value) for name, value in self.extremes.compute().items()}, 0)
 
 
+class Casting(Learner):
+    """Tells the dtype that a metric casts to, which is another once the metric was logged."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        self.log("itemsize", float(self.running.dtype.itemsize))
+        return super().training_step(batch, batch_idx)
+
+
 @pytest.mark.parametrize(
     ("setting", "stops"),
     [
@@ -81,8 +90,12 @@ class Keeping(Learner):
         (Setting(UNUSED, DOUBLE, module=WithBackbone, callbacks=finetuning), SECOND_EPOCH),
         (Setting(FSDP2, {**DOUBLE, "val_check_interval": 3}, module=Switching), SECOND_EPOCH),
         (Setting(DDP, DOUBLE, module=Keeping), (("on_train_batch_start", 5),)),
+        (
+            Setting(FSDP2, HALF, {"optimizer": "sgd"}, Casting, loader="distributed"),
+            (("on_before_optimizer_step", 10),),
+        ),
     ],
-    ids=["accumulation", "backbone, sharded", "backbone, copied", "modes", "kept"],
+    ids=["accumulation", "backbone, sharded", "backbone, copied", "modes", "kept", "dtype"],
 )
 @pytest.mark.timeout(400)
 def test_switched(pool2: RankPool, setting: Setting, stops: Any, tmp_path: Path) -> None:
