@@ -148,7 +148,8 @@ class Resume(loop_progress.Follower):
         self._plan = plan
         self.planned = plan["next"]
         self._noting.restore_what_is_trained(plan)
-        checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": plan["progress"]}
+        fit_loop = loop_progress.with_states_of_users(plan["progress"], checkpoint["loops"]["fit_loop"])
+        checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": fit_loop}
 
     # --- What the loops tell ------------------------------------------------------------------------------------------
 
@@ -228,6 +229,7 @@ class Resume(loop_progress.Follower):
     def stepped(self) -> None:
         """The optimizer has stepped: there is nothing left of the window to go back for."""
         self._noted, self._next, self._before_validation = None, BATCH_END, {}
+        self._noting.steps_without_end = loop_progress.steps_without_end(self._trainer)
 
     @override
     def end_step(self) -> None:

@@ -8,10 +8,11 @@ by its own. What has neither is drawn from, and the batches dropped.
 import copy
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_automodel import _compat
@@ -27,6 +28,14 @@ _WORKERS = (
 _OTHER_ORDER = (
     "The ranks are not those that wrote the checkpoint, and a training loader has no DistributedSampler: of its epoch,"
     " samples may be left out or used twice."
+)
+_OTHER_LENGTH = (
+    "A training loader had {then} batches when the checkpoint was written, and has {now}: of the epoch, samples may be"
+    " left out or used twice."
+)
+_TOO_SHORT = (
+    "The checkpoint was written after batch {used} of an epoch, and a training loader has {now} now: pass the loader"
+    " that was used, or resume from the end of an epoch."
 )
 _OUT_OF_ORDER = "A training loader with in_order=False does not tell which batches were used: it resumes inexactly."
 
@@ -44,12 +53,14 @@ class MapPosition:
         first: Those as it drew its first index, which a loader without workers does with its first batch; None before.
         yielded: Batches that it has yielded.
         was_restarted: Whether it had served an epoch before (persistent workers).
+        length: Batches of an epoch; None where the loader does not know, or other ranks made it.
     """
 
     made: _Captured | None
     first: _Captured | None
     yielded: int
     was_restarted: bool
+    length: int | None
 
 
 class FollowedLoader:
@@ -72,7 +83,8 @@ class FollowedLoader:
         iterator = self._iterator()
         if iterator is None or self._made is None:
             return None
-        return MapPosition(self._made, self._first, iterator._num_yielded, self._was_restarted)
+        length = sized_len(self._loader)
+        return MapPosition(self._made, self._first, iterator._num_yielded, self._was_restarted, length)
 
     def remake_at(self, position: MapPosition) -> None:
         """Let the next iterator begin at ``position``."""
@@ -290,6 +302,11 @@ class TrainingLoaders:
         random_state.set_to(states if self._draws or position.ahead is None else position.ahead, self._device)
 
     def _tell_limits(self, loader: DataLoader, at: MapPosition) -> None:
+        length = sized_len(loader)
+        if length is not None and length < at.yielded:
+            raise ValueError(_TOO_SHORT.format(used=at.yielded, now=length))
+        if None not in (length, at.length) and length != at.length:
+            self._say(_OTHER_LENGTH.format(then=at.length, now=length))
         if at.made is None and at.yielded and not isinstance(_sampler(loader), DistributedSampler):
             self._say(_OTHER_ORDER)
         if loader.num_workers > 0:
@@ -305,8 +322,10 @@ class TrainingLoaders:
         iterator = self._combined._iterator
         if self._draws:
             self._say(_RESUMED_DRAWS.format(count=position.consumed))
-            for _ in range(position.consumed):
-                next(fetcher)
+            batches = getattr(fetcher, "iterator_wrapper", fetcher)  # what a step is given that draws its batches
+            for drawn in range(position.consumed):
+                if next(batches, None) is None:
+                    raise ValueError(_TOO_SHORT.format(used=position.consumed, now=drawn))
         else:
             iterator._idx += position.index
             if position.cycled:
@@ -340,7 +359,7 @@ class TrainingLoaders:
         position = self._followed[index].position() if index in self._followed else None
         if position is None or buffered == 0:
             return position
-        return MapPosition(position.made, position.first, position.yielded - buffered, position.was_restarted)
+        return replace(position, yielded=position.yielded - buffered)
 
     def close(self) -> None:
         """Give the loaders back."""

@@ -53,6 +53,9 @@ class Noting:
         loaders: Its training loaders.
         own: Returns what the strategy keeps from step to step.
         restore_own: Takes it back.
+
+    Attributes:
+        steps_without_end: Steps that began and never ended, of those before the newest.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Noting:
         self._generators: dict[str, list[list[random_state.Generator]]] = {"training": [], "validation": []}
         self._generators_of_module: list[random_state.Generator] = []
         self._samplers: list[Any] = []
+        self.steps_without_end = 0
         self._validation_to_take: tuple[list[list[Any]], dict[int, int]] | None = None
 
     @property
@@ -107,7 +111,7 @@ class Noting:
         progress, metrics = loop_progress.progress_of(self._trainer), self._metrics.note()
         switches = self._switches.note()
         if next_ == BATCH_END:
-            loop_progress.finish_counting(progress)
+            loop_progress.finish_counting(progress, self.steps_without_end)
         elif next_ == AFTER_VALIDATION and before_validation is not None:
             metrics |= {"first_batch": before_validation.metrics["first_batch"], "hook": None}
             switches = before_validation.switches

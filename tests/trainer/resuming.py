@@ -234,6 +234,10 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
         return DataLoader(Stream(rank, ranks), **options)
     if kind == "iterable":
         return Batches([collate([row]) for row in Stream(rank, ranks)])
+    if kind == "short own generator":
+        return DataLoader(Subset(rows, range(4)), shuffle=True, generator=generator, **options)
+    if kind == "short stream":
+        return Batches([collate([row]) for row in Stream(rank, ranks)][:2])
     few = DataLoader(Subset(rows, range(4)), shuffle=True, generator=generator, **options)
     many = DataLoader(rows, shuffle=True, **options)
     return CombinedLoader({"few": few, "many": many}, kind)
