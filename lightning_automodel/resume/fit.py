@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping
 from typing_extensions import override
 
-from lightning_automodel.resume import loader_position, loop_progress, other_shape, random_state
+from lightning_automodel.resume import loader_position, loop_progress, other_shape, random_state, schedule_callbacks
 from lightning_automodel.resume.loop_progress import (
     AFTER_BATCH,
     AFTER_VALIDATION,
@@ -188,6 +188,8 @@ class Resume(loop_progress.Follower):
         assert self._plan is not None
         plan, self._plan, self.planned = random_state.loaded(self._plan), None, None
         self._next = plan["next"]
+        if self._next in loop_progress.WITHIN_EPOCH:
+            schedule_callbacks.within_epoch(self._trainer)
         self._noting.restore_randomness(plan)
 
     @override

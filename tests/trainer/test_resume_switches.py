@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler, StochasticWeightAveraging
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MinMaxMetric, SumMetric
 from torchmetrics.wrappers import Running
@@ -21,6 +21,7 @@ UNUSED = {**DDP, "ddp_kwargs": {"find_unused_parameters": True}}
 DOUBLE = {"precision": "64-true", "max_epochs": 3}
 HALF = {"precision": "bf16-true", "num_sanity_val_steps": 2}
 SECOND_EPOCH = (("on_train_batch_end", 10), ("on_validation_end", 2))
+AVERAGING = (("on_train_batch_end", 3), ("on_train_epoch_end", 1), ("on_train_batch_end", 10))
 
 
 class WithBackbone(Learner):
@@ -40,6 +41,18 @@ def finetuning() -> list[Callback]:
 
 def accumulating() -> list[Callback]:
     return [GradientAccumulationScheduler({0: 1, 1: 3})]
+
+
+def averaging() -> list[Callback]:
+    return [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)]
+
+
+class Unnormed(Learner):
+    """Has no batch statistics, for which another epoch would follow the average."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.statistics = nn.Identity()
 
 
 class Switching(Learner):
@@ -88,6 +101,7 @@ class Casting(Learner):
         (Setting(FSDP2, DOUBLE, callbacks=accumulating), SECOND_EPOCH),
         (Setting(FSDP2, DOUBLE, module=WithBackbone, callbacks=finetuning), SECOND_EPOCH),
         (Setting(UNUSED, DOUBLE, module=WithBackbone, callbacks=finetuning), SECOND_EPOCH),
+        (Setting(DDP, DOUBLE, {"schedule": "epoch"}, Unnormed, callbacks=averaging), AVERAGING),
         (Setting(FSDP2, {**DOUBLE, "val_check_interval": 3}, module=Switching), SECOND_EPOCH),
         (Setting(DDP, DOUBLE, module=Keeping), (("on_train_batch_start", 5),)),
         (
@@ -95,7 +109,7 @@ class Casting(Learner):
             (("on_before_optimizer_step", 10),),
         ),
     ],
-    ids=["accumulation", "backbone, sharded", "backbone, copied", "modes", "kept", "dtype"],
+    ids=["accumulation", "backbone, sharded", "backbone, copied", "average", "modes", "kept", "dtype"],
 )
 @pytest.mark.timeout(400)
 def test_switched(pool2: RankPool, setting: Setting, stops: Any, tmp_path: Path) -> None:
