@@ -90,11 +90,6 @@ class FollowedLoader:
         """Let the next iterator begin at ``position``."""
         self._target = position
 
-    def begin_iteration(self) -> None:
-        """The loader is about to be iterated anew, perhaps not before its first batch is wanted."""
-        if not (self._loader.persistent_workers and self._loader.num_workers):
-            self._iterator, self._made = lambda: None, None
-
     def close(self) -> None:
         """Give the loader back as it came."""
         self._loader.__dict__.pop("_get_iterator", None)
@@ -244,8 +239,6 @@ class TrainingLoaders:
         """The loaders are about to be iterated for an epoch."""
         own = [_own_states(loader) for loader in self._combined.flattened]
         self._started, self._before = (random_state.note(self._device), own), None
-        for followed in self._followed.values():
-            followed.begin_iteration()
 
     def begin_batch(self, fetcher: Any) -> None:
         """A batch is about to be taken, and the one after it drawn where the loop draws ahead."""
@@ -346,10 +339,15 @@ class TrainingLoaders:
             consumed=fetcher.fetched - buffered,
             index=iterator._idx - buffered,
             cycled=list(getattr(iterator, "_consumed", [])),
-            loaders=[self._one(index, buffered, states) for index in range(len(self._combined.flattened))],
+            loaders=[
+                self._one(index, fetcher.fetched - buffered, buffered, states)
+                for index in range(len(self._combined.flattened))
+            ],
         )
 
-    def _one(self, index: int, buffered: int, states: list[Any] | None) -> MapPosition | dict[str, Any] | None:
+    def _one(
+        self, index: int, consumed: int, buffered: int, states: list[Any] | None
+    ) -> MapPosition | dict[str, Any] | None:
         loader = self._combined.flattened[index]
         if isinstance(loader, _compat.Stateful):
             if not buffered:
@@ -357,8 +355,8 @@ class TrainingLoaders:
             stateful = [other for other in self._combined.flattened[:index] if isinstance(other, _compat.Stateful)]
             return None if states is None else {"state": states[len(stateful)]}
         position = self._followed[index].position() if index in self._followed else None
-        if position is None or buffered == 0:
-            return position
+        if position is None or (consumed == 0 and position.yielded > buffered):
+            return None  # a loader that makes its iterator with its first batch still has that of the epoch before
         return replace(position, yielded=position.yielded - buffered)
 
     def close(self) -> None:

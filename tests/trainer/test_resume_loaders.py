@@ -38,7 +38,7 @@ STOPS = (("on_train_batch_end", 3), ("on_train_batch_end", 4), ("on_train_epoch_
 def test_loader(pool2: RankPool, loader: str, tmp_path: Path) -> None:
     if loader.startswith("stateful") and StatefulDataLoader is None:
         pytest.skip("torchdata is not installed")
-    stops = STOPS[:3] if loader in ("min_size",) else STOPS
+    stops = STOPS[:3] if loader in ("min_size",) else (*STOPS, ("on_train_batch_start", 8))
     setting = Setting({"data_parallel": "ddp"}, WINDOWS, loader=loader)
     for differing in pool2.run(compare, setting, tmp_path, *stops, timeout_s=600):
         assert differing == []
