@@ -339,15 +339,10 @@ class TrainingLoaders:
             consumed=fetcher.fetched - buffered,
             index=iterator._idx - buffered,
             cycled=list(getattr(iterator, "_consumed", [])),
-            loaders=[
-                self._one(index, fetcher.fetched - buffered, buffered, states)
-                for index in range(len(self._combined.flattened))
-            ],
+            loaders=[self._one(index, buffered, states) for index in range(len(self._combined.flattened))],
         )
 
-    def _one(
-        self, index: int, consumed: int, buffered: int, states: list[Any] | None
-    ) -> MapPosition | dict[str, Any] | None:
+    def _one(self, index: int, buffered: int, states: list[Any] | None) -> MapPosition | dict[str, Any] | None:
         loader = self._combined.flattened[index]
         if isinstance(loader, _compat.Stateful):
             if not buffered:
@@ -355,9 +350,7 @@ class TrainingLoaders:
             stateful = [other for other in self._combined.flattened[:index] if isinstance(other, _compat.Stateful)]
             return None if states is None else {"state": states[len(stateful)]}
         position = self._followed[index].position() if index in self._followed else None
-        if position is None or (consumed == 0 and position.yielded > buffered):
-            return None  # a loader that makes its iterator with its first batch still has that of the epoch before
-        return replace(position, yielded=position.yielded - buffered)
+        return None if position is None else replace(position, yielded=position.yielded - buffered)
 
     def close(self) -> None:
         """Give the loaders back."""
