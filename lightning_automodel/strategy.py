@@ -54,7 +54,7 @@ from lightning_automodel.launchers import InPlaceLauncher, make_launcher
 from lightning_automodel.mesh import RunMesh, build_mesh, resolve_sizes
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.plugin import adapt_plugin, give_back_plugin
-from lightning_automodel.resume import CHECKPOINT_KEY, Resume
+from lightning_automodel.resume import CHECKPOINT_KEY, Resume, schedule_callbacks
 from lightning_automodel.scaling import LossScaling, RangeScale
 from lightning_automodel.token_loss import Count, StepReport, TokenWeighting
 from lightning_automodel.weight_callbacks import AverageCopies
@@ -847,12 +847,11 @@ class AutomodelStrategy(ParallelStrategy):
         checkpoint = self._checkpoints.open(checkpoint_path, weights_only, self.checkpoint_io, self.local_rank == 0)
         state = checkpoint.pop(CHECKPOINT_KEY, None)
         assert self.lightning_module is not None
-        if (
-            state is not None
-            and self._resume is not None
-            and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        ):
-            self._resume.load(state, checkpoint, self._joined_mesh().sizes_by_name(), self.global_rank)
+        trainer = self.lightning_module.trainer
+        if self._resume is not None and trainer.state.fn == TrainerFn.FITTING:
+            schedule_callbacks.before_loading(trainer, checkpoint.get("callbacks", {}))
+            if state is not None:
+                self._resume.load(state, checkpoint, self._joined_mesh().sizes_by_name(), self.global_rank)
         return checkpoint
 
     @override

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping
 from typing_extensions import override
 
-from lightning_automodel.resume import loader_position, loop_progress, other_shape, random_state
+from lightning_automodel.resume import loader_position, loop_progress, other_shape, random_state, schedule_callbacks
 from lightning_automodel.resume.loop_progress import (
     AFTER_BATCH,
     AFTER_VALIDATION,
@@ -73,7 +73,7 @@ class Resume(loop_progress.Follower):
         self._is_iterated = False
         self._is_placed = False
         self._is_validating = False
-        self._first_batch_in_training: bool | None = None
+        self._validated: Point | None = None
         self._plan: dict[str, Any] | None = None
         self._position_to_take: loader_position.Position | None = None
         self._before_validation: dict[str, Any] = {}
@@ -147,7 +147,9 @@ class Resume(loop_progress.Follower):
             self._say(_OTHER_RANKS.format(then=state["sizes"], now=sizes))
         self._plan = plan
         self.planned = plan["next"]
-        checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": plan["progress"]}
+        self._noting.restore_what_is_trained(plan)
+        fit_loop = loop_progress.with_states_of_users(plan["progress"], checkpoint["loops"]["fit_loop"])
+        checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": fit_loop}
 
     # --- What the loops tell ------------------------------------------------------------------------------------------
 
@@ -186,6 +188,8 @@ class Resume(loop_progress.Follower):
         assert self._plan is not None
         plan, self._plan, self.planned = random_state.loaded(self._plan), None, None
         self._next = plan["next"]
+        if self._next in loop_progress.WITHIN_EPOCH:
+            schedule_callbacks.within_epoch(self._trainer)
         self._noting.restore_randomness(plan)
 
     @override
@@ -227,6 +231,7 @@ class Resume(loop_progress.Follower):
     def stepped(self) -> None:
         """The optimizer has stepped: there is nothing left of the window to go back for."""
         self._noted, self._next, self._before_validation = None, BATCH_END, {}
+        self._noting.steps_without_end = loop_progress.steps_without_end(self._trainer)
 
     @override
     def end_step(self) -> None:
@@ -250,8 +255,7 @@ class Resume(loop_progress.Follower):
     def has_validated(self) -> None:
         self._next = AFTER_VALIDATION
         if self._is_validating and self._noted is not None:
-            self._first_batch_in_training = self._noted.metrics["first_batch"]
-            self._noted = None
+            self._validated, self._noted = self._noted, None
 
     @override
     def end_batch(self) -> None:
@@ -282,7 +286,7 @@ class Resume(loop_progress.Follower):
     # --- Noting -------------------------------------------------------------------------------------------------------
 
     def _take(self, next_: str) -> Point:
-        return self._noting.take(next_, self._is_iterated, self._first_batch_in_training)
+        return self._noting.take(next_, self._is_iterated, self._validated)
 
     def _is_last_batch(self) -> bool:
         fit_loop = self._trainer.fit_loop

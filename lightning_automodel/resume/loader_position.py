@@ -5,12 +5,14 @@ and passing over those that were used: nothing is loaded twice. A loader with ``
 by its own. What has neither is drawn from, and the batches dropped.
 """
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_automodel import _compat
@@ -27,11 +29,19 @@ _OTHER_ORDER = (
     "The ranks are not those that wrote the checkpoint, and a training loader has no DistributedSampler: of its epoch,"
     " samples may be left out or used twice."
 )
+_OTHER_LENGTH = (
+    "A training loader had {then} batches when the checkpoint was written, and has {now}: of the epoch, samples may be"
+    " left out or used twice."
+)
+_TOO_SHORT = (
+    "The checkpoint was written after batch {used} of an epoch, and a training loader has {now} now: pass the loader"
+    " that was used, or resume from the end of an epoch."
+)
 _OUT_OF_ORDER = "A training loader with in_order=False does not tell which batches were used: it resumes inexactly."
 
 
-_Captured = tuple[dict[str, Any], list[Any]]
-"""Global random states, then those of a loader's own generators."""
+_Captured = tuple[dict[str, Any], list[Any], list[Any]]
+"""Global random states, then those of a loader's own generators, then the states of its samplers."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +53,14 @@ class MapPosition:
         first: Those as it drew its first index, which a loader without workers does with its first batch; None before.
         yielded: Batches that it has yielded.
         was_restarted: Whether it had served an epoch before (persistent workers).
+        length: Batches of an epoch; None where the loader does not know, or other ranks made it.
     """
 
     made: _Captured | None
     first: _Captured | None
     yielded: int
     was_restarted: bool
+    length: int | None
 
 
 class FollowedLoader:
@@ -71,10 +83,11 @@ class FollowedLoader:
         iterator = self._iterator()
         if iterator is None or self._made is None:
             return None
-        return MapPosition(self._made, self._first, iterator._num_yielded, self._was_restarted)
+        length = sized_len(self._loader)
+        return MapPosition(self._made, self._first, iterator._num_yielded, self._was_restarted, length)
 
     def remake_at(self, position: MapPosition) -> None:
-        """Let the next iterator begin at ``position``. It leaves the random states in disorder."""
+        """Let the next iterator begin at ``position``."""
         self._target = position
 
     def close(self) -> None:
@@ -86,14 +99,13 @@ class FollowedLoader:
                 iterator.__dict__.pop(name, None)
 
     def _capture(self) -> _Captured:
-        generators = random_state.generators_of(self._loader)
-        return random_state.note(self._device), random_state.note_generators(generators)
+        return (random_state.note(self._device), *_own_states(self._loader))
 
     def _return_to(self, captured: _Captured | None) -> None:
         if captured is None:
             return
         random_state.set_to(captured[0], self._device)
-        random_state.set_generators(random_state.generators_of(self._loader), captured[1])
+        _set_own_states(self._loader, captured[1:])
 
     def _make(self) -> Any:
         target, self._target = self._target, None
@@ -101,8 +113,11 @@ class FollowedLoader:
             self._made, self._first, self._was_restarted = self._capture(), None, False
             return self._follow(type(self._loader)._get_iterator(self._loader))
         self._made, self._first, self._was_restarted = target.made, target.first, target.was_restarted
+        states, (generators, _) = random_state.note(self._device), _own_states(self._loader)
         iterator = self._remake(target) if self._loader.num_workers == 0 else self._remake_with_workers(target)
         iterator._num_yielded = target.yielded
+        random_state.set_to(states, self._device)
+        _set_own_states(self._loader, (generators, []))
         return self._follow(iterator)
 
     def _follow(self, iterator: Any) -> Any:
@@ -116,7 +131,7 @@ class FollowedLoader:
     def _note_first_index(self) -> Any:
         iterator = self._iterator()
         del iterator._next_index
-        self._first = self._capture()
+        self._first = (*self._capture()[:2], [])
         return iterator._next_index()
 
     def _note_restart(self, loader: DataLoader, first_iter: bool = False) -> None:
@@ -152,6 +167,18 @@ class FollowedLoader:
         return iterator
 
 
+def _own_states(loader: Any) -> tuple[list[Any], list[Any]]:
+    """States of the generators and of the samplers that a loader holds."""
+    generators = random_state.note_generators(random_state.generators_of(loader))
+    return generators, [sampler.state_dict() for sampler in random_state.samplers_of(loader)]
+
+
+def _set_own_states(loader: Any, states: tuple[list[Any], list[Any]]) -> None:
+    random_state.set_generators(random_state.generators_of(loader), states[0])
+    for sampler, state in zip(random_state.samplers_of(loader), states[1], strict=False):
+        sampler.load_state_dict(copy.deepcopy(state))
+
+
 class _From:
     """A sampler without the first ``start`` of what it yields."""
 
@@ -173,7 +200,8 @@ class Position:
     """Where a combination of loaders is.
 
     Attributes:
-        started: Global random states as the loaders began to be iterated for the epoch; None where other ranks did.
+        started: Global random states as the loaders began to be iterated for the epoch, then the states of each
+            loader's generators and samplers; None where other ranks did.
         ahead: Global random states before the batch was drawn that the loop has not taken yet; it draws one ahead where
             it cannot know otherwise which is the last. None where it does not.
         consumed: Batches that the training loop has taken.
@@ -182,7 +210,7 @@ class Position:
         loaders: For each loader a :class:`MapPosition`, a dict with its own state, or None.
     """
 
-    started: dict[str, Any] | None
+    started: tuple[dict[str, Any], list[Any]] | None
     ahead: dict[str, Any] | None
     consumed: int
     index: int
@@ -204,13 +232,13 @@ class TrainingLoaders:
         self._followed: dict[int, FollowedLoader] = {}
         self._target: Position | None = None
         self._draws = False
-        self._started: dict[str, Any] | None = None
+        self._started: tuple[dict[str, Any], list[Any]] | None = None
         self._before: tuple[dict[str, Any], list[Any]] | None = None
 
     def begin_iteration(self) -> None:
         """The loaders are about to be iterated for an epoch."""
-        self._started = random_state.note(self._device)
-        self._before = None
+        own = [_own_states(loader) for loader in self._combined.flattened]
+        self._started, self._before = (random_state.note(self._device), own), None
 
     def begin_batch(self, fetcher: Any) -> None:
         """A batch is about to be taken, and the one after it drawn where the loop draws ahead."""
@@ -234,22 +262,44 @@ class TrainingLoaders:
                 f" {len(self._combined.flattened)}: pass the same loaders, or resume from the end of an epoch."
             )
         self._target = position
-        self._draws = False
-        for index, (loader, at) in enumerate(zip(self._combined.flattened, position.loaders, strict=True)):
+        pairs = list(zip(self._combined.flattened, position.loaders, strict=True))
+        self._draws = position.consumed > 0 and not all(
+            self._can_go_on(index, at) for index, (_, at) in enumerate(pairs)
+        )
+        for index, (loader, at) in enumerate(pairs):
             _compat.set_sampler_epoch(loader, epoch)
-            if isinstance(at, MapPosition) and index in self._followed:
-                self._followed[index].remake_at(at)
+            if isinstance(at, MapPosition):
                 self._tell_limits(loader, at)
-            elif isinstance(at, dict) and isinstance(loader, _compat.Stateful):
-                loader.load_state_dict(at["state"])
-            elif position.consumed:
-                self._draws = True
-        states = position.started if self._draws or position.ahead is None else position.ahead
-        if position.started is not None and states is not None:
-            self._started = position.started
-            random_state.set_to(states, self._device)
+            if not self._draws:
+                self._go_on(index, at)
+        if position.started is not None:
+            self._begin_as(position)
+
+    def _can_go_on(self, index: int, at: "MapPosition | dict[str, Any] | None") -> bool:
+        """Whether a loader can begin where it was, so that it need not be drawn from."""
+        is_stateful = isinstance(self._combined.flattened[index], _compat.Stateful)
+        return isinstance(at, dict) if is_stateful else isinstance(at, MapPosition) and index in self._followed
+
+    def _go_on(self, index: int, at: "MapPosition | dict[str, Any] | None") -> None:
+        if isinstance(at, MapPosition) and index in self._followed:
+            self._followed[index].remake_at(at)
+        elif isinstance(at, dict) and self._can_go_on(index, at):
+            self._combined.flattened[index].load_state_dict(at["state"])
+
+    def _begin_as(self, position: Position) -> None:
+        """Set random states to those that the loaders were iterated with, or drew with what they have drawn ahead."""
+        assert position.started is not None
+        self._started = states, own = position.started
+        for loader, of_loader in zip(self._combined.flattened, own, strict=False) if self._draws else ():
+            _set_own_states(loader, of_loader)
+        random_state.set_to(states if self._draws or position.ahead is None else position.ahead, self._device)
 
     def _tell_limits(self, loader: DataLoader, at: MapPosition) -> None:
+        length = sized_len(loader)
+        if length is not None and length < at.yielded:
+            raise ValueError(_TOO_SHORT.format(used=at.yielded, now=length))
+        if None not in (length, at.length) and length != at.length:
+            self._say(_OTHER_LENGTH.format(then=at.length, now=length))
         if at.made is None and at.yielded and not isinstance(_sampler(loader), DistributedSampler):
             self._say(_OTHER_ORDER)
         if loader.num_workers > 0:
@@ -265,8 +315,10 @@ class TrainingLoaders:
         iterator = self._combined._iterator
         if self._draws:
             self._say(_RESUMED_DRAWS.format(count=position.consumed))
-            for _ in range(position.consumed):
-                next(fetcher)
+            batches = getattr(fetcher, "iterator_wrapper", fetcher)  # what a step is given that draws its batches
+            for drawn in range(position.consumed):
+                if next(batches, None) is None:
+                    raise ValueError(_TOO_SHORT.format(used=position.consumed, now=drawn))
         else:
             iterator._idx += position.index
             if position.cycled:
@@ -279,7 +331,8 @@ class TrainingLoaders:
         if iterator is None or fetcher is None or fetcher.iterator is None:
             return None
         buffered = len(_buffered(fetcher))
-        ahead, states = self._before if self._before is not None and buffered else (self._started, None)
+        started = None if self._started is None else self._started[0]
+        ahead, states = self._before if self._before is not None and buffered else (started, None)
         return Position(
             started=self._started,
             ahead=ahead if buffered else None,
@@ -297,9 +350,7 @@ class TrainingLoaders:
             stateful = [other for other in self._combined.flattened[:index] if isinstance(other, _compat.Stateful)]
             return None if states is None else {"state": states[len(stateful)]}
         position = self._followed[index].position() if index in self._followed else None
-        if position is None or buffered == 0:
-            return position
-        return MapPosition(position.made, position.first, position.yielded - buffered, position.was_restarted)
+        return None if position is None else replace(position, yielded=position.yielded - buffered)
 
     def close(self) -> None:
         """Give the loaders back."""

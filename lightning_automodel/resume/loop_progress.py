@@ -323,14 +323,26 @@ def _copied(progress: Any) -> dict[str, Any]:
     }
 
 
-def finish_counting(progress: dict[str, Any]) -> None:
+def with_states_of_users(progress: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """``progress``, and what loops of the user's own had added to what was ``saved``."""
+    states = {name: {**saved.get(name, {}), **state} for name, state in progress.items() if name.endswith("state_dict")}
+    return {**saved, **progress, **states}
+
+
+def steps_without_end(trainer: "pl.Trainer") -> int:
+    """Steps that began and never ended, but for the newest: one that draws its batches may find that there is none."""
+    steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    return max(0, steps.ready - steps.completed - 1)
+
+
+def finish_counting(progress: dict[str, Any], without_end: int) -> None:
     """Count the batch that stepped last as processed, and its step as completed, wherever in its hooks it is."""
     for batches in (progress["epoch_loop.batch_progress"][which] for which in ("total", "current")):
         batches["started"] = batches["processed"] = batches["ready"]
         batches["completed"] = batches["ready"] - 1
     steps = progress["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
-    for counts in (steps["total"], steps["current"]):
-        counts["completed"] = counts["ready"]
+    steps["total"]["completed"] = steps["total"]["ready"] - without_end
+    steps["current"]["completed"] = steps["current"]["ready"]
 
 
 def batches_of_epoch(progress: dict[str, Any]) -> int:

@@ -40,7 +40,7 @@ def _scaled_progress(progress: dict[str, Any], then: int, now: int) -> dict[str,
 
 def _scaled_position(position: dict[str, Any], then: int, now: int) -> dict[str, Any]:
     loaders = [
-        {**at, "made": None, "first": None, "yielded": at["yielded"] * then // now}
+        {**at, "made": None, "first": None, "yielded": at["yielded"] * then // now, "length": None}
         if at is not None and "made" in at
         else None
         for at in position["loaders"]

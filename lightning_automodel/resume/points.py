@@ -13,6 +13,7 @@ from lightning_automodel import weight_callbacks
 from lightning_automodel.resume import loader_position, loop_progress, random_state, running_metrics
 from lightning_automodel.resume.loop_progress import AFTER_VALIDATION, BATCH_END, EPOCH_END
 from lightning_automodel.resume.module_buffers import PlainBuffers
+from lightning_automodel.resume.switches import Noted, Switches
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,12 @@ class Point:
     Attributes:
         next: What comes next, one of the names in :mod:`loop_progress`.
         progress: Counters of the loops.
-        random: Global random states, then those of the generators of training and of validation loaders.
+        random: Global random states, then those of the generators of training and of validation loaders, of training
+            samplers, and of the module's own generators.
         position: Where the training loaders are; None where they are yet to be iterated.
         metrics: Running metrics.
         buffers: Plain buffers.
+        switches: How modules and parameters are switched.
         counted: Small things that Lightning counts and does not save.
         own: What the strategy itself keeps from step to step.
     """
@@ -36,6 +39,7 @@ class Point:
     position: loader_position.Position | None
     metrics: dict[str, Any]
     buffers: dict[str, Tensor]
+    switches: Noted
     counted: dict[str, Any]
     own: dict[str, Any]
 
@@ -49,6 +53,9 @@ class Noting:
         loaders: Its training loaders.
         own: Returns what the strategy keeps from step to step.
         restore_own: Takes it back.
+
+    Attributes:
+        steps_without_end: Steps that began and never ended, of those before the newest.
     """
 
     def __init__(
@@ -65,7 +72,11 @@ class Noting:
         self._metrics = running_metrics.RunningMetrics(trainer, module)
         averages = enumerate(weight_callbacks.averaged_models(module))
         self._buffers = PlainBuffers({"module": module} | {f"average{index}": average for index, average in averages})
+        self._switches = Switches(trainer, module)
         self._generators: dict[str, list[list[random_state.Generator]]] = {"training": [], "validation": []}
+        self._generators_of_module: list[random_state.Generator] = []
+        self._samplers: list[Any] = []
+        self.steps_without_end = 0
         self._validation_to_take: tuple[list[list[Any]], dict[int, int]] | None = None
 
     @property
@@ -76,24 +87,34 @@ class Noting:
         """Look for what is to be noted: finding it takes longer than noting it."""
         self._buffers.look_again()
         self._metrics.look_again()
+        self._switches.look_again()
         self._generators = {
             "training": _generators(self._fit_loop._combined_loader),
             "validation": _generators(self._validation._combined_loader),
         }
+        self._samplers = _samplers(self._fit_loop._combined_loader)
+        self._generators_of_module = random_state.generators_of_modules(self._trainer.lightning_module)
 
-    def take(self, next_: str, is_iterated: bool, first_batch: bool | None) -> Point:
+    def restore_what_is_trained(self, plan: dict[str, Any]) -> None:
+        """Before optimizers are loaded, which have no state for what is frozen."""
+        self._switches.restore_what_is_trained(plan["switches"])
+
+    def take(self, next_: str, is_iterated: bool, before_validation: Point | None) -> Point:
         """The moment now.
 
         Args:
             next_: What comes next.
             is_iterated: Whether the training loaders are iterated for the epoch.
-            first_batch: After a validation, whether Lightning's loggers take the batch before it for an epoch's first.
+            before_validation: The moment before the newest validation: until its last hooks are over, modules still
+                evaluate, and Lightning's loggers have forgotten whether the batch before was an epoch's first.
         """
         progress, metrics = loop_progress.progress_of(self._trainer), self._metrics.note()
+        switches = self._switches.note()
         if next_ == BATCH_END:
-            loop_progress.finish_counting(progress)
-        elif next_ == AFTER_VALIDATION:
-            metrics |= {"first_batch": first_batch, "hook": None}
+            loop_progress.finish_counting(progress, self.steps_without_end)
+        elif next_ == AFTER_VALIDATION and before_validation is not None:
+            metrics |= {"first_batch": before_validation.metrics["first_batch"], "hook": None}
+            switches = before_validation.switches
         has_position = is_iterated and next_ != EPOCH_END
         return Point(
             next=next_,
@@ -102,10 +123,13 @@ class Noting:
                 "global": random_state.note(self._device),
                 "training": _states(self._generators["training"]),
                 "validation": _states(self._generators["validation"]),
+                "samplers": [sampler.state_dict() for sampler in self._samplers],
+                "module": random_state.note_generators(self._generators_of_module),
             },
             position=self._loaders.position(self._fit_loop._data_fetcher) if has_position else None,
             metrics=metrics,
             buffers=self._buffers.note(),
+            switches=switches,
             counted={
                 "validation_batches": dict(self._validation._seen_batches_per_dataloader),
                 "training_loaders_made": self._fit_loop._last_train_dl_reload_epoch,
@@ -120,6 +144,7 @@ class Noting:
             "buffers": self._buffers.savable(point.buffers, group),
             "position": loader_position.savable(point.position),
             "metrics": running_metrics.savable(point.metrics),
+            "switches": self._switches.savable(point.switches),
         }
         return random_state.savable(plain)
 
@@ -130,16 +155,21 @@ class Noting:
         self._restore_own(plan["own"])
 
     def restore_randomness(self, plan: dict[str, Any]) -> None:
-        """Where the run goes on, put back random states and what Lightning counts."""
+        """Where the run goes on, put back random states, switches and what Lightning counts."""
         counted, random = plan["counted"], plan["random"]
         self._fit_loop._last_train_dl_reload_epoch = counted["training_loaders_made"]
         self._validation._last_val_dl_reload_epoch = counted["validation_loaders_made"]
         self.look_again()
+        self._switches.restore(plan["switches"])
         self._validation_to_take = [] if random is None else random["validation"], counted["validation_batches"]
         if self._validation._combined_loader is not None:
             self.validation_loaders_made()
         if random is not None:
             _set_states(self._generators["training"], random["training"])
+            if plan["position"] is None:
+                for sampler, state in zip(self._samplers, random["samplers"], strict=False):
+                    sampler.load_state_dict(state)
+            random_state.set_generators(self._generators_of_module, random["module"])
             random_state.set_to(random["global"], self._device)
 
     def validation_loaders_made(self) -> None:
@@ -158,6 +188,11 @@ def _generators(combined: Any) -> list[list[random_state.Generator]]:
 
 def _states(generators: list[list[random_state.Generator]]) -> list[list[Any]]:
     return [random_state.note_generators(of_loader) for of_loader in generators]
+
+
+def _samplers(combined: Any) -> list[Any]:
+    loaders = [] if combined is None else combined.flattened
+    return [sampler for loader in loaders for sampler in random_state.samplers_of(loader)]
 
 
 def _set_states(generators: list[list[random_state.Generator]], states: list[list[Any]]) -> None:

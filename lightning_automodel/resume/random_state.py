@@ -1,18 +1,19 @@
 """States of random-number generators: noted cheaply, written as what ``weights_only`` loads, and set again."""
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import Sampler
 
 from lightning_automodel import _compat
 
-Generator = torch.Generator | np.random.Generator | random.Random
-_LEADS_TO_GENERATORS = (Sampler, _compat.DatasetSamplerWrapper)
-_NAMES_THAT_LEAD_THERE = ("sampler", "batch_sampler")
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+_SAMPLERS = (Sampler, _compat.DatasetSamplerWrapper)
+_NAMES_THAT_LEAD_ON = ("sampler", "batch_sampler", "dataset")
 
 
 def note(device: torch.device) -> dict[str, Any]:
@@ -33,18 +34,33 @@ def set_to(states: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["device"], device)
 
 
+def generators_of_modules(module: nn.Module) -> list[Generator]:
+    """The generators that a module and its submodules hold as attributes, each once, in a fixed order."""
+    held = (value for submodule in module.modules() for value in vars(submodule).values())
+    return list({id(value): value for value in held if isinstance(value, Generator)}.values())
+
+
 def generators_of(loader: Any) -> list[Generator]:
-    """The generators that a loader and its samplers hold as attributes, each once, in a fixed order."""
-    return list({id(generator): generator for generator in _walk(loader, set())}.values())
+    """Those that a loader, its samplers and its dataset hold as attributes, each once, in a fixed order."""
+    held = (value for owner in _led_to(loader) for value in getattr(owner, "__dict__", {}).values())
+    return list({id(value): value for value in held if isinstance(value, Generator)}.values())
 
 
-def _walk(owner: Any, seen: set[int]) -> Iterator[Generator]:
-    seen.add(id(owner))
-    for name, value in getattr(owner, "__dict__", {}).items():
-        if isinstance(value, Generator):
-            yield value
-        elif id(value) not in seen and (name in _NAMES_THAT_LEAD_THERE or isinstance(value, _LEADS_TO_GENERATORS)):
-            yield from _walk(value, seen)
+def samplers_of(loader: Any) -> list[_compat.Stateful]:
+    """The samplers of a loader that have ``state_dict`` and ``load_state_dict``, in a fixed order."""
+    samplers = (owner for owner in _led_to(loader) if isinstance(owner, _SAMPLERS))
+    return [sampler for sampler in samplers if isinstance(sampler, _compat.Stateful)]
+
+
+def _led_to(owner: Any) -> list[Any]:
+    """``owner``, its samplers and datasets, and theirs, each once."""
+    found, waiting = {id(owner): owner}, [owner]
+    while waiting:
+        held = getattr(waiting.pop(0), "__dict__", {})
+        new = [value for name, value in held.items() if name in _NAMES_THAT_LEAD_ON or isinstance(value, _SAMPLERS)]
+        waiting += [value for value in new if id(value) not in found]
+        found |= {id(value): value for value in new}
+    return list(found.values())
 
 
 def note_generators(generators: Iterable[Generator]) -> list[Any]:
@@ -64,6 +80,8 @@ def _state(generator: Generator) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
     return generator.bit_generator.state
 
 
@@ -72,6 +90,8 @@ def _set_state(generator: Generator, state: Any) -> None:
         generator.set_state(state)
     elif isinstance(generator, random.Random):
         generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
     else:
         generator.bit_generator.state = state
 

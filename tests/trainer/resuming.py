@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy
@@ -218,13 +218,71 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
         return StatefulDataLoader(rows, shuffle=True, generator=generator, **options)
     if kind == "stateful stream":
         return StatefulDataLoader(Stream(rank, ranks), **options)
+    if kind == "stateful sampler":
+        return DataLoader(rows, sampler=CountingSampler(len(rows)), **options)
+    if kind == "generator of the dataset":
+        return DataLoader(Noisy(rows), shuffle=True, **options)
+    if kind == "own iteration":
+        return Cloning(rows, shuffle=True, **options)
+    if kind == "stream and rows":
+        loaders = {
+            "stream": DataLoader(Stream(rank, ranks), **options),
+            "rows": DataLoader(rows, shuffle=True, **options),
+        }
+        return CombinedLoader(loaders, "min_size")
     if kind == "stream":
         return DataLoader(Stream(rank, ranks), **options)
     if kind == "iterable":
         return Batches([collate([row]) for row in Stream(rank, ranks)])
+    if kind == "short own generator":
+        return DataLoader(Subset(rows, range(4)), shuffle=True, generator=generator, **options)
+    if kind == "short stream":
+        return Batches([collate([row]) for row in Stream(rank, ranks)][:2])
     few = DataLoader(Subset(rows, range(4)), shuffle=True, generator=generator, **options)
     many = DataLoader(rows, shuffle=True, **options)
     return CombinedLoader({"few": few, "many": many}, kind)
+
+
+class CountingSampler(Sampler):
+    """Draws another order each time, and tells by its state how often it has."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.epochs = length, 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        self.epochs += 1
+        return iter(torch.randperm(self.length, generator=torch.Generator().manual_seed(self.epochs)).tolist())
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epochs = state["epochs"]
+
+
+class Noisy(Subset):
+    """Changes rows with a generator of its own."""
+
+    def __init__(self, rows: Dataset) -> None:
+        super().__init__(rows, range(len(rows)))
+        self.generator = np.random.RandomState(3)
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
+        rows = [dict(self.dataset[index]) for index in indices]
+        for row in rows:
+            row["input_ids"] = (row["input_ids"] + self.generator.randint(VOCABULARY)) % VOCABULARY
+        return rows
+
+
+class Cloning(DataLoader):
+    """Is iterated by a generator, which begins with the first batch."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for batch in super().__iter__():
+            yield {name: tensor.clone() for name, tensor in batch.items()}
 
 
 class Batches:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, WeightAveraging
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch import Tensor
 
 from lightning_automodel import AutomodelStrategy
@@ -31,6 +32,7 @@ from tests.trainer.resuming import (
     compare_stop,
     disturb,
     make_trainer,
+    run,
     training_loader,
 )
 
@@ -169,6 +171,38 @@ def early_stopping() -> list[Callback]:
 def test_with(pool2: RankPool, setting: Setting, stops: Any, tmp_path: Path) -> None:
     for differing in pool2.run(compare, setting, tmp_path, *stops, timeout_s=300):
         assert differing == []
+
+
+class CountingLoop(Callback):
+    """Lets the loop of batches be the user's own, with a state."""
+
+    class Loop(_TrainingEpochLoop):
+        counted = 0
+
+        def advance(self, data_fetcher: Any) -> None:
+            super().advance(data_fetcher)
+            self.counted += 1
+
+        def on_save_checkpoint(self) -> dict[str, Any]:
+            return {**super().on_save_checkpoint(), "counted": self.counted}
+
+        def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+            super().on_load_checkpoint(state_dict)
+            self.counted = state_dict["counted"]
+
+    def setup(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        trainer.fit_loop.epoch_loop.__class__ = self.Loop
+
+
+def count_batches(folder: Path) -> int:
+    """Runs on every rank: batches that a loop of the user's has counted, before and after a stop."""
+    setting, path = Setting(DDP, callbacks=lambda: [CountingLoop()]), folder / "stopped.ckpt"
+    run(setting, Saver("on_train_batch_start", 5, path))
+    return run(setting, ckpt_path=path)[0].fit_loop.epoch_loop.counted
+
+
+def test_loop_of_the_user(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(count_batches, tmp_path, timeout_s=120) == [14] * 2
 
 
 class Exact(Learner):
