@@ -237,9 +237,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         results = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(
-            run, (folder, arguments.ranks, arguments.megabytes, arguments.rounds, results), nprocs=arguments.ranks
-        )
+        mp.spawn(run, (folder, arguments.ranks, arguments.megabytes, arguments.rounds, results), nprocs=arguments.ranks)
         state, raw, at_once, in_background, slower, until_published, memory = results.get()
         memory["consolidate (one process)"] = consolidate(Path(folder) / "loaded.ckpt")
     raw, at_once, in_background, slower = raw[1:], at_once[1:], in_background[1:], slower[1:]
