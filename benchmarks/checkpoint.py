@@ -121,7 +121,9 @@ class Turns(pl.Callback):
             stall = perf_counter() - start
             if in_background:
                 self.slower.append(self._train_beside(trainer, start))
-        self.memory["save in the background" if in_background else "save"] = used[0]
+        name = "save in the background" if in_background else "save"
+        self.memory.setdefault(f"{name}, the first", used[0])
+        self.memory[f"{name}, later"] = used[0]
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(path)
@@ -191,7 +193,7 @@ def run(rank: int, folder: str, ranks: int, megabytes: int, rounds: int, results
     trainer.fit(module, data)
     path = Path(folder) / "loaded.ckpt"
     trainer.save_checkpoint(path)
-    for name, options in {"load": {}, "load as DDP": {"data_parallel": "ddp"}}.items():
+    for name, options in {"load": {}, "load as DDP (resharded)": {"data_parallel": "ddp"}}.items():
         fresh = Layers(megabytes)
         with high_water() as used:
             _trainer(AutomodelStrategy(**options), ranks, limit_val_batches=1).validate(
@@ -268,7 +270,8 @@ def main() -> None:
         [
             "\n".join(f"- {name}: {value}" for name, value in describe_environment().items()),
             f"`{shlex.join(['python', *sys.argv])}`",
-            f"State: {arguments.ranks * state / 1e6:.0f} MB on {arguments.ranks} rank(s); {len(raw)} rounds after one to warm up.",
+            f"State: {arguments.ranks * state / 1e6:.0f} MB on {arguments.ranks} rank(s);"
+            f" {len(raw)} rounds after one to warm up.",
             table(["what", "seconds (median)", "MB/s", "ratio within a round, median (min to max)"], rows),
             table(
                 ["what", "most memory above what was there, MB on rank 0", "of the rank's own state"],
