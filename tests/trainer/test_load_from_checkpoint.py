@@ -104,7 +104,7 @@ def test_where_tensors_go(pool2: RankPool, tmp_path: Path) -> None:
     assert {tensor.device.type for tensor in found.values()} == {"cpu"}
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "model parallel, shards"])
+@pytest.mark.parametrize("kind", ["fsdp, shards", "model parallel, shards"])
 def test_lightnings_own_directories(pool2: RankPool, tmp_path: Path, kind: str) -> None:
     """Which Lightning cannot read so itself."""
     path = tmp_path / "foreign.ckpt"
