@@ -327,7 +327,7 @@ def _save_on_one_rank(options: dict[str, Any], path: str) -> None:
     fit({**options, "timeout": timedelta(seconds=5)}, callbacks=[SavesOnRankZero(path)], max_epochs=2)
 
 
-@pytest.mark.parametrize("form", ["shards", "replicated"])
+@pytest.mark.parametrize("form", ["shards", pytest.param("replicated", marks=pytest.mark.sweep)])
 def test_saving_on_one_rank_is_told(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """After the timeout, on both; the process used to be aborted where two different collectives met."""
     with pytest.raises(RankError) as raised:

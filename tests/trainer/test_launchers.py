@@ -91,6 +91,7 @@ def test_script_with_two_ranks(runs: dict[str, Future], what: str) -> None:
     assert message in output
 
 
+@pytest.mark.sweep  # that ranks meet at a file is shown faster by test_process_group
 def test_ranks_meet_at_a_file(tmp_path: Path) -> None:
     """`init_method` reaches the process group."""
     status, output = _run(tmp_path, "nothing", f"file://{tmp_path / 'meeting'}")
