@@ -243,9 +243,8 @@ class RunCheckpoints:
         saved: state.Saved | None = self._opened
         if saved is None:
             names = [_parameter_names(module, optimizer) for optimizer in optimizers]
-            tensors = {name: t for name, t in state.model_state(module).items() if isinstance(t, torch.Tensor)}
+            sizes = {name: t.size() for name, t in state.model_state(module).items() if isinstance(t, torch.Tensor)}
             with on_every_rank(f"Cannot load {self._path}"):
-                sizes = {name: tensor.size() for name, tensor in tensors.items()}
                 saved = WholeCheckpoint(self._path, checkpoint, names, sizes)
         state.load_state(saved, module, optimizers, strict)
         own = state.model_state(module)
