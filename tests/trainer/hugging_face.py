@@ -101,11 +101,11 @@ def mixtral() -> PreTrainedModel:
     return filled(MixtralForCausalLM(config))
 
 
-def lora_llama() -> nn.Module:
+def lora_llama(**options: Any) -> nn.Module:
     """`tied_llama`, frozen, with adapters of rank 2 beside the queries and the first feed-forward matrix."""
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=4, target_modules=["q_proj", "up_proj"])
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=4, target_modules=["q_proj", "up_proj"], **options)
     model = get_peft_model(tied_llama(), config)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return filled(model, only=trainable)

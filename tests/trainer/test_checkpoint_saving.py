@@ -257,8 +257,9 @@ def _keep_the_newest(options: dict[str, Any], folder: str, save_last: Any) -> tu
     return callback.best_model_path, callback.last_model_path, seen
 
 
-@pytest.mark.parametrize("save_last", [None, "link", True])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "save_last"), [("shards", None), *((form, save_last) for form in FORMS for save_last in ("link", True))]
+)
 @pytest.mark.parametrize("in_background", [False, True], ids=["at_once", "in_background"])
 def test_the_newest_is_kept_until_a_newer_one_is_there(
     pool2: RankPool, tmp_path: Path, form: str, save_last: Any, in_background: bool

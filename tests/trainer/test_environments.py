@@ -21,10 +21,12 @@ from lightning.pytorch.plugins.environments import KubeflowEnvironment
 from lightning_automodel import AutomodelStrategy
 from tests.trainer.exactness import relative_error
 from tests.trainer.launched import ACCUMULATE, PATIENCE_S, Launched, program, wait_until
-from tests.trainer.runs import SILENT, TOLERANCE
+from tests.trainer.runs import CASE, SILENT, TOLERANCE, train_plainly
 from tests.trainer.test_start_methods import reference
 
 ROOT = Path(__file__).parents[2]
+REPEAT = 2
+REPEATED = REPEAT * CASE.num_batches
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -33,8 +35,8 @@ fit(Path(sys.argv[1]), {"devices": 2}, "TorchElasticEnvironment")
 """
 
 
-def fit(folder: Path, settings: dict[str, Any], environment: str, repeat: int = 1, kubeflow: bool = False) -> None:
-    """What one rank does; the first writes the whole weights."""
+def fit(folder: Path, settings: dict[str, Any], environment: str, kubeflow: bool = False, **options: Any) -> None:
+    """What one rank does; the first writes the whole weights. Further options are the module's."""
     trainer = pl.Trainer(
         strategy=AutomodelStrategy(timeout=1),
         accelerator="cpu",
@@ -42,11 +44,12 @@ def fit(folder: Path, settings: dict[str, Any], environment: str, repeat: int = 
         accumulate_grad_batches=ACCUMULATE,
         use_distributed_sampler=False,
         plugins=[KubeflowEnvironment()] if kubeflow else None,
+        default_root_dir=folder,
         **settings,
         **SILENT,
     )
     assert type(trainer.strategy.cluster_environment).__name__ == environment
-    module = Launched(folder, repeat=repeat)
+    module = Launched(folder, **options)
     trainer.fit(module)
     weights = {name: tensor.full_tensor() for name, tensor in module.model.named_parameters()}
     if trainer.is_global_zero:
@@ -113,7 +116,7 @@ def start_both(
     port = free_port()
     started = []
     for rank in range(2):
-        (folder / str(rank)).mkdir()
+        (folder / str(rank)).mkdir(exist_ok=True)
         told = {"variables": {**variables(rank, port), **(extra or {})}, **fixed, **options}
         started.append(stack.enter_context(program(fit_in, folder / str(rank), **told)))
     return started
@@ -124,10 +127,10 @@ def logs(folder: Path) -> str:
     return "\n".join((folder / str(rank) / "log").read_text() for rank in range(2))
 
 
-def run_both(folder: Path, name: str) -> list[int | None]:
+def run_both(folder: Path, name: str, extra: dict[str, str] | None = None, **options: Any) -> list[int | None]:
     """Exit statuses of two ranks that train in the environment of this name."""
     with ExitStack() as stack:
-        ranks = start_both(stack, folder, name)
+        ranks = start_both(stack, folder, name, extra, **options)
         for process in ranks:
             process.join(PATIENCE_S)
         return [process.exitcode for process in ranks]
@@ -157,7 +160,7 @@ def assert_exact(folder: Path) -> None:
 
 @pytest.mark.sweep
 def test_torchrun_on_one_node(tmp_path: Path) -> None:
-    """It keeps the store and starts two ranks; `test_restart.py` and `test_two_nodes.py` do so in every run."""
+    """It keeps the store and starts two ranks; `test_elastic.py` and `test_two_nodes.py` do so in every run."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -189,22 +192,21 @@ def test_sigterm_under_slurm(tmp_path: Path) -> None:
 
 
 def test_requeueing_under_slurm(tmp_path: Path) -> None:
-    """Whichever rank receives the signal, all save after the same step, and rank 0 requeues the job."""
+    """Whichever rank receives the signal, all save after the same step, rank 0 requeues the job, and that goes on."""
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
     scontrol.write_text(f"#!/bin/sh\necho $@ > {tmp_path / 'requeued'}\n")
     scontrol.chmod(0o755)
-    with ExitStack() as stack:
-        variables = {"PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
-        ranks = start_both(stack, tmp_path, "slurm", variables, repeat=100000)
-        wait_until(lambda: all((tmp_path / f"rank{rank}.on").exists() for rank in range(2)))
-        os.kill(ranks[1].pid, signal.SIGUSR1)
-        for process in ranks:
-            process.join(PATIENCE_S)
-        statuses = [process.exitcode for process in ranks]
-    assert statuses == [128 + signal.SIGTERM] * 2, logs(tmp_path)
+    variables = {"PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
+    assert run_both(tmp_path, "slurm", variables, fault="SIGUSR1", repeat=REPEAT) == [128 + signal.SIGTERM] * 2
     told = "Rank 1 was told to save and requeue: all ranks stop after this step."
-    assert all(told in (tmp_path / str(rank) / "log").read_text() for rank in range(2))
+    assert all(told in (tmp_path / str(rank) / "log").read_text() for rank in range(2)), logs(tmp_path)
     assert (tmp_path / "requeued").read_text().strip() == "requeue 4711"
-    saved = torch.load(tmp_path / "0" / "hpc_ckpt_1.ckpt" / "meta.pt", weights_only=False)
-    assert saved["global_step"] > 0
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt" / "meta.pt", weights_only=False)
+    assert 0 < saved["global_step"] < REPEATED // ACCUMULATE
+    assert run_both(tmp_path, "slurm", repeat=REPEAT) == [0, 0], logs(tmp_path)
+    assert "hpc_ckpt_1.ckpt" in logs(tmp_path), "the second job began anew"
+    found = torch.load(tmp_path / "weights.pt")
+    windows = [list(range(REPEATED))[start : start + ACCUMULATE] for start in range(0, REPEATED, ACCUMULATE)]
+    expected = train_plainly([[index % CASE.num_batches for index in window] for window in windows])
+    assert max(relative_error(found[name], weight) for name, weight in expected.items()) < TOLERANCE

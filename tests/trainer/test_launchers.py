@@ -1,7 +1,7 @@
-"""`python script.py`: a rank that ends badly in a process of its own is named, and nobody is left behind.
+"""`python script.py`: its ranks train exactly; one that ends badly then is named, and nobody is left behind.
 
-Each case imports everything anew in two processes, so a default run takes two; one that ends well is in
-`test_selection.py`, and `test_faults.py` and `unit/test_children.py` meet the other ends in ranks that start sooner.
+Each case imports everything anew in two processes, so a default run takes two; `test_faults.py` and
+`unit/test_children.py` meet the other ends in ranks that start sooner.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.trainer.exactness import Outcome, TinyDecoder, weight_error
+from tests.trainer.plain import plain_weights
+from tests.trainer.runs import CASE, TOLERANCE
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -22,12 +27,16 @@ import os, signal, sys
 if sys.argv[1] == "import" and os.environ.get("LOCAL_RANK") == "1":
     raise ImportError("no such module")
 import lightning.pytorch as pl
-from torch.utils.data import DataLoader
+import torch
 from lightning_automodel import AutomodelStrategy
-from tests.trainer.faults import Model, Ragged
-from tests.trainer.runs import SILENT
+from tests.trainer.exactness import full_weights
+from tests.trainer.runs import SILENT, LabelledModule, loader
 
-class Broken(Model):
+class Loads(LabelledModule):
+    def train_dataloader(self):
+        return loader()
+
+class Broken(Loads):
     def training_step(self, batch, batch_idx):
         if batch_idx == 3 and self.global_rank == 1 and sys.argv[1] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -37,12 +46,20 @@ class Broken(Model):
             raise ValueError("no labels here")
         return super().training_step(batch, batch_idx)
 
-options = {"init_method": sys.argv[2]} if len(sys.argv) > 2 else {}
-trainer = pl.Trainer(
-    accelerator="cpu", devices=2, strategy=AutomodelStrategy(timeout=1, **options), max_steps=20, **SILENT
-)
-trainer.fit(Broken(), DataLoader(Ragged(lambda: None), 2))
-sys.stdout.write(f"trained {trainer.global_step}\\n")  # at once: the ranks share a pipe
+def train(module):
+    options = {"init_method": sys.argv[2]} if len(sys.argv) > 2 else {}
+    trainer = pl.Trainer(
+        strategy=AutomodelStrategy(timeout=1, **options), accelerator="cpu", devices=2, max_epochs=1,
+        accumulate_grad_batches=3, use_distributed_sampler=False, **SILENT,
+    )
+    trainer.fit(module)
+    return full_weights(module.model)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    weights = train(Loads())
+    torch.save(weights, f"{os.environ.get('LOCAL_RANK', 0)}.pt")
+    train(Broken())
 """
 CASES = {
     "kill": (1, "its process was ended by SIGKILL"),
@@ -54,7 +71,8 @@ IN_THE_SWEEP = {
 }
 
 
-def _run(folder: Path, what: str, *arguments: str) -> tuple[int, str]:
+def _run(folder: Path, what: str, *arguments: str) -> tuple[int, str, Path]:
+    """Exit status, output, and the folder with what each rank had trained before."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
@@ -70,7 +88,7 @@ def _run(folder: Path, what: str, *arguments: str) -> tuple[int, str]:
         timeout=120,
         check=False,
     )
-    return done.returncode, done.stdout
+    return done.returncode, done.stdout, folder
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +104,25 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_script_with_two_ranks(runs: dict[str, Future], what: str) -> None:
     """The launching rank leaves with the cause, also where the other never came."""
     status, message = (CASES | IN_THE_SWEEP)[what]
-    found, output = runs[what].result()
+    found, output, folder = runs[what].result()
     assert found == status, output
     assert message in output
+    assert len(list(folder.glob("*.pt"))) == (0 if what == "import" else 2)
+    assert_exact(folder)
+
+
+def assert_exact(folder: Path) -> None:
+    """What ranks have written there are the weights of one process."""
+    expected = plain_weights(TinyDecoder(CASE.seed).double(), 3, CASE)
+    for path in folder.glob("*.pt"):
+        assert weight_error(Outcome(torch.load(path, weights_only=True), None), Outcome(expected, None)) <= TOLERANCE
 
 
 @pytest.mark.sweep  # that ranks meet at a file is shown faster by test_process_group
 def test_ranks_meet_at_a_file(tmp_path: Path) -> None:
     """`init_method` reaches the process group."""
-    status, output = _run(tmp_path, "nothing", f"file://{tmp_path / 'meeting'}")
+    status, output, _ = _run(tmp_path, "nothing", f"file://{tmp_path / 'meeting'}")
     assert status == 0, output
-    assert "trained 20" in output
+    assert len(list(tmp_path.glob("*.pt"))) == 2
+    assert_exact(tmp_path)
     assert (tmp_path / "meeting").exists()

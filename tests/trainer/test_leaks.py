@@ -18,7 +18,7 @@ from lightning_automodel import AutomodelStrategy, destroy_global_state
 from tests.trainer.faults import become_rank
 from tests.trainer.runs import SILENT
 
-ROUNDS = [6, pytest.param(20, marks=pytest.mark.sweep)]
+ROUNDS = [4, pytest.param(20, marks=pytest.mark.sweep)]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STRATEGIES: list[dict[str, Any]] = [{}, {"data_parallel": "ddp"}]
 

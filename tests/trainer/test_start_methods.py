@@ -27,8 +27,9 @@ from tests.trainer.launched import (
 from tests.trainer.plain import train_model_plainly
 from tests.trainer.runs import CASE, TOLERANCE, mean_loss
 
-BY_DEFAULT = [("fork", "fsdp2"), ("fork", "ddp"), ("forkserver", "ddp"), ("spawn", "fsdp2")]
-IN_THE_SWEEP = [("forkserver", "fsdp2"), ("spawn", "ddp")]
+BY_DEFAULT = [("fork", "fsdp2"), ("fork", "ddp"), ("forkserver", "fsdp2")]
+# What is spawned imports everything anew; that it can be sent there, a fork server shows as well.
+IN_THE_SWEEP = [("forkserver", "ddp"), ("spawn", "fsdp2"), ("spawn", "ddp")]
 # What happens to rank 1; the status of the launching process; what its error says.
 FAULTS = {
     "exception": (1, "RankFailedError: rank 1 on ", " failed in training_step: ValueError: no labels here"),

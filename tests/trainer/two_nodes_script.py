@@ -1,15 +1,22 @@
-"""What each rank of two real nodes runs: a short training, and then another one, which fails on rank 3."""
+"""What each rank of two real nodes runs: a short training, work of first ranks, and a training that fails on rank 3.
+
+A folder, which both nodes share, holds the traces.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_automodel import AutomodelStrategy
+from lightning_automodel import AutomodelStrategy, FirstRankPerNode
+from lightning_automodel.nodes import Scope
 from tests.trainer.faults import Model, Ragged
 from tests.trainer.runs import SILENT
 
@@ -62,6 +69,37 @@ def train(folder: Path, fails: bool) -> None:
         )
 
 
+def prepare(folder: Path, scope: Scope) -> None:
+    """Fill a cache that a node, or all nodes, share."""
+    rank = dist.get_rank()
+    cache = folder / (f"disk_of_node_{os.environ['GROUP_RANK']}" if scope == "node" else "shared_disk")
+    with FirstRankPerNode(scope=scope):
+        if not cache.exists():
+            time.sleep(0.2)
+            folder.joinpath(f"{scope}_done_by_{rank}").touch()
+            cache.touch()
+        folder.joinpath(f"{scope}_seen_by_{rank}").touch()
+
+
+def fail_to_prepare(folder: Path) -> None:
+    """Fail on rank 0, and write down how each rank leaves the block."""
+    rank = dist.get_rank()
+    try:
+        with FirstRankPerNode():
+            folder.joinpath(f"ran_on_{rank}").touch()
+            if rank == 0:
+                raise OSError("no space on node 0")
+    except Exception as error:
+        folder.joinpath(f"block_error_of_{rank}").write_text(f"{type(error).__name__}: {error}")
+
+
+def main(folder: Path) -> None:
+    train(folder, fails=False)
+    prepare(folder, "node")
+    prepare(folder, "global")
+    fail_to_prepare(folder)
+    train(folder, fails=True)
+
+
 if __name__ == "__main__":
-    for fails in (False, True):
-        train(Path(sys.argv[1]), fails)
+    main(Path(sys.argv[1]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,11 +114,10 @@ def test_link(tmp_path: Path, old: str | None) -> None:
 
 def test_leftovers_of_the_dead_are_reported_and_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Those of a process that runs, or of another host, stay."""
-    command = "from lightning_automodel.checkpoint import publishing; print(publishing.unfinished_name())"
-    ended = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout.split()[
-        -1
-    ]
+    process = subprocess.Popen(["true"])
+    process.wait()
     own = publishing.unfinished_name()
+    ended = own.replace(f"-{os.getpid()}-", f"-{process.pid}-")
     foreign = f"{publishing.UNFINISHED}other-host-1-abc"
     for name in (ended, own, foreign):
         make_directory(tmp_path / name, "half")

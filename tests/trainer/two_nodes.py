@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 ADDRESSES = ("10.231.77.1", "10.231.77.2")  # in namespaces of their own, so they meet no other network
 
 
