@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 
 import lightning.pytorch as pl
 import torch
@@ -71,6 +71,7 @@ class Turns(pl.Callback):
     def __init__(self, folder: Path, rounds: int) -> None:
         self.folder, self.rounds = folder, rounds
         self.raw: list[float] = []
+        self.raw_cpu: list[float] = []
         self.at_once: list[float] = []
         self.in_background: list[float] = []
         self.slower: list[float] = []
@@ -100,11 +101,12 @@ class Turns(pl.Callback):
         path = self.folder / f"raw{dist.get_rank()}"
         block = memoryview(bytearray(os.urandom(MEGABYTE) * (BLOCK // MEGABYTE)))
         dist.barrier()
-        start = perf_counter()
+        start, start_cpu = perf_counter(), process_time()
         with open(path, "wb", buffering=0) as file:
             for begin in range(0, self.state_bytes, BLOCK):
                 file.write(block[: min(BLOCK, self.state_bytes - begin)])
             os.fsync(file.fileno())
+        self.raw_cpu.append(process_time() - start_cpu)
         dist.barrier()
         seconds = perf_counter() - start
         path.unlink()
@@ -206,6 +208,7 @@ def run(rank: int, folder: str, ranks: int, megabytes: int, rounds: int, results
             (
                 turns.state_bytes,
                 turns.raw,
+                turns.raw_cpu,
                 turns.at_once,
                 turns.in_background,
                 turns.slower,
@@ -240,12 +243,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         results = mp.get_context("spawn").SimpleQueue()
         mp.spawn(run, (folder, arguments.ranks, arguments.megabytes, arguments.rounds, results), nprocs=arguments.ranks)
-        state, raw, at_once, in_background, slower, until_published, memory = results.get()
+        state, raw, raw_cpu, at_once, in_background, slower, until_published, memory = results.get()
         memory["consolidate (one process)"] = consolidate(Path(folder) / "loaded.ckpt")
-    raw, at_once, in_background, slower = raw[1:], at_once[1:], in_background[1:], slower[1:]
+    raw, raw_cpu, at_once, in_background, slower = (x[1:] for x in (raw, raw_cpu, at_once, in_background, slower))
     speed = [arguments.ranks * state / seconds / 1e6 for seconds in raw]
     rows = [
         ["raw writes, all ranks", f"{median(raw):.2f}", f"{median(speed):.0f}", "1"],
+        [
+            "processor time of a rank's raw writes",
+            f"{median(raw_cpu):.2f}",
+            "",
+            _ratios([c / s for c, s in zip(raw_cpu, at_once, strict=True)]) + " of the save's",
+        ],
         [
             "save",
             f"{median(at_once):.2f}",
