@@ -45,7 +45,6 @@ from lightning_automodel.checkpoint import (
     describe_models,
     model_state,
     optimizer_state,
-    under_own_names,
 )
 from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine
 from lightning_automodel.first_rank import FirstRankPerNode
@@ -860,11 +859,15 @@ class AutomodelStrategy(ParallelStrategy):
         assert module is not None
         assert isinstance(checkpoint, dict)
         if not self._checkpoints.fills_optimizers:
-            checkpoint["state_dict"] = under_own_names(checkpoint["state_dict"], module)
-            super().load_model_state_dict(checkpoint, strict)
+            self._checkpoints.fill_replicated(checkpoint, module, strict)
             return
         optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
         self._checkpoints.fill(checkpoint, module, optimizers, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._checkpoints.fill_replicated_optimizers(checkpoint, self.optimizers)
+        _compat.optimizers_to_device(self.optimizers, self.root_device)
 
     @property
     @override

@@ -7,7 +7,6 @@ from lightning_automodel.checkpoint.hugging_face import describe_models
 from lightning_automodel.checkpoint.load_from_checkpoint import read_directory
 from lightning_automodel.checkpoint.run import RunCheckpoints
 from lightning_automodel.checkpoint.state import model_state, optimizer_state, whole
-from lightning_automodel.checkpoint.whole_file import under_own_names
 
 __all__ = [
     "CheckpointError",
@@ -16,7 +15,6 @@ __all__ = [
     "export_hugging_face",
     "model_state",
     "optimizer_state",
-    "under_own_names",
     "whole",
 ]
 

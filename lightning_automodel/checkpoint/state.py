@@ -154,8 +154,11 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
         _check_model(saved.entries, of_model, strict)
         of_model = {name: value for name, value in of_model.items() if f"{MODEL}.{name}" in saved.entries}
         targets = {MODEL: of_model}
-        for index, state in enumerate(of_optimizers):
-            targets[optimizer_key(index)] = _optimizer_targets(saved.entries, state, index)
+        if optimizers:
+            num_saved = len({key for name in saved.entries if is_optimizer_key(key := name.partition(".")[0])})
+            check_number("optimizers", num_saved, len(optimizers), least=1)
+        for index, (optimizer, state) in enumerate(zip(optimizers, of_optimizers, strict=True)):
+            targets[optimizer_key(index)] = _optimizer_targets(saved.entries, optimizer, state, index)
     saved.read_into(targets)
     set_model_state_dict(model, of_model, options=StateDictOptions(strict=False))
     for index, (optimizer, state) in enumerate(zip(optimizers, of_optimizers, strict=True)):
@@ -192,36 +195,68 @@ def _check_model(entries: Mapping[str, torch.Size | None], targets: dict[str, An
             raise CheckpointError(f"{name} has shape {list(size)} there and {list(target.size())} in this model")
 
 
-def _optimizer_targets(entries: Mapping[str, torch.Size | None], state: dict[str, Any], index: int) -> dict[str, Any]:
+def check_number(what: str, saved: int, own: int, least: int = 0) -> None:
+    """Raise CheckpointError unless as many were saved as this run has; fewer than ``least`` are told of elsewhere."""
+    if saved != own and saved >= least:
+        raise CheckpointError(f"it holds {saved} {what}, and this run has {own}: {_AS_SAVED}")
+
+
+def check_settings(optimizer: Optimizer, saved: Collection[str], index: int) -> None:
+    """Raise CheckpointError unless the settings that were ``saved`` for a group are those of such an optimizer.
+
+    Flags may be missing: newer releases of torch have added some.
+    """
+    needed = {name for name, value in optimizer.defaults.items() if not (value is None or isinstance(value, bool))}
+    if missing := sorted(needed - set(saved)):
+        raise CheckpointError(
+            f"optimizer {index} is a {type(optimizer).__name__}, but {_some(missing)} of such a one was not saved:"
+            f" {_AS_SAVED}"
+        )
+
+
+_AS_SAVED = "configure the optimizers that the run was saved with"
+
+
+def _optimizer_targets(
+    entries: Mapping[str, torch.Size | None], optimizer: Optimizer, state: dict[str, Any], index: int
+) -> dict[str, Any]:
     """What of an optimizer's ``state`` was saved.
 
     Raises:
-        CheckpointError: If none of it was, or the optimizer keeps other state for a parameter than was saved.
+        CheckpointError: If none of it was, or the optimizer has other groups or settings, or keeps other state for a
+            parameter than was saved.
     """
     key = optimizer_key(index)
-    if not any(name.startswith(f"{key}.param_groups.") for name in entries):
+    saved_settings: dict[int, set[str]] = {}
+    for entry in entries:
+        if entry.startswith(f"{key}.param_groups."):
+            group, _, setting = entry.removeprefix(f"{key}.param_groups.").partition(".")
+            saved_settings.setdefault(int(group), set()).add(setting)
+    if not saved_settings:
         raise CheckpointError(
             f"it holds no state of optimizer {index}: it was saved with save_weights_only=True, or with fewer"
             " optimizers; validate, test and predict can load it"
         )
-    found: dict[str, set[str]] = {name: set() for name in state["state"]}
+    check_number(f"groups of parameters of optimizer {index}", len(saved_settings), len(state["param_groups"]))
+    for settings in saved_settings.values():
+        check_settings(optimizer, {setting.partition(".")[0] for setting in settings}, index)
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    found: dict[str, set[str]] = {name: set() for name in names}
     for entry in entries:
         name, _, kind = entry.removeprefix(f"{key}.state.").rpartition(".")
         if entry.startswith(f"{key}.state.") and name in found:
             found[name].add(kind)
     for name, kinds in found.items():
-        own = {kind for kind, value in state["state"][name].items() if not isinstance(value, dict)}
+        own = {kind for kind, value in state["state"].get(name, {}).items() if not isinstance(value, dict)}
         if kinds and kinds != own:
             raise CheckpointError(
                 f"the optimizer keeps {_some(sorted(own)) or 'nothing'} for {name}, but {_some(sorted(kinds))} was"
-                " saved: configure the optimizer that the run was saved with"
+                f" saved: {_AS_SAVED}"
             )
     groups = [
-        {setting: value for setting, value in group.items() if f"{key}.param_groups.{i}.{setting}" in entries}
+        {setting: value for setting, value in group.items() if setting in saved_settings[i] and setting != "params"}
         for i, group in enumerate(state["param_groups"])
     ]
-    for group in groups:
-        group.pop("params", None)
     return {
         "state": {name: state["state"][name] for name, kinds in found.items() if kinds},
         "param_groups": groups,

@@ -15,11 +15,18 @@ from typing import IO, Any
 import torch
 from fsspec.core import url_to_fs
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint import places, publishing
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.plain_data import load_plain_data, warn_about_code
-from lightning_automodel.checkpoint.state import MODEL, SHARDED_PLACES, optimizer_key
+from lightning_automodel.checkpoint.state import (
+    MODEL,
+    SHARDED_PLACES,
+    check_number,
+    check_settings,
+    optimizer_key,
+)
 from lightning_automodel.checkpoint.streams import RecordedStream, crc32_of
 from lightning_automodel.sharding import shard_like
 from lightning_automodel.wrappers import without_wrappers
@@ -165,7 +172,54 @@ class WholeCheckpoint:
                 targets[key] = self._values[name]
 
 
-def under_own_names(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+def fill_module(module: nn.Module, state: dict[str, Any], strict: bool) -> None:
+    """Let ``module``, a replicated model, load ``state`` as its own hooks want it. Not a collective.
+
+    Args:
+        module: Its ``load_state_dict`` is called; if that fails, its tensors are as they were.
+        state: Under names that differ in wrappers at most, or that the module's hooks know.
+        strict: As for ``load_state_dict``.
+
+    Raises:
+        CheckpointError: If the state is of another model.
+    """
+    state = _under_own_names(state, module)
+    everything = module.state_dict()
+    own = {name: value for name, value in everything.items() if isinstance(value, torch.Tensor)}
+    shapes_fit = all(getattr(state.get(name), "shape", None) == value.shape for name, value in own.items())
+    fits = shapes_fit and state.keys() <= everything.keys()
+    kept = {} if fits else {name: value.clone() for name, value in own.items()}
+    try:
+        module.load_state_dict(state, strict=strict)
+    except RuntimeError as error:
+        with torch.no_grad():
+            for name, value in kept.items():
+                own[name].copy_(value)
+        raise CheckpointError(
+            f"it is of another model: {error} (with LightningModule.strict_loading = False, names that only one of the"
+            " two has are passed over)"
+        ) from error
+
+
+def fill_optimizers(optimizers: list[Optimizer], states: list[dict[str, Any]]) -> None:
+    """Let the optimizers of a replicated model load ``states``, in their order. Not a collective.
+
+    Raises:
+        CheckpointError: If there are more or fewer, or one has other groups, parameters or settings. Nothing was
+            loaded then.
+    """
+    check_number("optimizers", len(states), len(optimizers))
+    for index, (optimizer, saved) in enumerate(zip(optimizers, states, strict=True)):
+        own, groups = optimizer.param_groups, saved["param_groups"]
+        check_number(f"groups of parameters of optimizer {index}", len(groups), len(own))
+        for group, own_group in zip(groups, own, strict=True):
+            check_number(f"parameters in a group of optimizer {index}", len(group["params"]), len(own_group["params"]))
+            check_settings(optimizer, group, index)
+    for optimizer, saved in zip(optimizers, states, strict=True):
+        optimizer.load_state_dict(saved)
+
+
+def _under_own_names(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
     """``state`` of a model under the names that ``module`` has, where only wrappers make them differ."""
     own = {without_wrappers(name): name for name in module.state_dict()}
     renamed = {own.get(without_wrappers(name), name): value for name, value in state.items()}

@@ -187,22 +187,63 @@ class OtherModule(AdamModule):
             self.model.head = torch.nn.Linear(self.model.head.in_features, 5).double()
 
 
-def _load_into_other(options: dict[str, Any], folder: str, change: str) -> str:
+def _load_into_other(options: dict[str, Any], folder: str, other: Any, change: str) -> tuple[str, bool]:
     path = f"{folder}/other.ckpt"
     save(options, path)
-    trainer = make_trainer(AutomodelStrategy(**options), max_epochs=2)
-    with pytest.raises(RuntimeError) as raised:
-        trainer.fit(OtherModule(change), batches(), ckpt_path=path)
-    return str(raised.value)
+    trainer, module = make_trainer(AutomodelStrategy(**options), max_epochs=2), other(change)
+    before = full_weights(module.model)
+    with pytest.raises(CheckpointError) as raised:
+        trainer.fit(module, batches(), ckpt_path=path)
+    after = full_weights(module.model)
+    return str(raised.value), all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 @pytest.mark.parametrize("change", ["more", "fewer", "shape"])
 @pytest.mark.parametrize("form", ["shards", "one_file_of_shards", "replicated", "replicated_directory"])
 def test_checkpoint_of_another_model(pool2: RankPool, tmp_path: Path, form: str, change: str) -> None:
-    """Names what is missing, left over or of another shape."""
+    """Names the checkpoint, the ranks, and what is missing, left over or of another shape; nothing was loaded."""
     names = {"more": "model.more.weight", "fewer": "model.norm.weight", "shape": "model.head.weight"}
-    for message in pool2.run(_load_into_other, FORMS[form], str(tmp_path), change):
+    for message, is_unchanged in pool2.run(_load_into_other, FORMS[form], str(tmp_path), OtherModule, change):
+        assert message.startswith(f"Cannot load {tmp_path}/other.ckpt: ranks 0, 1: ")
         assert names[change] in message
+        assert is_unchanged
+
+
+class OtherOptimizer(AdamModule):
+    """Has another optimizer, other groups, or a second optimizer."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__(CASE.seed + 2)
+        self.change = change
+        self.automatic_optimization = change != "second"
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        if self.change == "class":
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+        if self.change == "state":
+            return torch.optim.AdamW(self.parameters(), amsgrad=True)
+        if self.change == "groups":
+            return torch.optim.AdamW([{"params": [first]}, {"params": others, "lr": 0.1}])
+        return [torch.optim.AdamW([first]), torch.optim.AdamW(others)]
+
+
+@pytest.mark.parametrize(
+    ("form", "change"),
+    [("shards", "state"), *((form, change) for form in FORMS for change in ("class", "groups", "second"))],
+)
+def test_checkpoint_of_another_optimizer(pool2: RankPool, tmp_path: Path, form: str, change: str) -> None:
+    """Moments and settings would be dropped silently, or missing in the first step."""
+    told = {
+        "class": "optimizer 0 is a SGD, but dampening, momentum of such a one was not saved",
+        "state": "the optimizer keeps exp_avg, exp_avg_sq, max_exp_avg_sq, step for model.embedding.weight, but",
+        "groups": "it holds 1 groups of parameters of optimizer 0, and this run has 2",
+        "second": "it holds 1 optimizers, and this run has 2",
+    }
+    for message, is_unchanged in pool2.run(_load_into_other, FORMS[form], str(tmp_path), OtherOptimizer, change):
+        assert message.startswith(f"Cannot load {tmp_path}/other.ckpt: ranks 0, 1: {told[change]}")
+        assert message.endswith(": configure the optimizers that the run was saved with")
+        assert is_unchanged or form == "replicated"  # where Lightning fills the model before the optimizers
 
 
 def _load_what_is_none(options: dict[str, Any], path: str) -> str:

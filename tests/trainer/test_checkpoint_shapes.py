@@ -166,22 +166,6 @@ def test_compiled_blocks(
         assert deviation(weights, expected) <= TOLERANCE
 
 
-def _other_optimizer(options: dict[str, Any], path: str) -> str:
-    save(options, path)
-    with pytest.raises((RuntimeError, ValueError)) as raised:
-        fit(options, ModelModule(TinyDecoder(CASE.seed).double()), ckpt_path=path, max_epochs=2)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("options", [FSDP2, ONE_FILE], ids=["fsdp2", "file"])
-def test_another_optimizer(pool2: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
-    """SGD does not take Adam's moments for its own."""
-    for message in pool2.run(_other_optimizer, options, str(tmp_path / "adam.ckpt")):
-        assert "exp_avg" in message
-        assert "momentum_buffer" in message
-        assert "configure the optimizer that the run was saved with" in message
-
-
 def _weights_only(options: dict[str, Any], path: str) -> tuple[str, bool]:
     trainer, module = fit(options)
     trainer.save_checkpoint(path, weights_only=True)
