@@ -154,9 +154,9 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
         _check_model(saved.entries, of_model, strict)
         of_model = {name: value for name, value in of_model.items() if f"{MODEL}.{name}" in saved.entries}
         targets = {MODEL: of_model}
-        if optimizers:
-            num_saved = len({key for name in saved.entries if is_optimizer_key(key := name.partition(".")[0])})
-            check_number("optimizers", num_saved, len(optimizers), least=1)
+        keys = {name.partition(".")[0] for name in saved.entries}
+        if optimizers and (num_saved := sum(map(is_optimizer_key, keys))):
+            check_number("optimizers", num_saved, len(optimizers))
         for index, (optimizer, state) in enumerate(zip(optimizers, of_optimizers, strict=True)):
             targets[optimizer_key(index)] = _optimizer_targets(saved.entries, optimizer, state, index)
     saved.read_into(targets)
@@ -195,9 +195,9 @@ def _check_model(entries: Mapping[str, torch.Size | None], targets: dict[str, An
             raise CheckpointError(f"{name} has shape {list(size)} there and {list(target.size())} in this model")
 
 
-def check_number(what: str, saved: int, own: int, least: int = 0) -> None:
-    """Raise CheckpointError unless as many were saved as this run has; fewer than ``least`` are told of elsewhere."""
-    if saved != own and saved >= least:
+def check_number(what: str, saved: int, own: int) -> None:
+    """Raise CheckpointError unless as many were saved as this run has."""
+    if saved != own:
         raise CheckpointError(f"it holds {saved} {what}, and this run has {own}: {_AS_SAVED}")
 
 

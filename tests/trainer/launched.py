@@ -44,11 +44,12 @@ class Launched(LabelledModule):
         fault: What happens; None for nothing.
         folder: Where ranks note their process ids.
         repeat: How often an epoch goes through the data.
+        pause_s: Seconds that a training step takes at least.
     """
 
-    def __init__(self, folder: Path, fault: str | None = None, repeat: int = 1) -> None:
+    def __init__(self, folder: Path, fault: str | None = None, repeat: int = 1, pause_s: float = 0.0) -> None:
         super().__init__()
-        self.folder, self.fault, self.repeat = folder, fault, repeat
+        self.folder, self.fault, self.repeat, self.pause_s = folder, fault, repeat, pause_s
         self.micro_batches = SumMetric()
 
     def train_dataloader(self) -> DataLoader:
@@ -65,6 +66,7 @@ class Launched(LabelledModule):
             happen(self.fault, self.folder)
         if batch_idx == FAULT_AT_STEP + 1:
             (self.folder / f"rank{self.global_rank}.on").touch()
+        time.sleep(self.pause_s)
         use_threads()
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, batch_size=1, sync_dist=True)

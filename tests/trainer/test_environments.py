@@ -198,7 +198,9 @@ def test_requeueing_under_slurm(tmp_path: Path) -> None:
     scontrol.write_text(f"#!/bin/sh\necho $@ > {tmp_path / 'requeued'}\n")
     scontrol.chmod(0o755)
     variables = {"PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
-    assert run_both(tmp_path, "slurm", variables, fault="SIGUSR1", repeat=REPEAT) == [128 + signal.SIGTERM] * 2
+    # Slow steps: the ranks agree on one within a second or two.
+    stopped = run_both(tmp_path, "slurm", variables, fault="SIGUSR1", repeat=REPEAT, pause_s=0.5)
+    assert stopped == [128 + signal.SIGTERM] * 2, logs(tmp_path)
     told = "Rank 1 was told to save and requeue: all ranks stop after this step."
     assert all(told in (tmp_path / str(rank) / "log").read_text() for rank in range(2)), logs(tmp_path)
     assert (tmp_path / "requeued").read_text().strip() == "requeue 4711"
