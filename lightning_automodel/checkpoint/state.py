@@ -144,7 +144,8 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
         strict: False loads what both the checkpoint and the model have.
 
     Raises:
-        CheckpointError: If entries are missing, left over (``strict`` only), or have other shapes; nothing was loaded.
+        CheckpointError: If entries are missing, left over (``strict`` only), or have other shapes, or the optimizers are
+            others than those that were saved; nothing was loaded.
     """
     model.zero_grad()
     of_model = model_state(model)
