@@ -858,16 +858,11 @@ class AutomodelStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         assert isinstance(checkpoint, dict)
-        if not self._checkpoints.fills_optimizers:
-            self._checkpoints.fill_replicated(checkpoint, module, strict)
-            return
         optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
-        self._checkpoints.fill(checkpoint, module, optimizers, strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._checkpoints.fill_replicated_optimizers(checkpoint, self.optimizers)
-        _compat.optimizers_to_device(self.optimizers, self.root_device)
+        if self._checkpoints.fills_optimizers:
+            self._checkpoints.fill(checkpoint, module, optimizers, strict)
+        else:
+            self._checkpoints.fill_replicated(checkpoint, module, optimizers, strict)
 
     @property
     @override

@@ -1,7 +1,6 @@
 """The checkpoints of one run: what the strategy's hooks for saving and loading do."""
 
 import logging
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from lightning_automodel.checkpoint.whole_file import (
     WholeCheckpoint,
     check_file,
     fill_module,
-    fill_optimizers,
     load_file,
     save_file,
 )
@@ -229,15 +227,12 @@ class RunCheckpoints:
                 )
         return is_directory
 
-    def fill_replicated(self, checkpoint: dict[str, Any], module: "pl.LightningModule", strict: bool) -> None:
+    def fill_replicated(
+        self, checkpoint: dict[str, Any], module: "pl.LightningModule", optimizers: list[Optimizer], strict: bool
+    ) -> None:
         """Fill a replicated model from a file, where Lightning fills the optimizers; otherwise like :meth:`fill`."""
         with on_every_rank(f"Cannot load {self._path}"):
-            fill_module(module, checkpoint[state.MODEL], strict)
-
-    def fill_replicated_optimizers(self, checkpoint: Mapping[str, Any], optimizers: list[Optimizer]) -> None:
-        """Fill the optimizers of a replicated model from a file; otherwise :meth:`fill` does."""
-        with on_every_rank(f"Cannot load {self._path}"):
-            fill_optimizers(optimizers, checkpoint["optimizer_states"])
+            fill_module(module, checkpoint, optimizers, strict)
 
     def fill(
         self, checkpoint: dict[str, Any], module: "pl.LightningModule", optimizers: list[Optimizer], strict: bool

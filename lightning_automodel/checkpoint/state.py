@@ -144,8 +144,8 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
         strict: False loads what both the checkpoint and the model have.
 
     Raises:
-        CheckpointError: If entries are missing, left over (``strict`` only), or have other shapes, or the optimizers are
-            others than those that were saved; nothing was loaded.
+        CheckpointError: If entries are missing, left over (``strict`` only), or have other shapes, or the optimizers
+            are others than those that were saved; nothing was loaded.
     """
     model.zero_grad()
     of_model = model_state(model)
@@ -196,6 +196,14 @@ def _check_model(entries: Mapping[str, torch.Size | None], targets: dict[str, An
             raise CheckpointError(f"{name} has shape {list(size)} there and {list(target.size())} in this model")
 
 
+def no_optimizer_state(index: int) -> CheckpointError:
+    """What to raise where nothing was saved of an optimizer."""
+    return CheckpointError(
+        f"it holds no state of optimizer {index}: it was saved with save_weights_only=True, or with fewer"
+        " optimizers; validate, test and predict can load it"
+    )
+
+
 def check_number(what: str, saved: int, own: int) -> None:
     """Raise CheckpointError unless as many were saved as this run has."""
     if saved != own:
@@ -234,10 +242,7 @@ def _optimizer_targets(
             group, _, setting = entry.removeprefix(f"{key}.param_groups.").partition(".")
             saved_settings.setdefault(int(group), set()).add(setting)
     if not saved_settings:
-        raise CheckpointError(
-            f"it holds no state of optimizer {index}: it was saved with save_weights_only=True, or with fewer"
-            " optimizers; validate, test and predict can load it"
-        )
+        raise no_optimizer_state(index)
     check_number(f"groups of parameters of optimizer {index}", len(saved_settings), len(state["param_groups"]))
     for settings in saved_settings.values():
         check_settings(optimizer, {setting.partition(".")[0] for setting in settings}, index)

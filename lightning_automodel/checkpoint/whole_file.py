@@ -25,6 +25,7 @@ from lightning_automodel.checkpoint.state import (
     SHARDED_PLACES,
     check_number,
     check_settings,
+    no_optimizer_state,
     optimizer_key,
 )
 from lightning_automodel.checkpoint.streams import RecordedStream, crc32_of
@@ -172,22 +173,25 @@ class WholeCheckpoint:
                 targets[key] = self._values[name]
 
 
-def fill_module(module: nn.Module, state: dict[str, Any], strict: bool) -> None:
-    """Let ``module``, a replicated model, load ``state`` as its own hooks want it. Not a collective.
+def fill_module(module: nn.Module, checkpoint: Mapping[str, Any], optimizers: list[Optimizer], strict: bool) -> None:
+    """Let ``module``, a replicated model, load its state as its own hooks want it. Not a collective.
 
     Args:
-        module: Its ``load_state_dict`` is called; if that fails, its tensors are as they were.
-        state: Under names that differ in wrappers at most, or that the module's hooks know.
+        module: Its ``load_state_dict`` is called.
+        checkpoint: State under names that differ in wrappers at most, or that the module's hooks know.
+        optimizers: Which the checkpoint must hold the state of; Lightning loads that afterwards.
         strict: As for ``load_state_dict``.
 
     Raises:
-        CheckpointError: If the state is of another model.
+        CheckpointError: If the state is of another model, whose tensors are then as they were, or of other optimizers.
     """
-    state = _under_own_names(state, module)
+    state = _under_own_names(checkpoint[MODEL], module)
     everything = module.state_dict()
     own = {name: value for name, value in everything.items() if isinstance(value, torch.Tensor)}
     shapes_fit = all(getattr(state.get(name), "shape", None) == value.shape for name, value in own.items())
     fits = shapes_fit and state.keys() <= everything.keys()
+    if fits:
+        _check_optimizers(optimizers, checkpoint)
     kept = {} if fits else {name: value.clone() for name, value in own.items()}
     try:
         module.load_state_dict(state, strict=strict)
@@ -199,15 +203,16 @@ def fill_module(module: nn.Module, state: dict[str, Any], strict: bool) -> None:
             f"it is of another model: {error} (with LightningModule.strict_loading = False, names that only one of the"
             " two has are passed over)"
         ) from error
+    if not fits:
+        _check_optimizers(optimizers, checkpoint)
 
 
-def fill_optimizers(optimizers: list[Optimizer], states: list[dict[str, Any]]) -> None:
-    """Let the optimizers of a replicated model load ``states``, in their order. Not a collective.
-
-    Raises:
-        CheckpointError: If there are more or fewer, or one has other groups, parameters or settings. Nothing was
-            loaded then.
-    """
+def _check_optimizers(optimizers: list[Optimizer], checkpoint: Mapping[str, Any]) -> None:
+    if not optimizers:
+        return
+    states = checkpoint.get("optimizer_states", [])
+    if not states:
+        raise no_optimizer_state(0)
     check_number("optimizers", len(states), len(optimizers))
     for index, (optimizer, saved) in enumerate(zip(optimizers, states, strict=True)):
         own, groups = optimizer.param_groups, saved["param_groups"]
@@ -215,8 +220,6 @@ def fill_optimizers(optimizers: list[Optimizer], states: list[dict[str, Any]]) -
         for group, own_group in zip(groups, own, strict=True):
             check_number(f"parameters in a group of optimizer {index}", len(group["params"]), len(own_group["params"]))
             check_settings(optimizer, group, index)
-    for optimizer, saved in zip(optimizers, states, strict=True):
-        optimizer.load_state_dict(saved)
 
 
 def _under_own_names(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
