@@ -215,6 +215,8 @@ def _check_optimizers(optimizers: list[Optimizer], checkpoint: Mapping[str, Any]
         raise no_optimizer_state(0)
     check_number("optimizers", len(states), len(optimizers))
     for index, (optimizer, saved) in enumerate(zip(optimizers, states, strict=True)):
+        if "param_groups" not in saved:
+            continue  # it has a form of its own, and checks that
         own, groups = optimizer.param_groups, saved["param_groups"]
         check_number(f"groups of parameters of optimizer {index}", len(groups), len(own))
         for group, own_group in zip(groups, own, strict=True):
