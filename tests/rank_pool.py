@@ -39,6 +39,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.processes import forked
+
 START_TIMEOUT_S = 180.0
 GRACE_AFTER_FAILURE_S = 20.0
 LOOPBACK = "127.0.0.1"
@@ -147,7 +149,7 @@ class RankPool:
         self._store = dist.TCPStore(
             LOOPBACK, store_port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        context = multiprocessing.get_context("spawn")
+        context = forked()
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
             log = Path(self._folder.name, f"rank{rank}.log")

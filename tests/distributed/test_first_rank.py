@@ -6,7 +6,6 @@ make their own group runs `first_rank_script.py` in processes of its own, forked
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -27,6 +26,7 @@ from lightning_automodel.first_rank import FirstRankPerNode
 from lightning_automodel.nodes import Scope
 from tests.distributed import first_rank_script
 from tests.distributed.interleavings import Plan, Record, contradictions, draw, expected, follow
+from tests.processes import forked
 from tests.rank_pool import LOOPBACK, LOOPBACK_INTERFACE, RankPool
 
 SILENCE = timedelta(seconds=1)
@@ -414,8 +414,7 @@ def ranks_without_a_group(
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
     group = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([first_rank_script.__name__])
+    context = forked()
     processes = []
     for rank in started:
         environment = {**group, "RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}

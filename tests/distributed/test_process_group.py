@@ -30,6 +30,7 @@ from lightning_automodel.process_group import (
     initialize_distributed,
     join_process_group,
 )
+from tests.processes import forked
 from tests.rank_pool import LOOPBACK, LOOPBACK_INTERFACE, _free_port
 
 PATIENCE_S = 60.0
@@ -53,8 +54,8 @@ class Launched:
     """A process that calls a function of this module with an environment of its own."""
 
     def __init__(self, function: Callable[..., Any], *args: Any, **environment: str) -> None:
-        self._pipe, theirs = _context().Pipe()
-        self.process = _context().Process(target=_child, args=(theirs, function, args, environment))
+        self._pipe, theirs = forked().Pipe()
+        self.process = forked().Process(target=_child, args=(theirs, function, args, environment))
         self.process.start()
         theirs.close()
 
@@ -67,14 +68,6 @@ class Launched:
         self.process.join(PATIENCE_S)
         assert self.process.exitcode == 0
         return outcome
-
-
-def _context() -> Any:
-    import multiprocessing
-
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
 
 
 def _child(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str]) -> None:
@@ -450,7 +443,7 @@ def test_a_multiprocessing_child_leaves_when_it_ends(how: str, exit_code: int) -
     """There, functions registered with atexit are not called."""
     store = _host_store()
     children = [
-        _context().Process(target=_bare_child, args=(how, {"STORE_PORT": str(store.port), **_place(0, rank, 2)}))
+        forked().Process(target=_bare_child, args=(how, {"STORE_PORT": str(store.port), **_place(0, rank, 2)}))
         for rank in (0, 1)
     ]
     for child in children:

@@ -6,7 +6,6 @@ Ranks are forked from one process that has imported everything, so that a run co
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import socket
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_automodel import AutomodelStrategy
+from tests.processes import forked
 from tests.trainer.runs import SILENT
 
 WORLD_SIZE = 3
@@ -194,8 +194,7 @@ def train(cell: Cell, rank: int, port: int, folder: Path) -> None:
 
 def run(cell: Cell, folder: Path) -> Outcome:
     """Run all ranks until the others have left, at most for ``PATIENCE_S`` seconds."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = forked()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     processes = [context.Process(target=train, args=(cell, rank, port, folder)) for rank in range(WORLD_SIZE)]

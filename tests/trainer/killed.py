@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import time
@@ -18,11 +17,10 @@ from torch import Tensor
 from lightning_automodel.checkpoint import publishing
 from lightning_automodel.checkpoint.shards import ShardDirectory
 from lightning_automodel.checkpoint.whole_file import check_file, load_file
+from tests.processes import forked
 from tests.trainer.checkpoints import ACCUMULATE, NUM_BATCHES, AdamModule, fit
 
 NUM_STEPS = 400
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["lightning.pytorch", "torch.distributed.fsdp", "tests.trainer.checkpoints"])
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def _train(rank: int, kill: Kill, folder: str) -> None:
 def run_and_kill(kill: Kill, folder: Path) -> None:
     """Train on two ranks until a checkpoint is complete and the time has come; then kill, and wait for the end."""
     (folder / "saved").mkdir()
-    ranks = [CONTEXT.Process(target=_train, args=(rank, kill, str(folder)), daemon=True) for rank in range(2)]
+    ranks = [forked().Process(target=_train, args=(rank, kill, str(folder)), daemon=True) for rank in range(2)]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + 120

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
 from lightning_automodel import AutomodelStrategy
+from tests.processes import forked
 from tests.trainer.exactness import Batch, micro_batches
 from tests.trainer.runs import CASE, SILENT, LabelledModule, mean_loss
 
@@ -193,8 +194,7 @@ def _as_program(function: Callable[..., None], folder: Path, options: dict[str, 
 @contextlib.contextmanager
 def program(function: Callable[..., None], folder: Path, **options: Any) -> Iterator[BaseProcess]:
     """Run `function(folder, **options)` as a program; its output goes to `folder / "log"`. Killed at the end."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = forked()
     process = context.Process(target=_as_program, args=(function, folder, options))
     process.start()
     try:

@@ -1,7 +1,6 @@
 """What docs/debugging.md shows of the hang in examples/hang.py is what torch and this package really print."""
 
 import contextlib
-import multiprocessing
 import os
 import re
 import runpy
@@ -22,6 +21,7 @@ from torch.distributed.flight_recorder import fr_trace
 
 from lightning_automodel import initialize_distributed
 from lightning_automodel.collectives import named_barrier
+from tests.processes import forked
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "hang.py"
@@ -50,8 +50,7 @@ def _run_script(arguments: list[str], environment: dict[str, str]) -> None:
 
 @contextlib.contextmanager
 def _started(log: Path, function: Callable[..., None], *args: Any) -> Iterator[BaseProcess]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "lightning_automodel"])
+    context = forked()
     process = context.Process(target=_in_child, args=(log, function, *args))
     process.start()
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.guard import LONGEST_LEAVING_S, SIGTERM_STATUS, RunGuard
+from tests.processes import forked
 from tests.trainer.faults import Model, Ragged, become_rank, killed_at_the_end
 from tests.trainer.runs import SILENT
 
@@ -143,8 +143,7 @@ def _be_rank(scenario: Callable[[int, int], None], rank: int, world_size: int, p
 def _run(scenario: Callable[[int, int], None], folder: Path) -> tuple[list[int | None], list[str]]:
     """Exit status, None for a rank that is stopped, and output of each rank."""
     world_size = len(EXPECTED[scenario][0])
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.trainer.faults"])
+    context = forked()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     processes = [

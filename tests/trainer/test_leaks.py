@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import sys
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_automodel import AutomodelStrategy, destroy_global_state
+from tests.processes import forked
 from tests.trainer.faults import become_rank
 from tests.trainer.runs import SILENT
 
@@ -64,8 +64,7 @@ def _train_again_and_again(rank: int, port: int, folder: Path, rounds: int, queu
 @pytest.mark.parametrize("rounds", ROUNDS)
 def test_main_example_again_and_again_in_one_process(tmp_path: Path, rounds: int) -> None:
     """Many trainings, each with a process group of its own: no thread, socket or descriptor is left."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.trainer.faults"])
+    context = forked()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     queue = context.Queue()
