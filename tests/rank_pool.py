@@ -240,6 +240,8 @@ def _serve(rank: int, num_ranks: int, pipe: Connection, store_port: int, log: Pa
     _redirect_output(log)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     os.chdir(log.parent)
+    # As in a user's program: else what a rank starts, such as DataLoader workers, would import everything anew.
+    multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     os.environ.update(
         GLOO_SOCKET_IFNAME=LOOPBACK_INTERFACE,
