@@ -1,6 +1,6 @@
 """The state of a model and its optimizers under the names of parameters: collected for saving, filled when loading."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -210,17 +210,19 @@ def check_number(what: str, saved: int, own: int) -> None:
         raise CheckpointError(f"it holds {saved} {what}, and this run has {own}: {_AS_SAVED}")
 
 
-def check_settings(optimizer: Optimizer, saved: Collection[str], index: int) -> None:
-    """Raise CheckpointError unless the settings that were ``saved`` for a group are those of such an optimizer.
+def check_groups(optimizer: Optimizer, saved: Sequence[Collection[str]], index: int) -> None:
+    """Raise CheckpointError unless as many groups were ``saved``, each with the settings of such an optimizer.
 
     Flags may be missing: newer releases of torch have added some.
     """
+    check_number(f"groups of parameters of optimizer {index}", len(saved), len(optimizer.param_groups))
     needed = {name for name, value in optimizer.defaults.items() if not (value is None or isinstance(value, bool))}
-    if missing := sorted(needed - set(saved)):
-        raise CheckpointError(
-            f"optimizer {index} is a {type(optimizer).__name__}, but {_some(missing)} of such a one was not saved:"
-            f" {_AS_SAVED}"
-        )
+    for settings in saved:
+        if missing := sorted(needed - set(settings)):
+            raise CheckpointError(
+                f"optimizer {index} is a {type(optimizer).__name__}, but {_some(missing)} of such a one was not saved:"
+                f" {_AS_SAVED}"
+            )
 
 
 _AS_SAVED = "configure the optimizers that the run was saved with"
@@ -236,16 +238,11 @@ def _optimizer_targets(
             parameter than was saved.
     """
     key = optimizer_key(index)
-    saved_settings: dict[int, set[str]] = {}
-    for entry in entries:
-        if entry.startswith(f"{key}.param_groups."):
-            group, _, setting = entry.removeprefix(f"{key}.param_groups.").partition(".")
-            saved_settings.setdefault(int(group), set()).add(setting)
+    saved_settings = _saved_settings(entries, f"{key}.param_groups.")
     if not saved_settings:
         raise no_optimizer_state(index)
-    check_number(f"groups of parameters of optimizer {index}", len(saved_settings), len(state["param_groups"]))
-    for settings in saved_settings.values():
-        check_settings(optimizer, {setting.partition(".")[0] for setting in settings}, index)
+    outermost = [{setting.partition(".")[0] for setting in settings} for settings in saved_settings.values()]
+    check_groups(optimizer, outermost, index)
     names = [name for group in state["param_groups"] for name in group["params"]]
     found: dict[str, set[str]] = {name: set() for name in names}
     for entry in entries:
@@ -267,6 +264,16 @@ def _optimizer_targets(
         "state": {name: state["state"][name] for name, kinds in found.items() if kinds},
         "param_groups": groups,
     }
+
+
+def _saved_settings(entries: Iterable[str], prefix: str) -> dict[int, set[str]]:
+    """Flattened settings by number of their group, of entries that begin with ``prefix``."""
+    settings: dict[int, set[str]] = {}
+    for entry in entries:
+        if entry.startswith(prefix):
+            group, _, setting = entry.removeprefix(prefix).partition(".")
+            settings.setdefault(int(group), set()).add(setting)
+    return settings
 
 
 def _some(names: list[str]) -> str:

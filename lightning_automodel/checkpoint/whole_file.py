@@ -7,7 +7,7 @@ import io
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -23,8 +23,8 @@ from lightning_automodel.checkpoint.plain_data import load_plain_data, warn_abou
 from lightning_automodel.checkpoint.state import (
     MODEL,
     SHARDED_PLACES,
+    check_groups,
     check_number,
-    check_settings,
     no_optimizer_state,
     optimizer_key,
 )
@@ -185,8 +185,8 @@ def fill_module(module: nn.Module, checkpoint: Mapping[str, Any], optimizers: li
     Raises:
         CheckpointError: If the state is of another model, whose tensors are then as they were, or of other optimizers.
     """
-    state = _under_own_names(checkpoint[MODEL], module)
     everything = module.state_dict()
+    state = _under_own_names(checkpoint[MODEL], everything)
     own = {name: value for name, value in everything.items() if isinstance(value, torch.Tensor)}
     shapes_fit = all(getattr(state.get(name), "shape", None) == value.shape for name, value in own.items())
     fits = shapes_fit and state.keys() <= everything.keys()
@@ -217,16 +217,14 @@ def _check_optimizers(optimizers: list[Optimizer], checkpoint: Mapping[str, Any]
     for index, (optimizer, saved) in enumerate(zip(optimizers, states, strict=True)):
         if "param_groups" not in saved:
             continue  # it has a form of its own, and checks that
-        own, groups = optimizer.param_groups, saved["param_groups"]
-        check_number(f"groups of parameters of optimizer {index}", len(groups), len(own))
-        for group, own_group in zip(groups, own, strict=True):
-            check_number(f"parameters in a group of optimizer {index}", len(group["params"]), len(own_group["params"]))
-            check_settings(optimizer, group, index)
+        check_groups(optimizer, saved["param_groups"], index)
+        for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+            check_number(f"parameters in a group of optimizer {index}", len(group["params"]), len(own["params"]))
 
 
-def _under_own_names(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    """``state`` of a model under the names that ``module`` has, where only wrappers make them differ."""
-    own = {without_wrappers(name): name for name in module.state_dict()}
+def _under_own_names(state: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """``state`` of a model under the ``names`` that this run's has, where only wrappers make them differ."""
+    own = {without_wrappers(name): name for name in names}
     renamed = {own.get(without_wrappers(name), name): value for name, value in state.items()}
     return state if renamed.keys() == state.keys() else renamed
 

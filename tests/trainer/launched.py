@@ -25,17 +25,15 @@ from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
 from lightning_automodel import AutomodelStrategy
-from tests.processes import forked
+from tests.processes import NOT_FROM_OUTSIDE, ROOT, forked
 from tests.trainer.exactness import Batch, micro_batches
 from tests.trainer.runs import CASE, SILENT, LabelledModule, mean_loss
 
-ROOT = Path(__file__).parents[2]
 ACCUMULATE = 3
 FAULT_AT_STEP = 3
 FAILING_RANK = 1
 PATIENCE_S = 250.0
 TIMEOUT_S = 20.0
-NOT_FROM_OUTSIDE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK")
 
 
 class Launched(LabelledModule):

@@ -230,7 +230,11 @@ class OtherOptimizer(AdamModule):
 
 @pytest.mark.parametrize(
     ("form", "change"),
-    [("shards", "state"), *((form, change) for form in FORMS for change in ("class", "groups", "second"))],
+    [
+        ("shards", "state"),
+        ("one_file_of_shards", "state"),
+        *((form, change) for form in FORMS for change in ("class", "groups", "second")),
+    ],
 )
 def test_checkpoint_of_another_optimizer(pool2: RankPool, tmp_path: Path, form: str, change: str) -> None:
     """Moments and settings would be dropped silently, or missing in the first step."""

@@ -258,7 +258,12 @@ def _keep_the_newest(options: dict[str, Any], folder: str, save_last: Any) -> tu
 
 
 @pytest.mark.parametrize(
-    ("form", "save_last"), [("shards", None), *((form, save_last) for form in FORMS for save_last in ("link", True))]
+    ("form", "save_last"),
+    [
+        ("shards", None),
+        *(pytest.param(form, None, marks=pytest.mark.sweep) for form in FORMS if form != "shards"),
+        *((form, save_last) for form in FORMS for save_last in ("link", True)),
+    ],
 )
 @pytest.mark.parametrize("in_background", [False, True], ids=["at_once", "in_background"])
 def test_the_newest_is_kept_until_a_newer_one_is_there(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,31 +9,19 @@ import pytest
 import torch
 
 from lightning_automodel.stopping import NONE
+from tests.processes import run_anew
 from tests.trainer.elastic_script import NUM_STEPS
 from tests.trainer.killed import expected_weights
-
-ROOT = Path(__file__).parents[2]
 
 
 def run_job(folder: Path, seed: int, fault: str, how: str) -> str:
     """What both attempts of both ranks print; the job must end well."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT", "NODE_RANK"):
-        environment.pop(name, None)
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
     meet = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    done = subprocess.run(
-        [*launch, *meet, "-m", "tests.trainer.elastic_script", str(folder), str(seed), fault, how],
-        env=environment,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    script = ["-m", "tests.trainer.elastic_script", str(folder), str(seed), fault, how]
+    status, printed = run_anew([*launch, *meet, *script], folder, timeout_s=280)
+    assert status == 0, printed
+    return printed
 
 
 def check(folder: Path) -> None:

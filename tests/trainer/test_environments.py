@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,12 +18,12 @@ import torch
 from lightning.pytorch.plugins.environments import KubeflowEnvironment
 
 from lightning_automodel import AutomodelStrategy
+from tests.processes import run_anew
 from tests.trainer.exactness import relative_error
 from tests.trainer.launched import ACCUMULATE, PATIENCE_S, Launched, program, wait_until
 from tests.trainer.runs import CASE, SILENT, TOLERANCE, train_plainly
 from tests.trainer.test_start_methods import reference
 
-ROOT = Path(__file__).parents[2]
 REPEAT = 2
 REPEATED = REPEAT * CASE.num_batches
 SCRIPT = """
@@ -164,17 +163,8 @@ def test_torchrun_on_one_node(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*torchrun, str(script), str(tmp_path)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    status, printed = run_anew([*torchrun, str(script), str(tmp_path)], tmp_path, PATIENCE_S)
+    assert status == 0, printed
     assert_exact(tmp_path)
 
 

@@ -6,9 +6,7 @@ Each case imports everything anew in two processes, so a default run takes two; 
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import run_anew
 from tests.trainer.exactness import Outcome, TinyDecoder, weight_error
 from tests.trainer.plain import plain_weights
 from tests.trainer.runs import CASE, TOLERANCE
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, signal, sys
 if sys.argv[1] == "import" and os.environ.get("LOCAL_RANK") == "1":
@@ -75,20 +73,7 @@ def _run(folder: Path, what: str, *arguments: str) -> tuple[int, str, Path]:
     """Exit status, output, and the folder with what each rank had trained before."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT", "NODE_RANK"):
-        environment.pop(name, None)
-    done = subprocess.run(
-        [sys.executable, str(script), what, *arguments],
-        env=environment,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return done.returncode, done.stdout, folder
+    return *run_anew([sys.executable, str(script), what, *arguments], folder, timeout_s=120), folder
 
 
 @pytest.fixture(scope="module")

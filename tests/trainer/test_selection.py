@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from datetime import timedelta
@@ -17,7 +15,8 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_automodel import AutomodelStrategy
-from tests.rank_pool import LOOPBACK_INTERFACE, RankPool
+from tests.processes import run_anew
+from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import Outcome, TinyDecoder, full_weights, weight_error
 from tests.trainer.plain import ModelModule, plain_weights
@@ -190,13 +189,6 @@ if __name__ == "__main__":
 """
 
 
-def _environment(**more: str) -> dict[str, str]:
-    hidden = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK")
-    kept = {name: value for name, value in os.environ.items() if name not in hidden}
-    root = str(Path(__file__).parents[2])
-    return {**kept, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE, **more}
-
-
 def _results(folder: Path, num_ranks: int) -> list[Any]:
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(num_ranks)]
 
@@ -207,7 +199,8 @@ def test_script_with_one_rank(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), str(tmp_path)]
-    subprocess.run(command, env=_environment(), cwd=tmp_path, check=True, timeout=120, capture_output=True)
+    status, printed = run_anew(command, tmp_path, timeout_s=120)
+    assert status == 0, printed
     ((weights, world_size, name),) = _results(tmp_path, 1)
     assert (world_size, name) == (1, "AutomodelStrategy")
     assert weight_error(Outcome(weights, None), expected_weights(replace(CASE, num_ranks=1))) <= TOLERANCE
