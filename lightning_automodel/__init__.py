@@ -2,12 +2,10 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_automodel.collectives import barrier_and_log
-from lightning_automodel.data import dp_eval_sample_shard
-from lightning_automodel.first_rank import FirstRankPerNode
-from lightning_automodel.grad_sync import get_sync_ctx
-from lightning_automodel.gradients import clip_gradients, rescale_gradients
-from lightning_automodel.process_group import (
+from lightning_automodel.data.eval_shard import dp_eval_sample_shard
+from lightning_automodel.distributed.collectives import barrier_and_log
+from lightning_automodel.distributed.first_rank import FirstRankPerNode
+from lightning_automodel.distributed.process_group import (
     DistInfo,
     destroy_global_state,
     get_local_rank_preinit,
@@ -15,8 +13,10 @@ from lightning_automodel.process_group import (
     get_world_size_safe,
     initialize_distributed,
 )
+from lightning_automodel.gradients.rescale_clip import clip_gradients, rescale_gradients
+from lightning_automodel.gradients.token_loss import StepReport, reduce_loss
+from lightning_automodel.sharding.grad_sync import get_sync_ctx
 from lightning_automodel.strategy import AutomodelStrategy
-from lightning_automodel.token_loss import StepReport, reduce_loss
 
 __all__ = [
     "AutomodelStrategy",

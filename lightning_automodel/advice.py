@@ -9,10 +9,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_automodel.plugin import replaced_clipping
-from lightning_automodel.precision import HALF, unit_dtypes
-from lightning_automodel.sharding import WrapPolicy
-from lightning_automodel.token_loss import Count, TokenWeighting, contains_hugging_face_causal_lm
+from lightning_automodel.gradients.precision_plugin import replaced_clipping
+from lightning_automodel.gradients.token_loss import Count, TokenWeighting, contains_hugging_face_causal_lm
+from lightning_automodel.sharding.precision import HALF, unit_dtypes
+from lightning_automodel.sharding.units import WrapPolicy
 
 
 class Advice:

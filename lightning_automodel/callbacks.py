@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_automodel.token_loss import StepReport
+from lightning_automodel.gradients.token_loss import StepReport
 
 
 class StepMonitor(Callback):

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Module
 
-from lightning_automodel.grad_sync import Deferral, check_deferral
-from lightning_automodel.precision import check_policy
-from lightning_automodel.process_group import parse_timeout
+from lightning_automodel.distributed.process_group import parse_timeout
+from lightning_automodel.sharding.grad_sync import Deferral, check_deferral
+from lightning_automodel.sharding.precision import check_policy
 
 _FSDP2_ONLY: dict[str, Any] = {
     "data_parallel_replicate_size": 1,

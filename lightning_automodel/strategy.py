@@ -27,37 +27,28 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel import (
-    _compat,
-    collectives,
-    gradients,
-    materialize,
-    precision,
-    process_group,
-    sharding,
-    weight_callbacks,
-)
-from lightning_automodel.activations import RecomputedBlocks
+from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.advice import Advice, shortened
-from lightning_automodel.caller_mesh import adopt_mesh
-from lightning_automodel.checkpoint import (
-    RunCheckpoints,
-    describe_models,
-    model_state,
-    optimizer_state,
-)
-from lightning_automodel.engines import DDPEngine, Engine, FSDP2Engine
-from lightning_automodel.first_rank import FirstRankPerNode
-from lightning_automodel.guard import RunGuard
-from lightning_automodel.launchers import InPlaceLauncher, make_launcher
-from lightning_automodel.mesh import RunMesh, build_mesh, resolve_sizes
+from lightning_automodel.checkpoint import RunCheckpoints, describe_models, model_state, optimizer_state
+from lightning_automodel.distributed import collectives, process_group
+from lightning_automodel.distributed.caller_mesh import adopt_mesh
+from lightning_automodel.distributed.first_rank import FirstRankPerNode
+from lightning_automodel.distributed.mesh import RunMesh, build_mesh, resolve_sizes
+from lightning_automodel.failure.supervisor import RunGuard
+from lightning_automodel.gradients import rescale_clip
+from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
+from lightning_automodel.gradients.precision_plugin import adapt_plugin, give_back_plugin
+from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting
+from lightning_automodel.gradients.windows import GradientFinisher, OptimizerWindows, optimizer_parameters, unwrap
+from lightning_automodel.launch.launchers import InPlaceLauncher, make_launcher
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.plugin import adapt_plugin, give_back_plugin
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume, schedule_callbacks
-from lightning_automodel.scaling import LossScaling, RangeScale
-from lightning_automodel.token_loss import Count, StepReport, TokenWeighting
-from lightning_automodel.weight_callbacks import AverageCopies
-from lightning_automodel.windows import GradientFinisher, OptimizerWindows, optimizer_parameters, unwrap
+from lightning_automodel.sharding import apply, meta_init, precision, units, weight_averaging
+from lightning_automodel.sharding.activation_checkpointing import RecomputedBlocks
+from lightning_automodel.sharding.ddp_engine import DDPEngine
+from lightning_automodel.sharding.engine import Engine
+from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
+from lightning_automodel.sharding.weight_averaging import AverageCopies
 
 _PATIENCE_AFTER_FAILURE = timedelta(seconds=15)
 
@@ -77,7 +68,7 @@ class AutomodelStrategy(ParallelStrategy):
         tensor_parallel_size: Ranks that compute each micro-batch together, by the plan that ``configure_model`` applies
             over ``self.device_mesh["tensor_parallel"]``, or by a Hugging Face model's own ``tp_plan``.
         device_mesh: A mesh over all ranks that the caller built; the sizes are read from it. What its dimensions may be
-            called: :func:`~lightning_automodel.caller_mesh.adopt_mesh`.
+            called: :func:`~lightning_automodel.distributed.caller_mesh.adopt_mesh`.
         ddp_kwargs: For ``DistributedDataParallel`` (``find_unused_parameters``, ``bucket_cap_mb``, ...).
         per_token_loss: False weighs every micro-batch the same, so that no count is needed.
         loss_reduction: Whether ``training_step`` returns the mean over its label tokens, or their sum.
@@ -203,7 +194,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._setup_turn: FirstRankPerNode | None = None
         self._averages = AverageCopies()
         self._evaluation_steps = 0
-        self._forward_redirection = _compat.DDPForwardRedirection()
+        self._forward_redirection = lightning_internals.DDPForwardRedirection()
         self._mesh: RunMesh | None = None
         self._engine: Engine | None = None
         self._recomputed: RecomputedBlocks | None = None
@@ -395,7 +386,7 @@ class AutomodelStrategy(ParallelStrategy):
         collectives.named_barrier(name or "unnamed", process_group.parse_timeout(self._options.timeout))
         if name == "pre_setup" and self.lightning_module is not None:
             if self._shards_model:
-                weight_callbacks.refuse_pruning(self.lightning_module)
+                weight_averaging.refuse_pruning(self.lightning_module)
             self._averages.prepare(self.lightning_module, self._shards_model)
         if name == "pre_setup" and self._options.first_rank_setup:
             turn = self.first_rank_per_node()
@@ -404,7 +395,7 @@ class AutomodelStrategy(ParallelStrategy):
         if name == "run-stage" and self._untouched:
             assert self.lightning_module is not None
             untouched, self._untouched = self._untouched, []
-            materialize.check_filled(self.lightning_module, untouched, self.root_device)
+            meta_init.check_filled(self.lightning_module, untouched, self.root_device)
 
     def _end_setup_turn(self, exception: BaseException | None = None) -> None:
         turn, self._setup_turn = self._setup_turn, None
@@ -440,21 +431,21 @@ class AutomodelStrategy(ParallelStrategy):
         assert module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self.world_size > 1:
-            _compat.take_over_sigterm(trainer)
-            _compat.take_over_requeueing(trainer, self._guard.ask_to_requeue)
-        _compat.take_over_model_checkpoints(trainer, self._checkpoints.link, self._checkpoints.is_coming)
+            lightning_internals.take_over_sigterm(trainer)
+            lightning_internals.take_over_requeueing(trainer, self._guard.ask_to_requeue)
+        lightning_internals.take_over_model_checkpoints(trainer, self._checkpoints.link, self._checkpoints.is_coming)
         self.accelerator.setup(trainer)
         precision.check_precision(self.precision_plugin, self._options.data_parallel)
         if self._shards_model:
             precision.check_conversion(self.precision_plugin, module)
-        self._created_as, self._untouched = materialize.waiting(module), materialize.left_empty(module)
+        self._created_as, self._untouched = meta_init.waiting(module), meta_init.left_empty(module)
         for note in self._options.without_effect():
             self._advice.say_once(note)
         if fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
-        sharding.check_hooks(module)
+        apply.check_hooks(module)
         if fitting:
             self._recomputed = RecomputedBlocks(
                 module,
@@ -486,7 +477,7 @@ class AutomodelStrategy(ParallelStrategy):
         adapt_plugin(self.precision_plugin, self._finisher)
         precision.leave_casting_to_units(self.precision_plugin, module)
         if fitting:
-            _compat.optimizers_to_device(self.optimizers, self.root_device)
+            lightning_internals.optimizers_to_device(self.optimizers, self.root_device)
             if self._resume is not None:
                 self._resume.close()
             self._resume = Resume(
@@ -506,7 +497,7 @@ class AutomodelStrategy(ParallelStrategy):
         if not self._created_as:
             return
         offloads = self._shards_model and self._options.cpu_offload
-        self._untouched += materialize.materialize(module, self._created_as, self.root_device, offloads)
+        self._untouched += meta_init.materialize(module, self._created_as, self.root_device, offloads)
         self.model_to_device()
 
     def _make_engine(self, module: "pl.LightningModule") -> Engine:
@@ -514,7 +505,7 @@ class AutomodelStrategy(ParallelStrategy):
         if not self._shards_model:
             return DDPEngine(self._joined_mesh(), self.root_device, self._options)
         policy = precision.resolve_policy(self.precision_plugin, self._options.mp_policy, module.parameters())
-        is_made_elsewhere = sharding.is_sharded(module) and not precision.is_applied(policy, module)
+        is_made_elsewhere = units.is_sharded(module) and not precision.is_applied(policy, module)
         if is_made_elsewhere and self._options.mp_policy is not None:
             self._advice.say_once("mp_policy has no effect on a model that was sharded before, with another policy.")
         elif is_made_elsewhere:
@@ -538,10 +529,10 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
-        if materialize.waiting(self.lightning_module):
-            _compat.move_what_has_values(self.lightning_module, self.root_device)
+        if meta_init.waiting(self.lightning_module):
+            torch_internals.move_what_has_values(self.lightning_module, self.root_device)
             return
-        if self._options.cpu_offload and sharding.is_sharded(self.lightning_module):
+        if self._options.cpu_offload and units.is_sharded(self.lightning_module):
             return
         self.lightning_module.to(self.root_device)
 
@@ -551,8 +542,8 @@ class AutomodelStrategy(ParallelStrategy):
         super().setup_optimizers(trainer)
         module = self.lightning_module
         assert module is not None
-        sharding.check_optimizers(module, self.optimizers, self._joined_mesh().sizes.data_parallel)
-        sharding.check_hooks(module)
+        apply.check_optimizers(module, self.optimizers, self._joined_mesh().sizes.data_parallel)
+        apply.check_hooks(module)
         if not module.automatic_optimization:
             self._windows.watch_toggling(module, on_toggle=self._require_engine().release)
 
@@ -590,7 +581,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._checkpoints.check()
         if self._guard.begin_step(step, is_training):
             assert self.lightning_module is not None
-            _compat.tell_sigterm(self.lightning_module.trainer)
+            lightning_internals.tell_sigterm(self.lightning_module.trainer)
 
     def _evaluation_step(self, step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Evaluate one batch and leave nothing gathered: a callback may be about to swap weights.
@@ -741,7 +732,7 @@ class AutomodelStrategy(ParallelStrategy):
         Raises:
             ValueError: If ``clip_val`` is not positive or ``algorithm`` is neither.
         """
-        gradients.check_clip_value(clip_val)
+        rescale_clip.check_clip_value(clip_val)
         if algorithm not in ("norm", "value"):
             raise ValueError(f"algorithm must be 'norm' or 'value', got {algorithm!r}.")
         finisher = self._require_finisher()
@@ -886,9 +877,9 @@ class AutomodelStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._averages.end_setup_hooks()
         self._end_setup_turn(exception)
-        if isinstance(exception, _compat.SIGTERMException) and self._guard.requeues:
+        if isinstance(exception, lightning_internals.SIGTERMException) and self._guard.requeues:
             assert self.lightning_module is not None
-            _compat.save_and_requeue(self.lightning_module.trainer)
+            lightning_internals.save_and_requeue(self.lightning_module.trainer)
         self._windows.reset()
         self._count = None
         if self._engine is not None:
@@ -922,8 +913,8 @@ class AutomodelStrategy(ParallelStrategy):
         if self._resume is not None:
             self._resume.close()
         if trainer is not None:
-            _compat.give_back_sigterm(trainer)
-            _compat.give_back_model_checkpoints(trainer)
+            lightning_internals.give_back_sigterm(trainer)
+            lightning_internals.give_back_model_checkpoints(trainer)
         if not self._shards_model and self._engine is not None:
             if self._layer_sync is not None and self.model is not None:
                 self._layer_sync.revert(self.model)

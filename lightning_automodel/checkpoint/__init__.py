@@ -1,12 +1,12 @@
 """Checkpoints that always resume: saved whole or not at all, checked before they load, of any shape into any other."""
 
-from lightning_automodel import _compat
+from lightning_automodel import lightning_internals
+from lightning_automodel.checkpoint.cli.export import export_hugging_face
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.export import export_hugging_face
 from lightning_automodel.checkpoint.hugging_face import describe_models
 from lightning_automodel.checkpoint.load_from_checkpoint import read_directory
-from lightning_automodel.checkpoint.run import RunCheckpoints
-from lightning_automodel.checkpoint.state import model_state, optimizer_state, whole
+from lightning_automodel.checkpoint.session import RunCheckpoints
+from lightning_automodel.checkpoint.state_dict import model_state, optimizer_state, whole
 
 __all__ = [
     "CheckpointError",
@@ -18,4 +18,4 @@ __all__ = [
     "whole",
 ]
 
-_compat.replace_loading_of_directories(read_directory)
+lightning_internals.replace_loading_of_directories(read_directory)

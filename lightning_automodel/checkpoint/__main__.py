@@ -10,13 +10,13 @@ from contextlib import contextmanager
 import torch
 from tqdm import tqdm
 
-from lightning_automodel.checkpoint import places
-from lightning_automodel.checkpoint.consolidate import consolidate
+from lightning_automodel.checkpoint import paths
+from lightning_automodel.checkpoint.cli.consolidate import consolidate
+from lightning_automodel.checkpoint.cli.export import export_checkpoint
+from lightning_automodel.checkpoint.cli.export_plan import ExportOptions
+from lightning_automodel.checkpoint.cli.inspect import checkpoints_in, inspect, leftovers_in
+from lightning_automodel.checkpoint.cli.report import as_line, as_text
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.export import export_checkpoint
-from lightning_automodel.checkpoint.export_plan import ExportOptions
-from lightning_automodel.checkpoint.inspection import checkpoints_in, inspect, leftovers_in
-from lightning_automodel.checkpoint.report import as_line, as_text
 from lightning_automodel.checkpoint.splitting import number_of_bytes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -87,10 +87,10 @@ def _size(text: str) -> int:
 
 
 def _inspect(parsed: argparse.Namespace) -> int:
-    path = places.normal(parsed.path)
+    path = paths.normal(parsed.path)
     several = checkpoints_in(path)
     reports = [inspect(each, parsed.verify) for each in several or [path]]
-    left = leftovers_in(path if several else places.parent(path))
+    left = leftovers_in(path if several else paths.parent(path))
     complete = [report.path for report in reports if report.damage is None]
     newest = complete[-1] if several and complete else None
     if parsed.json:
@@ -106,7 +106,7 @@ def _inspect(parsed: argparse.Namespace) -> int:
 
 def _consolidate(parsed: argparse.Namespace) -> int:
     with _progress("consolidating") as progress:
-        consolidate(places.normal(parsed.path), parsed.out, not parsed.trust, progress)
+        consolidate(paths.normal(parsed.path), parsed.out, not parsed.trust, progress)
     return 0
 
 
@@ -114,7 +114,7 @@ def _export(parsed: argparse.Namespace) -> int:
     dtype = None if parsed.dtype is None else _DTYPES[parsed.dtype]
     options = ExportOptions(parsed.max_shard_size, dtype, parsed.adapter_only, parsed.key)
     with _progress("exporting") as progress:
-        export_checkpoint(places.normal(parsed.path), parsed.out, options, not parsed.trust, progress)
+        export_checkpoint(paths.normal(parsed.path), parsed.out, options, not parsed.trust, progress)
     return 0
 
 

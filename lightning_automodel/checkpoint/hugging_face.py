@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_automodel.wrappers import without_wrappers
+from lightning_automodel.sharding.param_names import without_wrappers
 
 KEY = "hugging_face"
 """Where in a checkpoint the descriptions are, a list."""

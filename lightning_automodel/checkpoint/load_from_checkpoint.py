@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from lightning_automodel.checkpoint import places
+from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.reading import open_model
-from lightning_automodel.checkpoint.state import MODEL
+from lightning_automodel.checkpoint.state_dict import MODEL
 
 
 def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any] | None:
@@ -27,8 +27,8 @@ def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> d
     """
     if not isinstance(path, str | Path) or str(path).startswith(("http://", "https://")):
         return None
-    place = places.normal(path)
-    if not places.is_directory(place):
+    place = paths.normal(path)
+    if not paths.is_directory(place):
         return None
     saved = open_model(place, weights_only)
     device = _device(map_location)

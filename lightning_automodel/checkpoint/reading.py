@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_automodel.checkpoint import places
+from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.shards import ShardDirectory
-from lightning_automodel.checkpoint.state import MODEL
-from lightning_automodel.checkpoint.whole_file import check_file, load_file
-from lightning_automodel.wrappers import without_wrappers
+from lightning_automodel.checkpoint.sharded import ShardDirectory
+from lightning_automodel.checkpoint.single_file import check_file, load_file
+from lightning_automodel.checkpoint.state_dict import MODEL
+from lightning_automodel.sharding.param_names import without_wrappers
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def open_model(path: str, weights_only: bool | None) -> ModelReader:
     Raises:
         CheckpointError: If it is damaged, missing, or holds more than plain data.
     """
-    return _Directory(path, weights_only) if places.is_directory(path) else _File(path, weights_only)
+    return _Directory(path, weights_only) if paths.is_directory(path) else _File(path, weights_only)
 
 
 class _Directory:

@@ -14,15 +14,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
 
-from lightning_automodel import collectives
-from lightning_automodel.checkpoint import places
+from lightning_automodel.checkpoint import paths
+from lightning_automodel.checkpoint.atomic import clear_leftovers
 from lightning_automodel.checkpoint.errors import on_every_rank, translated
-from lightning_automodel.checkpoint.plain_data import warn_about_code
-from lightning_automodel.checkpoint.publishing import clear_leftovers
-from lightning_automodel.checkpoint.shards import SavePlace, ShardWriter
+from lightning_automodel.checkpoint.safe_load import warn_about_code
+from lightning_automodel.checkpoint.sharded import SavePlace, ShardWriter
 from lightning_automodel.checkpoint.staging import Stager, copied
-from lightning_automodel.checkpoint.state import EXTRA_STATE, MODEL, optimizer_key, split_shards
-from lightning_automodel.process_group import get_rank_safe, get_world_size_safe
+from lightning_automodel.checkpoint.state_dict import EXTRA_STATE, MODEL, optimizer_key, split_shards
+from lightning_automodel.distributed import collectives
+from lightning_automodel.distributed.process_group import get_rank_safe, get_world_size_safe
 
 
 @dataclass
@@ -197,7 +197,7 @@ class CheckpointSaver:
             self._links.clear()
             self._removals.clear()
             if place is not None and get_rank_safe() == 0:
-                places.discard(place.folder)
+                paths.discard(place.folder)
             raise
 
     def _catch_up(self) -> None:
@@ -245,8 +245,8 @@ def prepare_place(path: str) -> None:
     Raises:
         CheckpointError: If something else than a checkpoint would be replaced.
     """
-    places.refuse_to_replace(path)
-    filesystem, parent = url_to_fs(places.parent(path))
+    paths.refuse_to_replace(path)
+    filesystem, parent = url_to_fs(paths.parent(path))
     filesystem.makedirs(parent, exist_ok=True)
-    if places.is_local(path):
+    if paths.is_local(path):
         clear_leftovers(Path(parent))

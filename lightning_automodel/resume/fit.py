@@ -9,8 +9,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping
 from typing_extensions import override
 
-from lightning_automodel.resume import loader_position, loop_progress, other_shape, random_state, schedule_callbacks
-from lightning_automodel.resume.loop_progress import (
+from lightning_automodel.resume import dataloaders, loops, other_world_size, rng, schedule_callbacks
+from lightning_automodel.resume.loops import (
     AFTER_BATCH,
     AFTER_VALIDATION,
     BATCH,
@@ -19,8 +19,8 @@ from lightning_automodel.resume.loop_progress import (
     EPOCH_START,
     RUN_START,
 )
-from lightning_automodel.resume.points import Noting, Point
 from lightning_automodel.resume.save_order import LateSaves
+from lightning_automodel.resume.snapshot import Noting, Point
 
 CHECKPOINT_KEY = "lightning_automodel"
 FORMAT = 1
@@ -38,7 +38,7 @@ _HALF_A_STEP = (
 )
 
 
-class Resume(loop_progress.Follower):
+class Resume(loops.Follower):
     """Knows from where a fit would go on if it stopped now, and takes up what a checkpoint holds.
 
     Between two optimizer steps there is no state to save: gradients are not kept. So the moment before a window's first
@@ -66,7 +66,7 @@ class Resume(loop_progress.Follower):
         self._trainer, self._say = trainer, say
         self._holds_gradients = holds_gradients
         self._is_manual = not trainer.lightning_module.automatic_optimization
-        self._loaders = loader_position.TrainingLoaders(device, say)
+        self._loaders = dataloaders.TrainingLoaders(device, say)
         self._noting = Noting(trainer, device, self._loaders, own, restore_own)
         self._noted: Point | None = None
         self._next = RUN_START
@@ -75,10 +75,10 @@ class Resume(loop_progress.Follower):
         self._is_validating = False
         self._validated: Point | None = None
         self._plan: dict[str, Any] | None = None
-        self._position_to_take: loader_position.Position | None = None
+        self._position_to_take: dataloaders.Position | None = None
         self._before_validation: dict[str, Any] = {}
         self._late_saves = LateSaves(trainer)
-        loop_progress.follow(trainer, self)
+        loops.follow(trainer, self)
 
     # --- Writing ------------------------------------------------------------------------------------------------------
 
@@ -108,8 +108,8 @@ class Resume(loop_progress.Follower):
             if self._is_manual and self._holds_gradients():
                 self._say(_HALF_A_STEP)
             return self._take(self._next)
-        then = loop_progress.batches_of_epoch(self._noted.progress)
-        now = loop_progress.batches_of_epoch(loop_progress.progress_of(self._trainer))
+        then = loops.batches_of_epoch(self._noted.progress)
+        now = loops.batches_of_epoch(loops.progress_of(self._trainer))
         if self._noted.next == BATCH and now > then:
             epoch = self._noted.progress["epoch_progress"]["current"]["processed"]
             self._say(_GOES_BACK.format(batch=then, epoch=epoch))
@@ -143,12 +143,12 @@ class Resume(loop_progress.Follower):
         if (len(state["ranks"]), state["sizes"]["data_parallel"]) == (self._trainer.world_size, sizes["data_parallel"]):
             plan = state["ranks"][rank]
         else:
-            plan = other_shape.carried_over(state, sizes["data_parallel"])
+            plan = other_world_size.carried_over(state, sizes["data_parallel"])
             self._say(_OTHER_RANKS.format(then=state["sizes"], now=sizes))
         self._plan = plan
         self.planned = plan["next"]
         self._noting.restore_what_is_trained(plan)
-        fit_loop = loop_progress.with_states_of_users(plan["progress"], checkpoint["loops"]["fit_loop"])
+        fit_loop = loops.with_states_of_users(plan["progress"], checkpoint["loops"]["fit_loop"])
         checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": fit_loop}
 
     # --- What the loops tell ------------------------------------------------------------------------------------------
@@ -157,10 +157,10 @@ class Resume(loop_progress.Follower):
     def begin_run(self) -> None:
         if self._plan is None:
             return
-        loop_progress.forget_restart(self._trainer)
-        plan = random_state.loaded(self._plan)
+        loops.forget_restart(self._trainer)
+        plan = rng.loaded(self._plan)
         self._noting.restore(plan)
-        self._position_to_take = loader_position.loaded(plan["position"])
+        self._position_to_take = dataloaders.loaded(plan["position"])
         if self.planned == RUN_START:
             self.begin_planned()
 
@@ -186,9 +186,9 @@ class Resume(loop_progress.Follower):
     @override
     def begin_planned(self) -> None:
         assert self._plan is not None
-        plan, self._plan, self.planned = random_state.loaded(self._plan), None, None
+        plan, self._plan, self.planned = rng.loaded(self._plan), None, None
         self._next = plan["next"]
-        if self._next in loop_progress.WITHIN_EPOCH:
+        if self._next in loops.WITHIN_EPOCH:
             schedule_callbacks.within_epoch(self._trainer)
         self._noting.restore_randomness(plan)
 
@@ -231,7 +231,7 @@ class Resume(loop_progress.Follower):
     def stepped(self) -> None:
         """The optimizer has stepped: there is nothing left of the window to go back for."""
         self._noted, self._next, self._before_validation = None, BATCH_END, {}
-        self._noting.steps_without_end = loop_progress.steps_without_end(self._trainer)
+        self._noting.steps_without_end = loops.steps_without_end(self._trainer)
 
     @override
     def end_step(self) -> None:
@@ -239,7 +239,7 @@ class Resume(loop_progress.Follower):
         if self._is_manual and not self._holds_gradients():
             self._noted = None
         is_asked_to_stop = self._trainer.should_stop and not self._is_last_batch()
-        if is_asked_to_stop and self._noted is None and not loop_progress.is_validation_due(self._trainer):
+        if is_asked_to_stop and self._noted is None and not loops.is_validation_due(self._trainer):
             self._noted = self._take(AFTER_BATCH)
 
     @override
@@ -280,7 +280,7 @@ class Resume(loop_progress.Follower):
         if self._noted is None and self._plan is None:
             self._noted = self._take(self._next)
         self._late_saves.close()
-        loop_progress.unfollow(self._trainer)
+        loops.unfollow(self._trainer)
         self._loaders.close()
 
     # --- Noting -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_automodel import _compat
+from lightning_automodel import lightning_internals
 
 _RESULT_FIELDS = ("value", "cumulated_batch_size", "_forward_cache", "_computed", "_update_count", "has_reset")
 _META_FIELDS = (
@@ -112,12 +112,14 @@ class RunningMetrics:
             results.update_metrics = restore_and_update
 
     def _restored_result(self, saved: dict[str, Any], device: torch.device) -> Any:
-        meta = _compat.ResultMetadata(**saved["meta"]["fields"], reduce_fx=_reduction(saved["meta"]["reduce_fx"]))
+        meta = lightning_internals.ResultMetadata(
+            **saved["meta"]["fields"], reduce_fx=_reduction(saved["meta"]["reduce_fx"])
+        )
         sync = saved["meta"]["sync"]
-        meta.sync = _compat.ResultSync(
+        meta.sync = lightning_internals.ResultSync(
             fn=self._trainer.strategy.reduce, _should=sync["should"], rank_zero_only=sync["rank_zero_only"]
         )
-        metric = _compat.ResultMetric(meta, saved["is_tensor"])
+        metric = lightning_internals.ResultMetric(meta, saved["is_tensor"])
         if not saved["is_tensor"]:
             metric.value = self._module.get_submodule(saved["meta"]["fields"]["metric_attribute"])
         _fill(metric, saved, device)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_automodel.first_rank import FirstRankPerNode
+from lightning_automodel.distributed.first_rank import FirstRankPerNode
 
 
 def repeat() -> None:

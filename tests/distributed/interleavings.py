@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from lightning_automodel.failures import RankFailedError
-from lightning_automodel.first_rank import FirstRankPerNode
-from lightning_automodel.nodes import Scope
+from lightning_automodel.distributed.failures import RankFailedError
+from lightning_automodel.distributed.first_rank import FirstRankPerNode
+from lightning_automodel.distributed.nodes import Scope
 
 NUM_RANKS = 4
 RANKS_PER_NODE = 2

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_automodel.caller_mesh import adopt_mesh
-from lightning_automodel.mesh import MeshSizes
+from lightning_automodel.distributed.caller_mesh import adopt_mesh
+from lightning_automodel.distributed.mesh import MeshSizes
 from tests.rank_pool import RankPool
 
 Spec = tuple[tuple[int, ...], tuple[str, ...] | None]

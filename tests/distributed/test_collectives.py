@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_automodel.collectives import named_barrier
-from lightning_automodel.mesh import MeshSizes, build_mesh
+from lightning_automodel.distributed.collectives import named_barrier
+from lightning_automodel.distributed.mesh import MeshSizes, build_mesh
 from tests.rank_pool import RankError, RankPool
 
 SHORT = timedelta(seconds=1)

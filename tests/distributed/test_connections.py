@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_automodel import connections
+from lightning_automodel.distributed import connections
 from tests.rank_pool import LOOPBACK, RankPool
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/dev/fd"), reason="connections are found in /dev/fd")

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_automodel.failures import RankFailedError
-from lightning_automodel.first_rank import FirstRankPerNode
-from lightning_automodel.nodes import Scope
+from lightning_automodel.distributed.failures import RankFailedError
+from lightning_automodel.distributed.first_rank import FirstRankPerNode
+from lightning_automodel.distributed.nodes import Scope
 from tests.distributed import first_rank_script
 from tests.distributed.interleavings import Plan, Record, contradictions, draw, expected, follow
 from tests.processes import forked

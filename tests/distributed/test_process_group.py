@@ -24,7 +24,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_automodel.process_group import (
+from lightning_automodel.distributed.process_group import (
     DistInfo,
     destroy_global_state,
     initialize_distributed,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.sharding import plan_sharding
-from lightning_automodel.token_loss import contains_hugging_face_causal_lm
+from lightning_automodel.gradients.token_loss import contains_hugging_face_causal_lm
+from lightning_automodel.sharding.units import plan_sharding
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import Batch, Outcome, full_weights, relative_error, weight_error

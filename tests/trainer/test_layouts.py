@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.failures import RankFailedError
+from lightning_automodel.distributed.failures import RankFailedError
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import Block, Outcome, TinyDecoder, full_weights, micro_batches, weight_error

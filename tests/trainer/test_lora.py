@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_automodel import AutomodelStrategy, _compat
+from lightning_automodel import AutomodelStrategy, torch_internals
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, full_weights, micro_batches, relative_error, weight_error
 from tests.trainer.hugging_face import ACCUMULATE, CAUSAL, OwnLoss, lora_llama, tied_llama, train_plainly
@@ -36,7 +36,7 @@ class Adapted(OwnLoss):
             self.held.append(
                 {
                     name
-                    for group in _compat.fsdp_param_groups(self)
+                    for group in torch_internals.fsdp_param_groups(self)
                     for param in group.fsdp_params
                     for name in [str(param._param_fqn)]
                     if param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None

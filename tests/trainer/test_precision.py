@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_automodel import AutomodelStrategy, _compat, grad_sync
+from lightning_automodel import AutomodelStrategy, torch_internals
+from lightning_automodel.sharding import grad_sync
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import Batch, Outcome, TinyDecoder, full_weights, relative_error, weight_error
 from tests.trainer.precisions import (
@@ -122,7 +123,7 @@ def _unreduced(precision: str) -> set[tuple[torch.dtype | None, bool]]:
 
     def look(batch: Batch, batch_idx: int) -> None:
         if batch_idx % ACCUMULATE == 1:
-            params = [param for group in _compat.fsdp_param_groups(module) for param in group.fsdp_params]
+            params = [param for group in torch_internals.fsdp_param_groups(module) for param in group.fsdp_params]
             seen.update((p.unsharded_accumulated_grad.dtype, p._unsharded_param.grad is None) for p in params)
 
     module.on_train_batch_start = look

@@ -1,0 +1,1 @@
+"""The command line: inspect, consolidate and export checkpoints."""

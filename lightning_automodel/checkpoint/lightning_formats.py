@@ -1,0 +1,60 @@
+"""Directories of shards that Lightning's own strategies have written."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from lightning_automodel.checkpoint.state_dict import MODEL
+
+_MODEL_OF_FSDP_STRATEGY = "model"
+
+
+def under_own_names(metadata: Metadata) -> Metadata:
+    """``metadata`` with the model's state where ``ModelParallelStrategy`` and this package keep it.
+
+    Lightning's ``FSDPStrategy`` keeps it under ``"model"``. Names address entries in the metadata alone, so the files
+    need not know.
+    """
+    old = f"{_MODEL_OF_FSDP_STRATEGY}."
+    entries = metadata.state_dict_metadata
+    if any(name.startswith(f"{MODEL}.") for name in entries) or not any(name.startswith(old) for name in entries):
+        return metadata
+
+    def renamed(name: str) -> str:
+        return f"{MODEL}.{name.removeprefix(old)}" if name.startswith(old) else name
+
+    planner_data: Mapping[str, tuple[Any, ...]] = metadata.planner_data
+    return dataclasses.replace(
+        metadata,
+        state_dict_metadata={renamed(name): entry for name, entry in entries.items()},
+        planner_data={
+            renamed(name): (MODEL, *path[1:]) if name.startswith(old) else path for name, path in planner_data.items()
+        },
+        storage_data={
+            dataclasses.replace(index, fqn=renamed(index.fqn)): place for index, place in metadata.storage_data.items()
+        },
+    )
+
+
+def check_form(metadata: Any) -> None:
+    """Raise TypeError or AttributeError if ``metadata`` is something else, or lacks what its classes have."""
+    if not isinstance(metadata, Metadata):
+        raise TypeError(f"it holds a {type(metadata).__name__}")
+    sizes_needed(metadata)
+    for name, entry in metadata.state_dict_metadata.items():
+        path = metadata.planner_data[name]
+        if isinstance(entry, TensorStorageMetadata):
+            torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        if not isinstance(path, tuple) or not path:
+            raise TypeError(f"{name} has the place {path!r}")
+
+
+def sizes_needed(metadata: Metadata) -> dict[str, int]:
+    """Bytes that each file must have at least, by name."""
+    needed: dict[str, int] = {}
+    for place in metadata.storage_data.values():
+        needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
+    return needed

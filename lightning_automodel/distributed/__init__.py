@@ -1,0 +1,1 @@
+"""Process groups, the store, meshes and collectives."""

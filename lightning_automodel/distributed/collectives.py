@@ -1,0 +1,118 @@
+"""Collectives beside the training step: barriers, broadcast objects, reduced values."""
+
+import logging
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_automodel.distributed import connections, process_group
+from lightning_automodel.distributed.process_group import get_rank_safe, get_world_size_safe
+
+log = logging.getLogger(__name__)
+
+_host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+process_group.at_leaving(_host_groups.clear)
+
+
+def barrier_and_log(message: str) -> None:
+    """Wait for every rank, then log ``message`` on rank 0.
+
+    A collective on the default group: every rank must call it. If a rank does not come, the others raise when the
+    group's timeout ends. Without an initialised process group there is nobody to wait for, and it only logs.
+
+    Args:
+        message: What rank 0 logs, at level INFO, once everybody has arrived.
+    """
+    if get_world_size_safe() > 1:
+        dist.barrier()
+    if get_rank_safe() == 0:
+        log.info(message)
+
+
+def named_barrier(name: str, timeout: timedelta) -> None:
+    """Wait for every rank of the default group; nothing without one. A collective on the host, not the device.
+
+    If a rank does not come, the others raise when the timeout ends; rank 0 says which ranks are missing.
+
+    Args:
+        name: What the barrier is for, such as the hook that it stands at.
+        timeout: How long to wait.
+
+    Raises:
+        RuntimeError: If ranks are missing, or one failed meanwhile.
+    """
+    if get_world_size_safe() == 1:
+        return
+    try:
+        dist.monitored_barrier(host_group(timeout), timeout=timeout, wait_all_ranks=True)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Rank {get_rank_safe()} of {get_world_size_safe()} waited in barrier {name!r}, at most"
+            f" {timeout.total_seconds():g} s: {str(error).strip()}"
+        ) from error
+
+
+def everybody_comes(timeout: timedelta) -> bool:
+    """Whether every rank of the default group calls this within ``timeout``; some may have left after a failure."""
+    try:
+        dist.monitored_barrier(host_group(timeout), timeout=timeout)
+    except RuntimeError:
+        return False
+    return True
+
+
+def host_group(timeout: timedelta) -> dist.ProcessGroup:
+    """The default group if it is gloo's, else a gloo group beside it.
+
+    The first call after joining is a collective over the world. With TORCH_DISTRIBUTED_DEBUG=DETAIL it is always a
+    group beside it: a monitored barrier counts as more operations on rank 0 than on the others, and of more than two
+    ranks the next collective would be refused for its sequence number (torch 2.13).
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if dist.get_backend() == dist.Backend.GLOO and dist.get_debug_level() != dist.DebugLevel.DETAIL:
+        return world
+    if world not in _host_groups:
+        with connections.recording():
+            _host_groups[world] = dist.new_group(backend="gloo", timeout=timeout)
+    return _host_groups[world]
+
+
+def broadcast_object(value: Any, src: int) -> Any:
+    """Rank ``src``'s picklable value, on every rank. A collective on the default group; without one, the value."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src)
+    return values[0]
+
+
+def reduce_tensor(
+    tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.ReduceOp | str | None, device: torch.device
+) -> Tensor:
+    """Reduce ``tensor`` over ``group`` into a new one. A collective on the group: one all-reduce.
+
+    Args:
+        tensor: Any shape; every rank's must agree.
+        group: Ranks to reduce over.
+        reduce_op: ``"mean"``, ``"avg"``, ``"sum"`` or a ``ReduceOp``. The mean of integers is taken in float64.
+        device: Where the group can reduce.
+
+    Returns:
+        The reduced tensor, on the device of ``tensor``.
+    """
+    op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+    averages = op in ("mean", "avg", None, dist.ReduceOp.AVG)
+    reduced = tensor.detach().to(device, copy=True).contiguous()
+    if averages and not reduced.is_floating_point():
+        reduced = reduced.double()
+    if isinstance(op, str) and not averages:
+        op = getattr(dist.ReduceOp, op.upper())
+    dist.all_reduce(reduced, op=dist.ReduceOp.SUM if averages else op, group=group)
+    if averages:
+        reduced /= group.size()
+    return reduced.to(tensor.device)

@@ -1,0 +1,422 @@
+"""Joining and leaving the process group, and asking where in it this process stands."""
+
+import contextlib
+import gc
+import logging
+import multiprocessing.util
+import os
+import signal
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+
+from lightning_automodel import lightning_internals, torch_internals
+from lightning_automodel.distributed import connections, join, rendezvous
+
+log = logging.getLogger(__name__)
+
+BEFORE_CHILDREN_ARE_JOINED = 0
+
+
+@dataclass(frozen=True)
+class DistInfo:
+    """Where this process stands in the default process group.
+
+    Attributes:
+        backend: Backend or mixed backends, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        device: Device of this process, by its local rank.
+        is_main: Whether this is rank 0.
+    """
+
+    backend: str
+    rank: int
+    world_size: int
+    device: torch.device
+    is_main: bool
+
+
+# --- Where this process stands ----------------------------------------------------------------------------------------
+
+
+def get_rank_safe() -> int:
+    """Rank of this process in the default group; 0 without one. Not a collective."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def get_world_size_safe() -> int:
+    """Number of ranks in the default group; 1 without one. Not a collective."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def get_local_rank_preinit() -> int:
+    """Rank of this process on its machine, with or without a process group: LOCAL_RANK, else SLURM_LOCALID, else 0.
+
+    Not a collective.
+
+    Raises:
+        ValueError: If the variable is no whole number.
+    """
+    numbers = (rendezvous.number_in_environment(name) for name in ("LOCAL_RANK", "SLURM_LOCALID"))
+    return next((number for number in numbers if number is not None), 0)
+
+
+# --- Options ----------------------------------------------------------------------------------------------------------
+
+
+def parse_timeout(timeout: timedelta | float) -> timedelta:
+    """Read a timeout given as ``timedelta`` or as minutes.
+
+    Raises:
+        ValueError: If it is not positive.
+        TypeError: If it is neither a ``timedelta`` nor a number.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, (timedelta, int, float)):
+        raise TypeError(f"timeout must be a timedelta or a number of minutes, got {timeout!r}.")
+    try:
+        parsed = timeout if isinstance(timeout, timedelta) else timedelta(minutes=timeout)
+    except (OverflowError, ValueError):
+        parsed = timedelta(0)
+    if parsed <= timedelta(0):
+        raise ValueError(
+            f"timeout must be positive and finite, got {timeout!r}; pass a timedelta or a number of minutes, e.g. 30."
+        )
+    return parsed
+
+
+def choose_backend(device: torch.device, requested: str | None, cpu_offload: bool) -> str:
+    """Backend of the default group: the requested one, else the device's own, with gloo beside it for CPU offload."""
+    if requested is not None:
+        return requested
+    backend = lightning_internals.default_backend_for_device(device)
+    return f"cpu:gloo,{device.type}:{backend}" if cpu_offload and device.type != "cpu" else backend
+
+
+def check_backend(backend: str) -> None:
+    """Refuse a backend that this build of torch cannot run. Not a collective.
+
+    Args:
+        backend: A name, or ``device:name`` pairs separated by commas.
+
+    Raises:
+        ValueError: With the names that are available.
+    """
+    pairs = [pair.split(":") for pair in backend.lower().split(",")] if ":" in backend else [["", backend.lower()]]
+    if any(len(pair) != 2 for pair in pairs) or len({pair[0] for pair in pairs}) != len(pairs):
+        raise ValueError(
+            f"backend={backend!r}: write one name, or one name for each device type, e.g. 'cpu:gloo,cuda:nccl'."
+        )
+    missing = [name for _, name in pairs if not dist.is_backend_available(name)]
+    if missing:
+        known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+        available = ", ".join(name for name in known if dist.is_backend_available(name))
+        raise ValueError(
+            f"backend={backend!r}: {missing[0]!r} is not built into this torch ({torch.__version__}); available are "
+            f"{available}: choose one of them, or import the package that registers {missing[0]!r} first."
+        )
+
+
+def choose_device(backend: str, local_rank: int) -> torch.device:
+    """Device that ``backend`` communicates for, of this process: by local rank where it is an accelerator.
+
+    A process that sees one device takes that, whatever its local rank. Not a collective.
+
+    Raises:
+        ValueError: If there is no device for this local rank.
+    """
+    kind = _device_type(backend.lower())
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = _count_devices(kind)
+    index = 0 if count == 1 else local_rank
+    if index >= count:
+        raise ValueError(
+            f"Local rank {local_rank} has no {kind} device: this process sees {count}; start at most {count} processes "
+            "on this machine, or choose backend='gloo' for the CPU."
+        )
+    return torch.device(kind, index)
+
+
+def _device_type(backend: str) -> str:
+    """Device type of a backend; of mixed ones, the accelerator."""
+    if ":" in backend:
+        kinds = [pair.split(":")[0] for pair in backend.split(",")]
+    else:
+        defaults = dist.Backend.default_device_backend_map
+        kinds = [kind for kind, name in defaults.items() if name == backend]
+        kinds = kinds or _present(dist.Backend.backend_capability.get(backend, []))
+        if "cpu" in kinds:
+            return "cpu"
+    return next((kind for kind in kinds if kind != "cpu"), "cpu")
+
+
+def _present(kinds: list[str]) -> list[str]:
+    """Of the device types of a backend, the accelerator if this machine has it, else the CPU if it is one of them."""
+    accelerators = [kind for kind in kinds if kind != "cpu" and _count_devices(kind) > 0]
+    return accelerators or (["cpu"] if "cpu" in kinds else kinds)
+
+
+def _count_devices(kind: str) -> int:
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.accelerator.device_count() if accelerator is not None and accelerator.type == kind else 0
+
+
+# --- Joining ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Membership:
+    """A group that this package made, and what has to be undone."""
+
+    process_id: int
+    attendance: join.Attendance
+    group: weakref.ref[dist.ProcessGroup]
+
+
+_membership: _Membership | None = None
+_leaves_at_exit: int | None = None
+_excepthooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+_leaving_hooks: list[Callable[[], None]] = []
+_inherited: list[Any] = []
+
+
+def initialize_distributed(
+    backend: str,
+    timeout_minutes: timedelta | float = 1,
+    *,
+    init_method: str | None = None,
+    store: dist.Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    device_id: bool = False,
+) -> DistInfo:
+    """Join the default process group, or use the one that exists. A collective over the whole world.
+
+    Without arguments or environment variables that say otherwise this is a world of one, which needs no network. A
+    group that exists already is used as it is, and :func:`destroy_global_state` will not destroy it.
+
+    Args:
+        backend: ``"gloo"`` for the CPU, ``"nccl"`` for CUDA, ``"xccl"`` for XPU, ``"cpu:gloo,cuda:nccl"`` for both, or
+            any that is registered with torch.
+        timeout_minutes: How long joining may take, and a collective on the group may wait: ``timedelta`` or minutes.
+        init_method: ``env://``, ``tcp://address:port`` or ``file:///path``. None: ``env://``, that is, MASTER_ADDR and
+            MASTER_PORT.
+        store: Where the ranks meet, in place of ``init_method``. The same store can serve several joins.
+        rank: Rank of this process. None: RANK.
+        world_size: Number of ranks. None: WORLD_SIZE.
+        device_id: Bind the group to this rank's accelerator now, which connects NCCL eagerly; without effect on the
+            CPU. Some systems hang with it and some without.
+
+    Returns:
+        Where this process stands. The current accelerator device is set to its device.
+
+    Raises:
+        ValueError: If an argument or environment variable is missing or out of range, or a backend is not available.
+        RuntimeError: On every rank that is there, if ranks did not come, two came with one number, or the place to
+            meet cannot be used: who, where, and how long was waited.
+    """
+    timeout = parse_timeout(timeout_minutes)
+    check_backend(backend)
+    device = choose_device(backend, get_local_rank_preinit())
+    if dist.is_initialized():
+        return _use_existing(backend, device)
+    found = rendezvous.locate(init_method, store, rank, world_size)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+    _join(found, backend, timeout, device if device_id else None)
+    return DistInfo(backend, found.rank, found.world_size, device, found.rank == 0)
+
+
+def join_process_group(
+    cluster_environment: ClusterEnvironment,
+    backend: str,
+    timeout: timedelta,
+    device: torch.device,
+    init_method: str | None = None,
+) -> None:
+    """Join the default process group, or use the one that exists. A collective over the whole world.
+
+    A device that is not the CPU is bound to the group eagerly.
+
+    Args:
+        cluster_environment: Tells rank, world size, address and port.
+        backend: Backend or mixed backends, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
+        timeout: How long a collective, and the joining itself, may wait.
+        device: Device of this rank.
+        init_method: Where to meet, as for :func:`initialize_distributed`. None: where ``cluster_environment`` says.
+
+    Raises:
+        ValueError, RuntimeError: As :func:`initialize_distributed`.
+    """
+    lightning_internals.reset_seed()
+    check_backend(backend)
+    if dist.is_initialized():
+        _use_existing(backend, device)
+        return
+    address, port = cluster_environment.main_address, cluster_environment.main_port
+    url = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+    rank, world_size = cluster_environment.global_rank(), cluster_environment.world_size()
+    _join(rendezvous.locate(init_method or url, None, rank, world_size), backend, timeout, device)
+
+
+def _use_existing(backend: str, device: torch.device) -> DistInfo:
+    actual = _backend_of_default_group()
+    if not _names(backend) <= _names(actual):
+        log.warning("The default process group exists already, with backend %s: %s has no effect.", actual, backend)
+    rank = dist.get_rank()
+    return DistInfo(actual, rank, dist.get_world_size(), device, rank == 0)
+
+
+def _backend_of_default_group() -> str:
+    config = str(dist.distributed_c10d.get_backend_config())
+    names = _names(config)
+    return names.pop() if len(names) == 1 else config
+
+
+def _names(backend: str) -> set[str]:
+    return {pair.rpartition(":")[2] for pair in backend.lower().split(",")}
+
+
+def _join(found: rendezvous.Rendezvous, backend: str, timeout: timedelta, device: torch.device | None) -> None:
+    global _membership
+    destroy_global_state()
+    _leave_at_exit()
+    attendance = join.meet(found, backend, timeout)
+    try:
+        with connections.recording(attendance.store), _one_excepthook():
+            dist.init_process_group(
+                backend,
+                store=attendance.group_store,
+                rank=found.rank,
+                world_size=found.world_size,
+                timeout=timeout,
+                device_id=device if device is not None and device.type != "cpu" else None,
+            )
+    except BaseException:
+        connections.hang_up()
+        attendance.leave()
+        raise
+    group = dist.group.WORLD
+    assert group is not None
+    _membership = _Membership(os.getpid(), attendance, weakref.ref(group))
+    if found.rank == 0:
+        log.info("%d ranks have joined at %s (backend %s).", found.world_size, found.place, backend)
+
+
+@contextlib.contextmanager
+def _one_excepthook() -> Iterator[None]:
+    """Keep torch from wrapping its own ``sys.excepthook``, which it installs anew with every default group."""
+    global _excepthooks
+    if _excepthooks is not None and sys.excepthook is _excepthooks[1]:
+        sys.excepthook = _excepthooks[0]
+    before = sys.excepthook
+    try:
+        yield
+    finally:
+        _excepthooks = (before, sys.excepthook)
+
+
+# --- Leaving ----------------------------------------------------------------------------------------------------------
+
+
+def forget_inherited_groups() -> None:
+    """In a forked process: be in no group of its parent, such as that of an earlier run. Not a collective.
+
+    They are kept, unused, since destroying them would wait for threads that a fork does not copy.
+    """
+    global _membership
+    _inherited.extend((_membership, torch_internals.forget_process_groups()))
+    _membership = None
+    call_leaving_hooks()
+
+
+def at_leaving(hook: Callable[[], None]) -> Callable[[], None]:
+    """Have ``hook`` called before this package destroys a group: to drop references to what it made upon the group.
+
+    Also a decorator. A group that is still referred to keeps its threads and connections.
+    """
+    _leaving_hooks.append(hook)
+    return hook
+
+
+def call_leaving_hooks() -> None:
+    """Drop references to what was made upon the default group, as after a failure, when it is of no use any more."""
+    for hook in _leaving_hooks:
+        hook()
+
+
+def destroy_global_state(linger_s: float = join.LINGER_S) -> None:
+    """Destroy the process group that this package made, subgroups first; nothing if it made none.
+
+    Not a collective, though every rank should call it. Safe to call twice, in an exception handler and at exit, where
+    it runs anyway. SIGINT is ignored meanwhile. The rank that hosts the store stays until the others have left, or for
+    ``linger_s`` seconds: their last reads would fail otherwise. Threads, sockets and descriptors of groups are gone
+    afterwards, except those of groups and meshes that the caller still refers to.
+
+    Args:
+        linger_s: Seconds to wait for the others at most; 0 where they are known to be gone.
+    """
+    global _membership
+    membership, _membership = _membership, None
+    if membership is None or membership.process_id != os.getpid():
+        return
+    with _sigint_ignored():
+        try:
+            _destroy_groups(membership)
+        finally:
+            membership.attendance.leave(linger_s)
+
+
+def _destroy_groups(membership: _Membership) -> None:
+    if membership.group() is None or dist.group.WORLD is not membership.group():
+        return
+    call_leaving_hooks()
+    # Models that the caller has dropped and meshes refer to each other in cycles, and fill the caches once more.
+    gc.collect()
+    torch_internals.forget_meshes()
+    groups = [weakref.ref(group) for group in reversed(torch_internals.process_groups())]
+    for group in groups:
+        _destroy(group)
+    if any(group() is not None for group in groups):
+        # Meshes refer to each other in cycles.
+        gc.collect()
+
+
+def _destroy(group: weakref.ref[dist.ProcessGroup]) -> None:
+    try:
+        if group() is not None:
+            dist.destroy_process_group(group())
+    except Exception:
+        log.warning("A process group could not be destroyed; going on with the others.", exc_info=True)
+
+
+def _leave_at_exit() -> None:
+    """Register once in each process. Unlike ``atexit``, this also runs in children of ``multiprocessing``."""
+    global _leaves_at_exit
+    if _leaves_at_exit != os.getpid():
+        _leaves_at_exit = os.getpid()
+        multiprocessing.util.Finalize(None, destroy_global_state, exitpriority=BEFORE_CHILDREN_ARE_JOINED)
+
+
+@contextlib.contextmanager
+def _sigint_ignored() -> Iterator[None]:
+    """Ignore SIGINT, then put back the handler that was found. Only the main thread can; a handler in C is kept."""
+    try:
+        previous = signal.getsignal(signal.SIGINT)
+        if previous is not None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except ValueError:
+        previous = None
+    try:
+        yield
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGINT, previous)

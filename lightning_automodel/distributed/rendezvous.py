@@ -1,0 +1,248 @@
+"""Where the ranks of a world meet: rank, world size and address, checked, and the store that they find there."""
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import SplitResult, parse_qs, urlsplit
+
+import torch.distributed as dist
+
+from lightning_automodel.distributed import connections
+
+POLL_S = 0.05
+ENVIRONMENT = "env://"
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Who this process is and where it meets the others.
+
+    Attributes:
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        method: ``env://``, ``tcp://address:port``, ``file:///path`` or another registered scheme; "" with ``store``.
+        store: A store that the caller made.
+    """
+
+    rank: int
+    world_size: int
+    method: str = ""
+    store: dist.Store | None = None
+
+    @property
+    def place(self) -> str:
+        """Where the ranks meet, for messages."""
+        if self.world_size == 1:
+            return "nowhere, being a world of one"
+        if self.store is not None:
+            port = connections.store_port(self.store)
+            return f"the given {type(self.store).__name__}" + (f" on port {port}" if port is not None else "")
+        address = self.address
+        where = f"{address[0]}:{address[1]}" if address is not None else self.method
+        return f"{where} ({ENVIRONMENT})" if self.method == ENVIRONMENT else self.method
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port of the ``TCPStore``; None where none is made."""
+        url = urlsplit(self.method)
+        if self.store is not None or self.world_size == 1 or url.scheme not in ("env", "tcp"):
+            return None
+        if url.scheme == "env":
+            return _address_in_environment()
+        try:
+            host, port = url.hostname, url.port
+        except ValueError:
+            host, port = None, None
+        if host is None or port is None:
+            raise ValueError(
+                f"init_method={self.method!r} must be tcp://address:port with a port from 1 to 65535, "
+                "e.g. tcp://10.0.0.1:29500."
+            )
+        return host, port
+
+    @property
+    def hosts_store(self) -> bool:
+        """Whether the ``TCPStore`` that the others use lives in this process."""
+        return self.rank == 0 and self.address is not None and not launcher_hosts_store()
+
+
+def launcher_hosts_store() -> bool:
+    """Whether ``torchrun`` keeps the store at MASTER_ADDR and MASTER_PORT, so that no rank has to."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+# --- Who this process is ----------------------------------------------------------------------------------------------
+
+
+def locate(
+    init_method: str | None = None,
+    store: dist.Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> Rendezvous:
+    """Settle rank, world size and place: from the arguments, else from the URL, else from the environment.
+
+    A world of one where nothing says otherwise. Not a collective.
+
+    Raises:
+        ValueError: If something is missing, out of range or no number; the message names it and its value.
+    """
+    if init_method is not None and store is not None:
+        raise ValueError(f"Pass either init_method={init_method!r} or store={store!r}, not both.")
+    method = "" if store is not None else init_method or ENVIRONMENT
+    url = urlsplit(method)
+    rank = _first_number("rank", rank, url)
+    world_size = _first_number("world_size", world_size, url)
+    if rank is None and world_size is None and init_method is None and store is None:
+        rank, world_size = 0, 1
+    if rank is None or world_size is None:
+        raise ValueError(_half_a_place(rank, world_size, method))
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"Rank {rank} does not exist in a world of {world_size}: RANK (or rank=) must be from 0 to WORLD_SIZE - 1, "
+            "and the same WORLD_SIZE (or world_size=), at least 1, must be given to every process."
+        )
+    found = Rendezvous(rank, world_size, _without_place(method), store)
+    _ = found.address
+    _check_file(found)
+    return found
+
+
+def _without_place(method: str) -> str:
+    """``method`` without rank and world size in its query."""
+    base, _, query = method.partition("?")
+    rest = "&".join(part for part in query.split("&") if part.partition("=")[0] not in ("", "rank", "world_size"))
+    return f"{base}?{rest}" if rest else base
+
+
+def number_in_environment(name: str, at_least: int = 0) -> int | None:
+    """The environment variable ``name`` as a number; None where it is unset or empty.
+
+    Raises:
+        ValueError: If it is no whole number that is at least ``at_least``.
+    """
+    value = os.environ.get(name, "")
+    return _whole_number(value, f"The environment variable {name}", at_least) if value else None
+
+
+def _first_number(name: str, given: int | None, url: SplitResult) -> int | None:
+    if given is not None:
+        return given
+    in_url = parse_qs(url.query).get(name)
+    if in_url:
+        return _whole_number(in_url[0], f"{name} in init_method={url.geturl()!r}")
+    return number_in_environment(name.upper())
+
+
+def _whole_number(value: str, what: str, at_least: int = 0) -> int:
+    if not value.strip().isdecimal() or int(value) < at_least:
+        raise ValueError(f"{what} is {value!r}: it must be a whole number, {at_least} or more.")
+    return int(value)
+
+
+def _half_a_place(rank: int | None, world_size: int | None, method: str) -> str:
+    way = f"init_method={method!r}" if method else "an explicit store"
+    if rank is None and world_size is None:
+        return f"With {way}, set RANK and WORLD_SIZE, or pass rank= and world_size=: neither is known."
+    known, missing = ("RANK", "WORLD_SIZE") if world_size is None else ("WORLD_SIZE", "RANK")
+    value = rank if world_size is None else world_size
+    return (
+        f"{known} is {value} but {missing} is not set: start this process with torchrun, or set {missing} as well (or "
+        f"pass {missing.lower()}=); unset {known} to run as a single process."
+    )
+
+
+def _address_in_environment() -> tuple[str, int]:
+    address, port = os.environ.get("MASTER_ADDR", ""), number_in_environment("MASTER_PORT")
+    missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if not value]
+    if missing:
+        raise ValueError(
+            f"{' and '.join(missing)} must be set for init_method='env://': the address of rank 0's machine and a free "
+            "port there, the same for every process; or pass init_method='tcp://address:port'."
+        )
+    assert port is not None
+    if port > 65535:
+        raise ValueError(f"MASTER_PORT is {port}: it must be from 1 to 65535.")
+    return address, port
+
+
+def _check_file(found: Rendezvous) -> None:
+    """Refuse what a ``FileStore`` would wait minutes for."""
+    url = urlsplit(found.method)
+    if url.scheme == "file" and found.world_size > 1 and not Path(url.path).parent.is_dir():
+        raise ValueError(
+            f"init_method={found.method!r}: the folder {Path(url.path).parent} does not exist; name a file, which need "
+            "not exist, in a folder that every rank can write to."
+        )
+
+
+# --- The store --------------------------------------------------------------------------------------------------------
+
+
+def open_store(found: Rendezvous, backend: str, timeout: timedelta, deadline: float) -> dist.Store:
+    """The store in which the ranks meet: the caller's, or a new one, which lives in rank 0 or in the launcher.
+
+    May hang, in spite of the deadline, where something else listens at the address.
+
+    Args:
+        found: Who this process is.
+        backend: For messages.
+        timeout: For messages: how long the caller waits in all.
+        deadline: When to give up, on the monotonic clock.
+
+    Raises:
+        RuntimeError: If rank 0 cannot be reached, or cannot host the store, e.g. on a port in use.
+    """
+    if found.store is not None:
+        return found.store
+    if found.address is None:
+        return _make_store(found, found.world_size, timeout)
+    try:
+        if not found.hosts_store:
+            _await_host(found.address, deadline)
+        # An unknown world size: with a known one, rank 0 would not return before all have come, nor say who has not.
+        return _make_store(found, -1, timeout)
+    except (RuntimeError, OSError) as error:
+        raise RuntimeError(no_store(found, backend, timeout, str(error).splitlines()[0])) from error
+
+
+def _make_store(found: Rendezvous, world_size: int, timeout: timedelta) -> dist.Store:
+    separator = "&" if "?" in found.method else "?"
+    url = f"{found.method}{separator}rank={found.rank}&world_size={world_size}"
+    store, _, _ = next(dist.rendezvous(url, timeout=timeout))
+    return store
+
+
+def _await_host(address: tuple[str, int], deadline: float) -> None:
+    """Wait until something listens: a ``TCPStore`` would go on for more than twice the timeout, and flood the log."""
+    while True:
+        remaining = deadline - time.monotonic()
+        try:
+            socket.create_connection(address, timeout=max(POLL_S, remaining)).close()
+            return
+        except OSError:
+            if remaining <= POLL_S:
+                raise
+        time.sleep(POLL_S)
+
+
+def no_store(found: Rendezvous, backend: str, timeout: timedelta, cause: str) -> str:
+    """What to tell where the store cannot be used: whose fault that is, and what to do."""
+    waited = f"within {timeout.total_seconds():g} s (backend {backend})"
+    if "EADDRINUSE" in cause and found.address is not None:
+        return (
+            f"Rank 0 of {found.world_size} cannot host the store at {found.place}: port {found.address[1]} is in use "
+            "by another process; choose a free one with MASTER_PORT (or in init_method), the same for every rank."
+        )
+    if found.address is None or found.rank == 0 or launcher_hosts_store():
+        return (
+            f"Rank {found.rank} of {found.world_size} could not use the store at {found.place} {waited}: {cause}; "
+            "check that the process that hosts it runs, and that MASTER_ADDR (or init_method) names its machine."
+        )
+    return (
+        f"Rank 0 of {found.world_size} did not come: rank {found.rank} could not use the store that rank 0 hosts at "
+        f"{found.place} {waited}: {cause}; check that rank 0 runs, and that every rank has its address and port."
+    )

@@ -1,0 +1,1 @@
+"""What happens when a rank fails, is stopped, or goes silent."""

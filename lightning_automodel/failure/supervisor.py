@@ -1,0 +1,264 @@
+"""The Trainer's function runs inside of this, so that all ranks leave together."""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ClassVar
+
+from lightning_automodel import lightning_internals
+from lightning_automodel.distributed import process_group
+from lightning_automodel.distributed.failures import RankFailedError
+from lightning_automodel.failure.coordinated_stop import REQUEUE
+from lightning_automodel.failure.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
+
+SIGTERM_STATUS = 128 + signal.SIGTERM
+LINGER_AFTER_FAILURE_S = 1.0
+LONGEST_LEAVING_S = 30.0
+
+
+class RunGuard:
+    """Makes one ``fit``, ``validate``, ``test`` or ``predict`` of all ranks end together.
+
+    An exception on this rank is posted for the others. If it only follows from the failure of another rank, that one
+    is raised in its place. SIGTERM on any rank ends the run of all ranks after the same step.
+
+    Args:
+        before_telling: Called after an exception on this rank, before the others learn of it and leave.
+
+    Attributes:
+        weights_only: What the user told ``fit``, ``validate``, ``test`` or ``predict`` about loading checkpoints.
+    """
+
+    _current: ClassVar[Watchdog | None] = None
+    _has_joined: ClassVar[bool] = False
+    _ended: ClassVar[tuple[int, str] | None] = None
+    _unclosed: "ClassVar[RunGuard | None]" = None
+
+    def __init__(self, before_telling: Callable[[], None] = lambda: None) -> None:
+        self._before_telling = before_telling
+        self._watchdog: Watchdog | None = None
+        self._enclosing: Watchdog | None = None
+        self._where: Callable[[], str] = _in_set_up
+        self._timeout_s = 0.0
+        self._previous_handler: Any = None
+        self._handler_process: int | None = None
+        self._is_running = False
+        self._has_failed = False
+        self._failed_at = 0.0
+        self.weights_only: bool | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``function``, which may call :meth:`watch` as soon as the process group exists.
+
+        Raises:
+            RankFailedError: If another rank failed; from the exception that this led to here.
+        """
+        if RunGuard._unclosed is not None:
+            # A callback's `on_exception` raised in an earlier run, so that Lightning did not tear it down.
+            RunGuard._unclosed.close()
+        self._is_running, self._has_failed = True, False
+        self.weights_only = lightning_internals.told_weights_only(function, args, kwargs)
+        try:
+            result = function(*args, **kwargs)
+            self._raise_what_came_late()
+        except lightning_internals.TunerExitException:
+            self._end()
+            raise
+        except BaseException as exception:
+            self._has_failed, self._failed_at = True, time.monotonic()
+            RunGuard._unclosed = self
+            if self._watchdog is not None and self._watchdog.failure is None:
+                self._before_telling()
+            self._raise_cause(exception)
+            raise
+        else:
+            self._end()
+            return result
+        finally:
+            self._is_running = False
+
+    def watch(self, timeout: timedelta, where: Callable[[], str]) -> None:
+        """Start to watch the other ranks; nothing in a world of one. Every rank must call it, after joining.
+
+        Args:
+            timeout: Within which this rank leaves when another gives no sign of life any more.
+            where: Tells the hook that this rank is in; called by another thread.
+        """
+        self._end()
+        if process_group.get_world_size_safe() == 1:
+            return
+        self._where, self._timeout_s = where, timeout.total_seconds()
+        takes_sigterm = self._take_sigterm()
+        self._watchdog = Watchdog(timeout, where, _interrupt_main_thread if takes_sigterm else None)
+        self._enclosing, RunGuard._current, RunGuard._has_joined = RunGuard._current, self._watchdog, True
+        self._watchdog.start()
+        if RunGuard._ended is not None:
+            self._watchdog.report_end(*RunGuard._ended)
+
+    def begin_step(self, step: int, is_training: bool) -> bool:
+        """Begin a step that every rank takes.
+
+        Args:
+            step: Its number, the same on all ranks, from 1.
+            is_training: Whether every rank takes it: a rank that ends its run before is then at fault.
+
+        Returns:
+            Whether all ranks stop after this step, since one of them received SIGTERM.
+
+        Raises:
+            RankFailedError: If another rank failed before they had agreed on it.
+        """
+        if self._watchdog is None:
+            return False
+        if is_training:
+            self._watchdog.training_step = step
+        is_last = self._watchdog.stop.begin_step(step, self._timeout_s)
+        if self._watchdog.failure is not None:
+            raise RankFailedError(self._watchdog.failure)
+        if is_last:
+            what = "was told to save and requeue" if self.requeues else "received SIGTERM"
+            log.warning("Rank %s %s: all ranks stop after this step.", self._watchdog.stop.asked_by, what)
+        return is_last
+
+    @property
+    def requeues(self) -> bool:
+        """Whether all ranks stop, or have stopped, after one step to save and requeue."""
+        return self._watchdog is not None and self._watchdog.stop.is_decided and self._watchdog.stop.requeues
+
+    def ask_to_requeue(self) -> None:
+        """Ask all ranks to stop after the same step, there to save and requeue. Safe in a signal handler."""
+        if self._watchdog is not None:
+            self._watchdog.stop.ask(REQUEUE)
+
+    @classmethod
+    def report_end(cls, rank: int, how: str) -> bool:
+        """Post that the process of ``rank`` ended, unless it has posted why; False before this process has joined.
+
+        Between two runs, it is posted when the next one begins.
+        """
+        watchdog = cls._current
+        if watchdog is not None:
+            watchdog.report_end(rank, how)
+        elif cls._ended is None:
+            cls._ended = rank, how
+        return cls._has_joined
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank is leaving after a failure, of itself or of another rank."""
+        return self._has_failed
+
+    @classmethod
+    def report_launcher(cls, how: str) -> bool:
+        """Post that what started the ranks is gone or gives up; False before this process has joined."""
+        watchdog = cls._current
+        if watchdog is not None:
+            watchdog.report_launcher(how)
+        return cls._has_joined
+
+    @classmethod
+    def forget_inherited_runs(cls) -> None:
+        """In a forked process: what its parent has run, it has not."""
+        cls._current, cls._has_joined, cls._ended, cls._unclosed = None, False, None, None
+
+    def close(self) -> None:
+        """After a failure, end the watch and leave what this package made of process groups, in half a minute at most.
+
+        Where nothing failed, :meth:`run` ends the watch itself, after the last hook.
+        """
+        if self._is_running and not self._has_failed:
+            return
+        self._end()
+        if RunGuard._unclosed is self:
+            RunGuard._unclosed = None
+        if self._has_failed and process_group.get_world_size_safe() > 1:
+            process_group.call_leaving_hooks()
+            last_resort = threading.Timer(LONGEST_LEAVING_S, os._exit, (1,))
+            last_resort.daemon = True
+            last_resort.start()
+            process_group.destroy_global_state(linger_s=LINGER_AFTER_FAILURE_S)
+            last_resort.cancel()
+
+    def _end(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
+            RunGuard._current, self._watchdog, self._enclosing = self._enclosing, None, None
+        self._give_back_sigterm()
+
+    def _raise_what_came_late(self) -> None:
+        """Wait for the other ranks: no step shows what happens to them, or to this one, in the last hooks."""
+        if self._watchdog is None:
+            return
+        asked_by = self._watchdog.wait_for_all()
+        if self._watchdog.failure is not None:
+            raise RankFailedError(self._watchdog.failure)
+        if asked_by is not None:
+            log.warning("Rank %s received SIGTERM: all ranks stop at the end of this run.", asked_by)
+        if asked_by is not None or self._watchdog.stop.is_asked_here:
+            raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
+
+    def _raise_cause(self, exception: BaseException) -> None:
+        watchdog = self._watchdog
+        if isinstance(exception, lightning_internals.SIGTERMException):
+            exception.code = exception.code or SIGTERM_STATUS
+            if watchdog is not None and watchdog.stop.is_decided:
+                watchdog.acknowledge()
+                return
+        if watchdog is None:
+            return
+        failure = watchdog.explain(exception, lightning_internals.failing_hook(exception) or self._where())
+        if failure is not None:
+            log.error("This rank leaves, since %s.", failure)
+            raise RankFailedError(failure) from exception
+
+    # --- SIGTERM ------------------------------------------------------------------------------------------------------
+
+    def _take_sigterm(self) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._handler_process = os.getpid()
+        return True
+
+    def _give_back_sigterm(self) -> None:
+        if self._handler_process is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
+            self._handler_process = None
+
+    def _on_sigterm(self, signum: int, frame: Any) -> None:
+        """Leave at once before the first step, and with all ranks after the same step later on."""
+        if os.getpid() != self._handler_process:
+            # A child that was forked from this process has nothing to do with its run.
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+            return
+        if self._has_failed:
+            # A launcher ends the ranks that are left, by SIGTERM: let this one tell the cause, but not for ever.
+            if time.monotonic() - self._failed_at > LONGEST_LEAVING_S:
+                self._give_back_sigterm()
+                os.kill(os.getpid(), signum)
+            return
+        watchdog = self._watchdog
+        if watchdog is not None and watchdog.failure is not None:
+            raise RankFailedError(watchdog.failure)
+        if callable(self._previous_handler):
+            self._previous_handler(signum, frame)
+        if watchdog is None or not watchdog.stop.steps_have_begun:
+            raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
+        watchdog.stop.ask()
+
+
+def _in_set_up() -> str:
+    return "set-up"
+
+
+def _interrupt_main_thread() -> None:
+    """Let the main thread run its handler of SIGTERM, also while it sleeps in a system call."""
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

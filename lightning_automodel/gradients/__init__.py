@@ -1,0 +1,1 @@
+"""The algebra of token-weighted gradients: counting, windows, rescaling, clipping."""

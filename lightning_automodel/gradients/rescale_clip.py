@@ -1,0 +1,291 @@
+"""Rescaling and clipping gradients that are sharded, replicated, or a mixture of both."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from lightning_automodel import torch_internals
+
+Parameters = nn.Module | Tensor | Iterable[nn.Parameter]
+
+
+def rescale_gradients(
+    model: Parameters,
+    num_tokens_for_grad_scaling: Tensor | int,
+    dp_group: dist.ProcessGroup | None = None,
+) -> None:
+    r"""Turn gradients that the engine averaged over ranks into the gradient of the mean over all label tokens.
+
+    The objective is :math:`L = \frac{1}{N} \sum_{r,m} S_{r,m}`: the sum of token losses S over the micro-batches m of
+    a window and the data-parallel ranks r, divided by all its label tokens N. Each micro-batch is backpropagated as the
+    sum :math:`S_{r,m}` (a mean loss times its count), and FSDP2 and DDP average over the D ranks, so gradients arrive
+    as :math:`\frac{1}{D} \sum S`. Hence the one factor, applied once a window, before clipping: D / N.
+
+    A collective on ``dp_group``: every rank of it must call, once a window; it is one all-reduce of one number. If a
+    rank does not come, the others raise when the group's timeout ends. Nothing is read on the host.
+
+    Args:
+        model: Module or parameters whose ``.grad`` is scaled in place.
+        num_tokens_for_grad_scaling: Label tokens of this rank in the window; summed over the group inside. If the sum
+            is 0, the gradients become 0.
+        dp_group: Ranks that hold different data. None: no communication, D = 1.
+    """
+    parameters = list_parameters(model)
+    device = _reduction_device(parameters)
+    total = torch.as_tensor(num_tokens_for_grad_scaling).to(device, _wide_dtype(device)).reshape(1)
+    if dp_group is not None:
+        total = total.clone()
+        dist.all_reduce(total, group=dp_group)
+    scale_gradients_(parameters, gradient_factor(total[0], dp_group.size() if dp_group is not None else 1))
+
+
+def gradient_factor(denominator: Tensor, divisor: int) -> Tensor:
+    """The D / N of :func:`rescale_gradients`, and 0 where N is 0.
+
+    Args:
+        denominator: [] N, summed over the window and the group.
+        divisor: D, the number of ranks that the engine averaged over.
+
+    Returns:
+        [] on the device of ``denominator``.
+    """
+    return torch.where(denominator > 0, divisor / denominator, torch.zeros_like(denominator))
+
+
+def clip_gradients(model: Parameters, clip_norm: float, foreach: bool = True) -> Tensor:
+    """Scale all gradients down together so that their global 2-norm is at most ``clip_norm``.
+
+    A collective wherever a gradient is sharded: every rank of its mesh must call. It costs one all-reduce of a few
+    numbers for each group of ranks that some parameter is sharded over, whatever the mixture of meshes, replicas, plain
+    tensors and empty shards. Which all-reduces run follows from the parameters, not from which of them received a
+    gradient, so ranks stay in step. Nothing is read on the host.
+
+    Args:
+        model: Module or parameters whose ``.grad`` is scaled in place.
+        clip_norm: Largest norm allowed, positive; ``inf`` only measures.
+        foreach: Use multi-tensor kernels.
+
+    Returns:
+        [] the norm before clipping, the same on every rank, at least float32.
+
+    Raises:
+        ValueError: If ``clip_norm`` is not positive.
+    """
+    check_clip_value(clip_norm)
+    parameters = list_parameters(model)
+    norm = total_norm(parameters, foreach)
+    scale_to_norm_(parameters, norm, clip_norm, foreach)
+    return norm
+
+
+def scale_to_norm_(parameters: list[nn.Parameter], norm: Tensor, clip_norm: float, foreach: bool = True) -> None:
+    """Scale gradients of known norm to at most ``clip_norm``, with the constant that torch uses. Not a collective."""
+    if not math.isinf(clip_norm):
+        scale_gradients_(parameters, torch.clamp(clip_norm / (norm + 1e-6), max=1.0), foreach)
+
+
+def clip_gradient_values(model: Parameters, clip_value: float) -> None:
+    """Clamp every gradient element to [-clip_value, clip_value] in place. Not a collective.
+
+    Raises:
+        ValueError: If ``clip_value`` is not positive.
+    """
+    check_clip_value(clip_value)
+    parameters = list_parameters(model)
+    with torch.no_grad():
+        for parameter in parameters:
+            _complete_partial_gradient(parameter)
+        for grads in _by_device_and_dtype(_local_gradients(parameters)):
+            torch._foreach_clamp_min_(grads, -clip_value)
+            torch._foreach_clamp_max_(grads, clip_value)
+
+
+def check_clip_value(value: float) -> None:
+    """Raise ValueError unless ``value`` is a positive number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(f"The value to clip gradients to must be a positive number, got {value!r}.")
+
+
+def check_finite(norm: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> None:
+    """Raise RuntimeError unless the gradient norm [] is finite. Reads it on the host.
+
+    Args:
+        norm: The norm that this rank has measured.
+        groups: Ranks of which each has measured for itself, and which are to raise together: then a collective, one
+            all-reduce of one number for each. None where they have measured together.
+    """
+    for group in groups:
+        norm = norm.clone()
+        dist.all_reduce(norm, group=group)
+    if not torch.isfinite(norm):
+        raise RuntimeError(
+            f"The gradient norm of this window is {float(norm)}; no parameter has been changed by it. Look at the"
+            " losses of the window or lower the learning rate; with error_if_nonfinite=False training goes on."
+        )
+
+
+@torch.no_grad()
+def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
+    """Global 2-norm of the gradients. A collective as described at :func:`clip_gradients`.
+
+    The tensors' squares are summed in float64, so that their sum does not overflow. Parameters that are sharded over
+    the same groups of ranks share one partial sum; each group then adds up at once all that it is responsible for.
+    """
+    grads: dict[tuple[tuple[int, ...], ...], list[Tensor]] = defaultdict(list)
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for parameter in parameters:
+        _complete_partial_gradient(parameter)
+        sharded_over = _sharding_ranks(parameter)
+        groups = sharded_over | groups
+        grads[tuple(sharded_over)].extend(_local_gradients([parameter]))
+    device = _reduction_device(parameters)
+    squares = {ranks: _sum_of_squares(tensors, device, foreach) for ranks, tensors in grads.items()}
+    for ranks, group in groups.items():
+        # What the ranks of a group hold alike is averaged on the way, so that one where it is not alike is seen by all.
+        stacked = torch.stack([part if ranks in key else part / group.size() for key, part in squares.items()])
+        dist.all_reduce(stacked, group=group)
+        squares = dict(zip(squares, stacked.unbind(), strict=True))
+    norm = torch.stack([*squares.values(), torch.zeros((), dtype=_wide_dtype(device), device=device)]).sum().sqrt()
+    is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
+    return norm.to(torch.float64 if is_double else torch.float32)
+
+
+@torch.no_grad()
+def scale_gradients_(parameters: list[nn.Parameter], factor: Tensor, foreach: bool = True) -> None:
+    """Multiply every gradient by ``factor`` [] in place, shard by shard. Not a collective, no host read.
+
+    A half-precision gradient is rounded once, after the product: some devices would round the factor as well, which
+    makes all gradients too large or too small together.
+    """
+    for grads in _by_device_and_dtype(_local_gradients(parameters)):
+        local_factor = factor.to(grads[0].device)
+        if grads[0].dtype in (torch.float16, torch.bfloat16):
+            for grad in grads:
+                grad.copy_(grad.float() * local_factor)
+        elif foreach and not grads[0].is_sparse:
+            torch._foreach_mul_(grads, local_factor)
+        else:
+            for grad in grads:
+                grad.mul_(local_factor)
+
+
+@torch.no_grad()
+def average_gradients_(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Average the gradients of replicated parameters over ``group`` in place.
+
+    A collective: every rank must call with the same parameters; one all-reduce for each dtype, in float32 for those
+    that are narrower. A parameter that got a gradient on some ranks only counts as zero on the others; one that got
+    none anywhere keeps ``grad=None``. To tell, a rank where one got none reads a number on the host.
+    """
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        by_dtype[torch.promote_types(parameter.dtype, torch.float32)].append(parameter)
+    for dtype, same_dtype in by_dtype.items():
+        grads = [(torch.zeros_like(p) if p.grad is None else p.grad).to(dtype) for p in same_dtype]
+        was_used = grads[0].new_tensor([float(p.grad is not None) for p in same_dtype])
+        flat = torch.cat([*(grad.reshape(-1) for grad in grads), was_used])
+        dist.all_reduce(flat, group=group)
+        flat /= group.size()
+        *averages, used_by = flat.split([*(grad.numel() for grad in grads), len(grads)])
+        for parameter, average, users in zip(same_dtype, averages, used_by, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.copy_(average.view_as(parameter))
+            elif users > 0:
+                parameter.grad = average.view_as(parameter).to(parameter.dtype, copy=True)
+
+
+def list_parameters(model: Parameters) -> list[nn.Parameter]:
+    """Parameters of a module, sharded ones in their sharded form (gradients live there), or the given ones."""
+    if isinstance(model, Tensor):
+        return [cast(nn.Parameter, model)]
+    if not isinstance(model, nn.Module):
+        return list(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return list(model.parameters())
+
+
+def any_sharded(parameters: list[nn.Parameter]) -> bool:
+    """Whether measuring the norm of these gradients communicates."""
+    return any(_sharding_ranks(parameter) for parameter in parameters)
+
+
+def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [torch_internals.local_tensor(p.grad) for p in parameters if p.grad is not None]
+
+
+def _complete_partial_gradient(parameter: nn.Parameter) -> None:
+    """Reduce a gradient that is a sum still to be taken over some mesh dimension (tensor parallelism)."""
+    grad = parameter.grad
+    if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+        parameter.grad = grad.redistribute(
+            placements=[Replicate() if placement.is_partial() else placement for placement in grad.placements]
+        )
+
+
+def _sharding_ranks(parameter: nn.Parameter) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Groups of ranks that each hold a part of the parameter, by their ranks; none for replicated and plain ones.
+
+    The gradient tells, where there is one; FSDP2 and DDP lay it out like its parameter. A strided shard (FSDP2 over a
+    dimension that tensor parallelism has sharded) is no ``Shard`` to torch 2.13, hence what it is not.
+    """
+    laid_out = parameter.grad if isinstance(parameter.grad, DTensor) else parameter
+    if not isinstance(laid_out, DTensor):
+        return {}
+    mesh = laid_out.device_mesh
+    groups = [
+        mesh.get_group(axis)
+        for axis, placement in enumerate(laid_out.placements)
+        if not (placement.is_replicate() or placement.is_partial()) and mesh.size(axis) > 1
+    ]
+    return {tuple(dist.get_process_group_ranks(group)): group for group in groups}
+
+
+def _reduction_device(parameters: list[nn.Parameter]) -> torch.device:
+    """A device that the groups of the parameters can reduce on, also where shards are offloaded."""
+    for parameter in parameters:
+        if isinstance(parameter, DTensor):
+            device_type = parameter.device_mesh.device_type
+            local = torch_internals.local_tensor(parameter)
+            if local.device.type == device_type:
+                return local.device
+            return torch.device(device_type, torch.get_device_module(device_type).current_device())
+    return parameters[0].device if parameters else torch.device("cpu")
+
+
+def _sum_of_squares(tensors: list[Tensor], device: torch.device, foreach: bool) -> Tensor:
+    """[] sum of the squares of all elements, on ``device``."""
+    wide = _wide_dtype(device)
+    norms: list[Tensor] = []
+    for group in _by_device_and_dtype(tensors):
+        if group[0].is_sparse:
+            group = [tensor.coalesce().values() for tensor in group]
+        # Within a tensor float32 is enough for half and single precision, and 60 times faster than float64 on a CPU.
+        dtype = torch.promote_types(group[0].dtype, torch.float32)
+        if foreach:
+            norms.extend(torch._foreach_norm(group, 2, dtype=dtype))
+        else:
+            norms.extend(torch.linalg.vector_norm(tensor, 2, dtype=dtype) for tensor in group)
+    if not norms:
+        return torch.zeros((), dtype=wide, device=device)
+    return torch.stack([norm.to(device, wide) for norm in norms]).square().sum()
+
+
+def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype, torch.layout], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.device, tensor.dtype, tensor.layout].append(tensor)
+    yield from groups.values()
+
+
+def _wide_dtype(device: torch.device) -> torch.dtype:
+    """float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64

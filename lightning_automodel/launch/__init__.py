@@ -1,0 +1,1 @@
+"""Starting the ranks of a node and bringing their results back."""

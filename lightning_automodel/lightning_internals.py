@@ -1,0 +1,223 @@
+"""Every private name of Lightning that the package touches, each with its reason."""
+
+import inspect
+import signal
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork as check_bad_cuda_fork
+from lightning.fabric.strategies.launchers.multiprocessing import _check_missing_main_guard as check_missing_main_guard
+from lightning.fabric.strategies.launchers.multiprocessing import (
+    _disable_module_memory_sharing as disable_module_memory_sharing,
+)
+from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
+from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper as DatasetSamplerWrapper
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device as default_backend_for_device,
+)
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
+from lightning.fabric.utilities.load import _METADATA_FILENAME as CHECKPOINT_METADATA_FILENAME
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
+from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import _Stateful as Stateful
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.core import saving
+from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
+from lightning.pytorch.loops import _EvaluationLoop as EvaluationLoop
+from lightning.pytorch.loops import _FitLoop as FitLoop
+from lightning.pytorch.loops import _Loop as Loop
+from lightning.pytorch.loops import _TrainingEpochLoop as TrainingEpochLoop
+from lightning.pytorch.loops.fit_loop import RestartStage
+from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
+from lightning.pytorch.overrides.distributed import prepare_for_backward as prepare_ddp_for_backward
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
+from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
+from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalStateSnapshot
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher as SubprocessScriptLauncher,
+)
+from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as ResultMetadata
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as ResultSync
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
+from torch.optim.swa_utils import AveragedModel
+
+__all__ = [
+    "CHECKPOINT_METADATA_FILENAME",
+    "IS_INTERACTIVE",
+    "BaseProgress",
+    "DDPForwardRedirection",
+    "DatasetSamplerWrapper",
+    "EvaluationLoop",
+    "FitLoop",
+    "GlobalStateSnapshot",
+    "Launcher",
+    "Loop",
+    "MockOptimizer",
+    "MultiProcessingLauncher",
+    "RestartStage",
+    "ResultMetadata",
+    "ResultMetric",
+    "ResultSync",
+    "SIGTERMException",
+    "Stateful",
+    "SubprocessScriptLauncher",
+    "TrainingEpochLoop",
+    "TunerExitException",
+    "averaged_model",
+    "call_and_handle_interrupt",
+    "check_bad_cuda_fork",
+    "check_missing_main_guard",
+    "collect_rng_states",
+    "default_backend_for_device",
+    "disable_module_memory_sharing",
+    "failing_hook",
+    "give_back_model_checkpoints",
+    "give_back_sigterm",
+    "optimizers_to_device",
+    "prepare_ddp_for_backward",
+    "replace_loading_of_directories",
+    "reset_seed",
+    "save_and_requeue",
+    "set_num_threads_if_needed",
+    "set_rng_states",
+    "set_sampler_epoch",
+    "take_over_model_checkpoints",
+    "take_over_requeueing",
+    "take_over_sigterm",
+    "tell_sigterm",
+    "told_weights_only",
+]
+
+
+def replace_loading_of_directories(read: Callable[[Any, Any, bool | None], dict[str, Any] | None]) -> None:
+    """Let ``load_from_checkpoint`` of LightningModules and LightningDataModules ask ``read`` first.
+
+    Lightning (2.6.6) opens whatever it is given as one file, and has no setting for it: it fails on the directories
+    that its own strategies write. Where ``read`` returns None, Lightning loads as ever. Doing it again changes nothing.
+
+    Args:
+        read: ``(path, map_location, weights_only) -> checkpoint | None``.
+    """
+    load = getattr(saving.pl_load, "__wrapped__", saving.pl_load)
+
+    @wraps(load)
+    def load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        found = read(path_or_url, map_location, weights_only)
+        return load(path_or_url, map_location, weights_only) if found is None else found
+
+    saving.pl_load = load_any
+
+
+def failing_hook(exception: BaseException) -> str | None:
+    """Name of the innermost Lightning hook that ``exception`` came through; None if it came through none.
+
+    Lightning knows the name only in local variables of the functions that call hooks.
+    """
+    name, traceback = None, exception.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if frame.f_globals.get("__name__") == "lightning.pytorch.trainer.call" and "hook_name" in frame.f_locals:
+            name = str(frame.f_locals["hook_name"])
+        traceback = traceback.tb_next
+    return name
+
+
+def averaged_model(callback: WeightAveraging) -> AveragedModel | None:
+    """The average that ``callback`` keeps, once it has been set up for a fit; the callback has no accessor."""
+    return callback._average_model
+
+
+def take_over_sigterm(trainer: Trainer) -> None:
+    """Let ``trainer`` neither broadcast whether SIGTERM came, each micro-batch, nor communicate in a signal handler.
+
+    Lightning 2.6.6 has no setting for either. :func:`give_back_sigterm` undoes it.
+    """
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _do_nothing  # type: ignore[method-assign]
+    trainer._signal_connector._sigterm_notifier_fn = _do_nothing  # type: ignore[assignment,method-assign]
+
+
+def take_over_requeueing(trainer: Trainer, ask: Callable[[], None]) -> None:
+    """Let SLURM's signal to save and requeue call ``ask``, where Lightning 2.6.6 saves wherever in a step a rank is.
+
+    Saving is a collective under FSDP2, and no two ranks receive a signal at the same point of a step.
+    :func:`give_back_sigterm` undoes it.
+    """
+    trainer._signal_connector._slurm_sigusr_handler_fn = lambda *_: ask()  # type: ignore[method-assign]
+
+
+def save_and_requeue(trainer: Trainer) -> None:
+    """What Lightning does on that signal: save, and have rank 0 requeue the job. Every rank must call it."""
+    connector = trainer._signal_connector
+    type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, None)  # type: ignore[arg-type]
+
+
+def give_back_sigterm(trainer: Trainer) -> None:
+    """Undo :func:`take_over_sigterm` and :func:`take_over_requeueing`.
+
+    The handler of SIGTERM that Lightning found is for its owner to give back.
+    """
+    if "_sigterm_notifier_fn" in trainer._signal_connector.__dict__:
+        trainer._signal_connector._original_handlers.pop(signal.SIGTERM, None)
+    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+    trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
+    trainer._signal_connector.__dict__.pop("_slurm_sigusr_handler_fn", None)
+
+
+def take_over_model_checkpoints(
+    trainer: Trainer, link: Callable[[str, str], None], is_coming: Callable[[str], bool]
+) -> None:
+    """Let each ``ModelCheckpoint`` know checkpoints that are still being written, and link without a gap.
+
+    Lightning 2.6.6 looks for files, to let no two callbacks choose one name, and removes the old link, or directory,
+    before it makes the new one. :func:`give_back_model_checkpoints` undoes it.
+
+    Args:
+        trainer: Whose callbacks to change.
+        link: Called with the checkpoint and the name of the link of ``save_last="link"``.
+        is_coming: Whether a checkpoint is being written at a path.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            callback._link_checkpoint = lambda _, path, name: link(path, name)  # type: ignore[assignment,method-assign]
+            callback.file_exists = partial(_is_there, callback, is_coming)  # type: ignore[method-assign]
+
+
+def _is_there(callback: ModelCheckpoint, is_coming: Callable[[str], bool], filepath: str, trainer: Trainer) -> bool:
+    return type(callback).file_exists(callback, filepath, trainer) or is_coming(filepath)
+
+
+def give_back_model_checkpoints(trainer: Trainer) -> None:
+    """Undo :func:`take_over_model_checkpoints`."""
+    for callback in trainer.checkpoint_callbacks:
+        for name in ("_link_checkpoint", "file_exists"):
+            callback.__dict__.pop(name, None)
+
+
+def tell_sigterm(trainer: Trainer) -> None:
+    """Let ``trainer`` leave its loop after the current batch with ``SIGTERMException``."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
+
+
+def told_weights_only(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
+    """What the user passed as ``weights_only`` to ``fit``, ``validate``, ``test`` or ``predict``; None for nothing.
+
+    Lightning 2.6.6 forgets it where a strategy loads checkpoints after its set-up. ``function`` is what the launcher
+    gets to call.
+    """
+    signature = inspect.signature(function)
+    if "weights_only" not in signature.parameters:
+        return None
+    return signature.bind(*args, **kwargs).arguments.get("weights_only")

@@ -1,0 +1,126 @@
+"""States of random-number generators: noted cheaply, written as what ``weights_only`` loads, and set again."""
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Sampler
+
+from lightning_automodel import lightning_internals
+
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+_SAMPLERS = (Sampler, lightning_internals.DatasetSamplerWrapper)
+_NAMES_THAT_LEAD_ON = ("sampler", "batch_sampler", "dataset")
+
+
+def note(device: torch.device) -> dict[str, Any]:
+    """The global states of python, numpy and torch on this process, on the host and on its ``device``.
+
+    Synchronises nothing: the state of a CUDA generator lies on the host.
+    """
+    states = lightning_internals.collect_rng_states(include_cuda=False)
+    if device.type == "cuda":
+        states["device"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_to(states: dict[str, Any], device: torch.device) -> None:
+    """Set the global states to what :func:`note` returned."""
+    lightning_internals.set_rng_states({name: state for name, state in states.items() if name != "device"})
+    if device.type == "cuda" and "device" in states:
+        torch.cuda.set_rng_state(states["device"], device)
+
+
+def generators_of_modules(module: nn.Module) -> list[Generator]:
+    """The generators that a module and its submodules hold as attributes, each once, in a fixed order."""
+    held = (value for submodule in module.modules() for value in vars(submodule).values())
+    return list({id(value): value for value in held if isinstance(value, Generator)}.values())
+
+
+def generators_of(loader: Any) -> list[Generator]:
+    """Those that a loader, its samplers and its dataset hold as attributes, each once, in a fixed order."""
+    held = (value for owner in _led_to(loader) for value in getattr(owner, "__dict__", {}).values())
+    return list({id(value): value for value in held if isinstance(value, Generator)}.values())
+
+
+def samplers_of(loader: Any) -> list[lightning_internals.Stateful]:
+    """The samplers of a loader that have ``state_dict`` and ``load_state_dict``, in a fixed order."""
+    samplers = (owner for owner in _led_to(loader) if isinstance(owner, _SAMPLERS))
+    return [sampler for sampler in samplers if isinstance(sampler, lightning_internals.Stateful)]
+
+
+def _led_to(owner: Any) -> list[Any]:
+    """``owner``, its samplers and datasets, and theirs, each once."""
+    found, waiting = {id(owner): owner}, [owner]
+    while waiting:
+        held = getattr(waiting.pop(0), "__dict__", {})
+        new = [value for name, value in held.items() if name in _NAMES_THAT_LEAD_ON or isinstance(value, _SAMPLERS)]
+        waiting += [value for value in new if id(value) not in found]
+        found |= {id(value): value for value in new}
+    return list(found.values())
+
+
+def note_generators(generators: Iterable[Generator]) -> list[Any]:
+    """Their states, in order."""
+    return [_state(generator) for generator in generators]
+
+
+def set_generators(generators: list[Generator], states: list[Any]) -> None:
+    """Set states in the same order; nothing where their number is another, as the loaders are then others."""
+    if len(generators) == len(states):
+        for generator, state in zip(generators, states, strict=True):
+            _set_state(generator, state)
+
+
+def _state(generator: Generator) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.bit_generator.state
+
+
+def _set_state(generator: Generator, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def savable(value: Any) -> Any:
+    """``value`` with arrays as tensors and every tensor as a copy on the host, as ``weights_only`` loads it.
+
+    Unsigned arrays become signed tensors: pickle, by which ranks send them, knows no other (torch 2.13).
+    """
+    if isinstance(value, np.ndarray):
+        signed = value.view(f"i{value.itemsize}") if value.dtype.kind == "u" else value
+        return {"numpy": torch.from_numpy(signed.copy()), "dtype": str(value.dtype)}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: savable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(savable, value)) if type(value) in (list, tuple) else value
+    return value
+
+
+def loaded(value: Any) -> Any:
+    """The inverse of :func:`savable`, tensors on the host."""
+    if isinstance(value, dict):
+        if value.keys() == {"numpy", "dtype"}:
+            return value["numpy"].numpy().view(value["dtype"])
+        return {key: loaded(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(loaded, value)) if type(value) in (list, tuple) else value
+    return value

@@ -1,0 +1,130 @@
+"""DDP: the whole model on every rank."""
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_automodel import lightning_internals, torch_internals
+from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.gradients import rescale_clip
+from lightning_automodel.options import StrategyOptions
+from lightning_automodel.sharding import apply, units
+from lightning_automodel.sharding.ddp_bucket_order import ReadyOrder
+from lightning_automodel.sharding.engine import Engine
+
+
+class DDPEngine(Engine):
+    """The whole model on every rank, gradients averaged by ``DistributedDataParallel``.
+
+    Args:
+        mesh: Mesh of the run.
+        device: This rank's device.
+        options: What the user chose.
+    """
+
+    def __init__(self, mesh: RunMesh, device: torch.device, options: StrategyOptions) -> None:
+        super().__init__(mesh, device)
+        self._ddp_kwargs = options.ddp_kwargs or {}
+        self._ddp: DistributedDataParallel | None = None
+        self._static_graph_is_flushed = False
+        self._reduced: set[int] = set()
+        self._order: ReadyOrder | None = None
+
+    @override
+    def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
+        if units.is_sharded(module):
+            raise ValueError(
+                f"{units.class_name(module)} is already sharded by FSDP2, which data_parallel='ddp' cannot"
+                " replicate: pass data_parallel='fsdp2', or a module that was not sharded before."
+            )
+        give_values()
+        if not fitting:
+            apply.broadcast_states(module, self.mesh)
+            return module
+        self._reduced = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        self._ddp = apply.apply_ddp(module, self.device, self.mesh.group, self._ddp_kwargs)
+        self._order = ReadyOrder(self._ddp)
+        return self._ddp
+
+    @override
+    def state(self) -> dict[str, Any]:
+        """What DDP makes of the micro-batches so far.
+
+        Whether the next forward broadcasts rank 0's buffers (not after one without gradient synchronisation), and the
+        order of gradients in its buckets, in which more than two ranks add them up.
+        """
+        if self._ddp is None or self._order is None:
+            return {}
+        return {"broadcasts_buffers": self._ddp.require_forward_param_sync, "order": self._order.indices}
+
+    @override
+    def load_state(self, state: dict[str, Any]) -> None:
+        if self._ddp is not None and "broadcasts_buffers" in state:
+            if self._order is not None and state["order"] is not None:
+                self._order.bring_about(state["order"])
+            self._ddp.require_forward_param_sync = state["broadcasts_buffers"]
+
+    @override
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if is_last or self._ddp is None else self._ddp.no_sync()
+
+    @override
+    def start_backward(self, loss: Tensor) -> None:
+        if self._ddp is not None and not self._ddp.module.automatic_optimization:
+            lightning_internals.prepare_ddp_for_backward(self._ddp, loss)
+        if self._order is not None and self._ddp is not None and self._ddp.require_backward_grad_sync:
+            self._order.note()
+
+    @override
+    def end_backward(self) -> None:
+        """Refuse gradients that DDP left unreduced.
+
+        Raises:
+            RuntimeError: If a parameter took no part in a synchronised backward, which leaves it, and the others of its
+                bucket, with this rank's own gradient.
+        """
+        ddp = self._ddp
+        if ddp is None or not ddp.require_backward_grad_sync:
+            return
+        if self._order is not None:
+            self._order.end()
+        if ddp.static_graph:
+            if not ddp.module.automatic_optimization and not self._static_graph_is_flushed:
+                self._static_graph_is_flushed = True
+                torch_internals.flush_static_graph(ddp)
+            return
+        try:
+            torch_internals.check_ddp_backward_is_complete(ddp)
+        except RuntimeError as error:
+            trainable = [name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad]
+            listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            unused = [trainable[int(i)] for i in listed[1].split() if int(i) < len(trainable)] if listed else []
+            raise RuntimeError(
+                "DistributedDataParallel did not reduce all gradients of this window: parameters"
+                f" {', '.join(unused) or '(unknown)'} took no part in its last micro-batch, so ranks would step with"
+                " different gradients. Pass AutomodelStrategy(data_parallel='ddp',"
+                " ddp_kwargs={'find_unused_parameters': True})."
+            ) from error
+
+    @override
+    def close(self) -> None:
+        if self._order is not None:
+            self._order.end()
+
+    @override
+    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Average what was frozen when DDP was set up and trains since: DDP itself never reduces it."""
+        unfrozen = [p for p in parameters if p.requires_grad and id(p) not in self._reduced]
+        if unfrozen and self.mesh.sizes.data_parallel > 1:
+            rescale_clip.average_gradients_(unfrozen, self.mesh.group)
+
+    @override
+    def describe(self) -> dict[str, Any]:
+        return {"ddp_kwargs": dict(self._ddp_kwargs)}

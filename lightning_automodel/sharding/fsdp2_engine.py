@@ -1,0 +1,188 @@
+"""FSDP2: parameters, gradients and optimizer state sharded over the ranks."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from typing_extensions import override
+
+from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.gradients import rescale_clip
+from lightning_automodel.options import StrategyOptions
+from lightning_automodel.sharding import apply, memory, precision, tensor_parallel, units
+from lightning_automodel.sharding.engine import Engine
+from lightning_automodel.sharding.grad_sync import Deferral, FSDPGradSync
+
+_SHARDED_BEFORE = "sharded before this set-up (by configure_model or an earlier run); left as they were"
+
+
+class FSDP2Engine(Engine):
+    """Parameters, gradients and optimizer state sharded by FSDP2, over one group or over each replica (HSDP).
+
+    Args:
+        mesh: Mesh of the run.
+        device: This rank's device.
+        options: What the user chose.
+        local_ranks: Ranks on this node, which share its memory.
+        policy: What units compute and reduce in.
+    """
+
+    def __init__(
+        self,
+        mesh: RunMesh,
+        device: torch.device,
+        options: StrategyOptions,
+        local_ranks: int,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        super().__init__(mesh, device)
+        self._options = options
+        self._policy = policy
+        self._local_ranks = local_ranks
+        self._report: dict[str, Any] = {}
+        self._is_first_batch = True
+
+    @override
+    def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
+        with apply.attributes_kept(module):
+            self._shard(module)
+        give_values()
+        self._report["averaged_by_the_strategy"] = [
+            name for name, parameter in module.named_parameters() if units.is_plain_and_trainable(parameter)
+        ]
+        apply.initialise_fsdp2(module, self.mesh.sizes.data_parallel)
+        self._sync = FSDPGradSync(module, self._defer(), self._keep_gathered(module))
+        self._sync.discard()
+        tensor_parallel.share_random_state(self.mesh, self.device)
+        return module
+
+    def _shard(self, module: pl.LightningModule) -> None:
+        """Make weights equal everywhere and shard them, unless somebody has. A collective over the world."""
+        plan = None if units.has_fsdp_units(module) else self._plan(module)
+        if plan is None:
+            self._report = {"units": _SHARDED_BEFORE}
+        else:
+            apply.refuse_gradient_hooks(module, plan.replicated)
+            self._check_reshard_after_forward()
+            self._report = _describe_plan(module, plan)
+        tensor_parallel.apply_own_plans(module, self.mesh)
+        tensor_parallel.refuse_compiled(module, self.mesh)
+        apply.broadcast_states(module, self.mesh)
+        if plan is not None:
+            apply.apply_fsdp2(
+                module,
+                plan,
+                self.mesh.fsdp,
+                self._options.reshard_after_forward,
+                self._options.cpu_offload,
+                self._policy,
+            )
+
+    def _plan(self, module: pl.LightningModule) -> units.ShardingPlan:
+        plan = units.plan_sharding(module, self._options.auto_wrap_policy, module.automatic_optimization)
+        return replace(plan, replicated=plan.replicated | precision.kept_wide(module, self._policy))
+
+    def _check_reshard_after_forward(self) -> None:
+        """Raise ValueError unless the size to reshard to divides the number of ranks that a unit is sharded over."""
+        size, shards = self._options.reshard_after_forward, self.mesh.sizes.shard
+        if isinstance(size, bool) or shards % size == 0:
+            return
+        valid = ["True", "False", *(str(n) for n in range(2, shards + 1) if shards % n == 0)]
+        raise ValueError(
+            f"reshard_after_forward={size} does not divide the {shards} ranks that a unit is sharded over; valid are"
+            f" {', '.join(valid)}."
+        )
+
+    def _defer(self) -> Deferral:
+        """Without peers nothing is communicated, and unreduced gradients would only be out of sight."""
+        return self._options.defer_fsdp_grad_sync if self.mesh.sizes.data_parallel > 1 else False
+
+    def _keep_gathered(self, module: pl.LightningModule) -> bool:
+        """Settle ``reshard_during_accumulation``. A collective for "auto": ranks must agree, the smallest decides."""
+        option = self._options.reshard_during_accumulation
+        need = memory.estimate(module, defers_gradients=self._defer() is True)
+        if not module.automatic_optimization:
+            keep, reason = False, "manual optimization may step between two forwards of one training step"
+        elif option != "auto":
+            keep, reason = not option, f"reshard_during_accumulation={option}"
+        else:
+            keep, reason = self._fits_everywhere(need.total)
+        if keep or "roots" in self._report:
+            self._report["reshard_after_forward"] = False if keep else self._options.reshard_after_forward
+        self._report["reshard_during_accumulation"] = not keep
+        self._report["reshard_during_accumulation_reason"] = reason
+        self._report["estimated_extra_bytes"] = asdict(need)
+        return keep
+
+    def _fits_everywhere(self, needed_bytes: int) -> tuple[bool, str]:
+        """Whether every rank has the memory, and why. A collective over the data-parallel group."""
+        free = memory.free_bytes(self.device, self._local_ranks)
+        budget = 0 if free is None else int(free * memory.FREE_MEMORY_SHARE)
+        fits = torch.tensor(float(needed_bytes <= budget), device=self.device)
+        dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=self.mesh.group)
+        keep = bool(fits.item())
+        known = "unknown" if free is None else f"{budget / 2**20:.0f} MiB on this rank"
+        return keep, (
+            f"auto: an estimated {needed_bytes / 2**20:.0f} MiB {'fits into' if keep else 'exceeds'}"
+            f" {memory.FREE_MEMORY_SHARE:.0%} of the free memory ({known}) of {'every' if keep else 'some'} rank"
+        )
+
+    @override
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        return self._sync.micro_batch(is_last)
+
+    @override
+    def start_forward(self, batch: Any) -> None:
+        if self._is_first_batch:
+            self._is_first_batch = False
+            tensor_parallel.check_same_batch(batch, self.mesh, self.device)
+        self._sync.resume()
+
+    @override
+    def end_backward(self) -> None:
+        self._sync.end_backward()
+
+    @override
+    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
+        plain = [parameter for parameter in parameters if units.is_plain_and_trainable(parameter)]
+        if plain and self.mesh.sizes.data_parallel > 1:
+            rescale_clip.average_gradients_(plain, self.mesh.group)
+
+    @override
+    def followed(self, parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
+        return self._sync.followed(parameters)
+
+    @override
+    def release(self) -> None:
+        self._sync.release()
+
+    @override
+    def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        self._sync.discard(parameters)
+
+    @override
+    def recover(self) -> None:
+        self._sync.recover()
+
+    @override
+    def close(self) -> None:
+        self._sync.close()
+
+    @override
+    def describe(self) -> dict[str, Any]:
+        return {"defer_fsdp_grad_sync": self._defer(), "cpu_offload": self._options.cpu_offload, **self._report}
+
+
+def _describe_plan(module: nn.Module, plan: units.ShardingPlan) -> dict[str, Any]:
+    names = {id(submodule): name or units.class_name(module) for name, submodule in module.named_modules()}
+    return {
+        "roots": [names[id(root)] for root in plan.roots],
+        "units": [f"{names[id(unit)]} ({units.class_name(unit)})" for unit in plan.units],
+        "replicated": dict(plan.replicated),
+    }

@@ -1,0 +1,288 @@
+"""Trainer precision -> dtypes of parameters, computation, reductions and outputs."""
+
+import functools
+from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import (
+    BitsandbytesPrecision,
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    MixedPrecision,
+    Precision,
+    TransformerEnginePrecision,
+    XLAPrecision,
+)
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_automodel import torch_internals
+
+HALF = (torch.float16, torch.bfloat16)
+FLOATING = (*HALF, torch.float32, torch.float64)
+FSDP2_PRECISIONS = {
+    "32-true": torch.float32,
+    "64-true": torch.float64,
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+    "16-true": torch.float16,
+}
+"""What each Trainer precision that FSDP2 knows computes in; under 32-true, what the module itself was made of."""
+
+
+def check_precision(plugin: Precision, data_parallel: str) -> None:
+    """Refuse a precision that the engine cannot bring about.
+
+    Raises:
+        ValueError: For a plugin of another strategy, and under FSDP2 for one that replaces layers or parameters.
+    """
+    foreign = isinstance(plugin, (DeepSpeedPrecision, FSDPPrecision, XLAPrecision))
+    replacing = isinstance(plugin, (BitsandbytesPrecision, TransformerEnginePrecision))
+    is_known = plugin.precision in FSDP2_PRECISIONS and not replacing
+    if not foreign and (data_parallel == "ddp" or is_known):
+        return
+    way_out = "." if foreign else ", or data_parallel='ddp'."
+    raise ValueError(
+        f"data_parallel={data_parallel!r} does not work with {type(plugin).__name__}: choose Trainer(precision=...)"
+        f" from {', '.join(FSDP2_PRECISIONS)}{way_out}"
+    )
+
+
+def check_policy(policy: MixedPrecisionPolicy | None) -> None:
+    """Raise TypeError or ValueError unless ``policy`` is None or names floating dtypes that can be computed in."""
+    if policy is None:
+        return
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {policy!r}.")
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and dtype not in FLOATING:
+            valid = ", ".join(map(str, FLOATING))
+            raise ValueError(f"mp_policy: {name} must be None or one of {valid}, got {dtype!r}.")
+
+
+def resolve_policy(
+    plugin: Precision, mp_policy: MixedPrecisionPolicy | None, parameters: Iterable[Tensor]
+) -> MixedPrecisionPolicy:
+    """The policy of FSDP2 units for a Trainer precision.
+
+    Mixed precisions keep parameters as they are ("master weights", float32 unless the user made them otherwise),
+    gather and compute in half precision, reduce in float32 and give float32 back to the code around the model: losses
+    are then neither rounded nor, as a sum of tokens is in float16, out of range. True precisions compute in the dtype
+    of the parameters, cast nothing, and reduce in float32 at least.
+
+    Args:
+        plugin: The Trainer's precision plugin, checked.
+        mp_policy: The user's; replaces all of this.
+        parameters: Of the module, after the plugin has converted it.
+
+    Raises:
+        ValueError: If ``mp_policy`` computes in another dtype than the precision says, or in float16 without a scaler.
+    """
+    if mp_policy is not None:
+        _check_agreement(plugin, mp_policy)
+        return mp_policy
+    if isinstance(plugin, MixedPrecision):
+        computes_in = FSDP2_PRECISIONS[plugin.precision]
+        return MixedPrecisionPolicy(param_dtype=computes_in, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    trainable = {parameter.dtype for parameter in parameters if parameter.requires_grad}
+    reduce_dtype = torch.float32 if trainable.intersection(HALF) and torch.float64 not in trainable else None
+    return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+
+
+def _check_agreement(plugin: Precision, policy: MixedPrecisionPolicy) -> None:
+    precision, computes_in = plugin.precision, FSDP2_PRECISIONS[plugin.precision]
+    if precision == "32-true":
+        if policy.param_dtype == torch.float16:
+            raise ValueError(
+                "mp_policy computes in torch.float16, whose small gradients vanish without a gradient scaler: pass"
+                " Trainer(precision='16-mixed') beside it, or param_dtype=torch.bfloat16."
+            )
+        return
+    valid = (computes_in,) if isinstance(plugin, MixedPrecision) else (computes_in, None)
+    if policy.param_dtype not in valid:
+        raise ValueError(
+            f"precision={precision!r} computes in {computes_in}, but mp_policy says param_dtype={policy.param_dtype}:"
+            f" pass param_dtype={' or '.join(map(str, valid))}, or precision='32-true', under which mp_policy alone"
+            " decides."
+        )
+
+
+def unit_policy(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """The policy of a unit inside of a root: what goes from module to module keeps the dtype that it has."""
+    return replace(policy, output_dtype=None)
+
+
+def step_policy(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """The policy of a root whose forward is a Lightning step: batches and losses are left as they are.
+
+    A count or a target that the policy rounded would be silently wrong; :func:`cast_around` serves the modules below.
+    """
+    return replace(policy, cast_forward_inputs=False, output_dtype=None)
+
+
+def kept_wide(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]:
+    """Parameters that stay whole and as they are under a half-precision policy, with the reason.
+
+    Batch normalisation computes with its running statistics, buffers that no policy casts, and torch wants its
+    parameters in their dtype.
+    """
+    if policy.param_dtype not in HALF:
+        return {}
+    normalising = [m for m in model.modules() if isinstance(getattr(m, "running_mean", None), Tensor)]
+    kept = {id(parameter) for module in normalising for parameter in module.parameters(recurse=False)}
+    return {name: "beside running statistics" for name, p in model.named_parameters() if id(p) in kept}
+
+
+def cast_around(modules: Iterable[nn.Module], policy: MixedPrecisionPolicy) -> None:
+    """Let these modules cast floating-point inputs and outputs as an FSDP2 root with this policy does.
+
+    Only the outermost of nested calls does: a module that the LightningModule holds may be part of another one.
+    """
+    casts = _OutermostCasts(policy)
+    if policy.output_dtype is not None or casts.input_dtype is not None:
+        for module in modules:
+            module.forward = casts.around(module.forward)
+
+
+class _OutermostCasts:
+    def __init__(self, policy: MixedPrecisionPolicy) -> None:
+        self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        self._output_dtype = policy.output_dtype
+        self._is_running = False
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._is_running:
+                return forward(*args, **kwargs)
+            self._is_running = True
+            try:
+                if self.input_dtype is not None:
+                    args, kwargs = torch_internals.cast_floating((args, kwargs), self.input_dtype)
+                output = forward(*args, **kwargs)
+            finally:
+                self._is_running = False
+            return output if self._output_dtype is None else torch_internals.cast_floating(output, self._output_dtype)
+
+        return call
+
+
+def compute_as_units(
+    model: nn.Module, parameters: Collection[str], policy: MixedPrecisionPolicy, device_type: str
+) -> None:
+    """Let modules whose ``parameters`` stay whole and wide compute and answer in half precision, as units do.
+
+    Args:
+        model: The module below which they are.
+        parameters: Names of parameters that no unit takes.
+        policy: That of the units; nothing happens unless it computes in half precision.
+        device_type: Where they compute.
+    """
+    dtype = policy.param_dtype
+    if dtype not in HALF:
+        return
+    whole = {id(parameter) for name, parameter in model.named_parameters() if name in parameters}
+    for module in model.modules():
+        if any(id(parameter) in whole for parameter in module.parameters(recurse=False)):
+            module.forward = _in_half(module.forward, dtype, device_type)
+
+
+def _in_half(forward: Callable[..., Any], dtype: torch.dtype, device_type: str) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, dtype=dtype, cache_enabled=False):
+            output = forward(*args, **kwargs)
+        return torch_internals.cast_floating(output, dtype)
+
+    return call
+
+
+def check_conversion(plugin: Precision, model: nn.Module) -> None:
+    """Refuse to convert what was sharded and has been gathered: FSDP2 keeps the dtype of its first gathering.
+
+    Raises:
+        ValueError: If a true precision asks for another dtype.
+    """
+    wanted = FSDP2_PRECISIONS[plugin.precision]
+    if plugin.precision == "32-true" or isinstance(plugin, MixedPrecision):
+        return
+    found = {p.dtype for p in model.parameters() if p.is_floating_point()} - {wanted}
+    if found and any(torch_internals.was_gathered(group) for group in torch_internals.fsdp_param_groups(model)):
+        raise ValueError(
+            f"precision={str(plugin.precision)!r} would convert the module to {wanted}, but an earlier run"
+            f" has sharded it in {_names(found)}, which stays: pass the precision of that run, or a module that was not"
+            " sharded before."
+        )
+
+
+def leave_casting_to_units(plugin: Precision, model: nn.Module) -> None:
+    """Switch the plugin's autocast off where FSDP2 units cast already: both together would cast twice."""
+    if isinstance(plugin, MixedPrecision) and unit_dtypes(model):
+        plugin.forward_context = nullcontext  # type: ignore[assignment,method-assign]
+
+
+def give_back_casting(plugin: Precision) -> None:
+    """Undo :func:`leave_casting_to_units`."""
+    plugin.__dict__.pop("forward_context", None)
+
+
+def unit_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """The dtypes that policies of FSDP2 units at or below ``model`` compute in."""
+    policies = [group.mp_policy for group in torch_internals.fsdp_param_groups(model)]
+    return {policy.param_dtype for policy in policies if policy.param_dtype is not None}
+
+
+def enabled_scaler(plugin: Precision) -> GradScaler | None:
+    """The plugin's gradient scaler; None where it has none or a disabled one."""
+    scaler = getattr(plugin, "scaler", None)
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def passes_float16(plugin: Precision, model: nn.Module) -> bool:
+    """Whether gradients may pass through float16, whose range ends at 65504.
+
+    They do in frozen layers, on their way to others, and where they are reduced in float16.
+    """
+    reductions = {torch_internals.reduction_dtype(group) for group in torch_internals.fsdp_param_groups(model)}
+    dtypes = unit_dtypes(model) | reductions | {parameter.dtype for parameter in model.parameters()}
+    return plugin.precision in ("16-mixed", "16-true") or torch.float16 in dtypes
+
+
+def is_applied(policy: MixedPrecisionPolicy, model: nn.Module) -> bool:
+    """Whether any FSDP2 unit at or below ``model`` was made with this policy."""
+    forms = (policy, unit_policy(policy), step_policy(policy))
+    return any(group.mp_policy in forms for group in torch_internals.fsdp_param_groups(model))
+
+
+def describe_dtypes(plugin: Precision, model: nn.Module, policy: MixedPrecisionPolicy | None) -> dict[str, str]:
+    """What the Trainer was told, and which dtypes came of it.
+
+    Args:
+        plugin: The Trainer's precision plugin.
+        model: The module, distributed.
+        policy: The policy that the units were made with; None where this strategy made none.
+    """
+    parameters = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    autocast = {FSDP2_PRECISIONS[plugin.precision]} if isinstance(plugin, MixedPrecision) else set()
+    reductions = {torch_internals.reduction_dtype(group) for group in torch_internals.fsdp_param_groups(model)} - {None}
+    trainable = {p.dtype for p in model.parameters() if p.requires_grad}
+    by_units = unit_dtypes(model)
+    output = policy.output_dtype if policy is not None else None
+    way = "the units' policy" if by_units else "torch.autocast" if autocast else "the parameters' own"
+    return {
+        "trainer": str(plugin.precision),
+        "parameters": _names(parameters),
+        "computation": f"{_names(by_units or autocast or parameters)} ({way})",
+        "reduction": _names(reductions or trainable),
+        "output": str(output) if output is not None else "as computed",
+    }
+
+
+def _names(dtypes: Iterable[torch.dtype | None]) -> str:
+    return ", ".join(sorted(map(str, dtypes))) or "none"

@@ -1,0 +1,202 @@
+"""Ranks that compute one micro-batch together: Hugging Face models' own plans, and what the ranks must have alike."""
+
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils import _pytree as pytree
+
+from lightning_automodel import torch_internals
+from lightning_automodel.distributed.mesh import TENSOR, RunMesh
+from lightning_automodel.sharding.units import class_name
+
+_HEADS_DIM = 2  # [b, s, heads, head width]
+
+STYLES: dict[str, ParallelStyle] = {
+    "colwise": ColwiseParallel(),
+    "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": RowwiseParallel(),
+    "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
+    # A norm over each head's width sees the heads of one rank: its weight is whole, its gradient a part of a sum.
+    "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True),
+}
+"""What torch calls the styles that the plans of transformers name."""
+
+
+def apply_own_plans(module: nn.Module, mesh: RunMesh) -> None:
+    """Distribute the Hugging Face models in ``module`` by their ``tp_plan``, unless that has been done by any plan.
+
+    A collective over the tensor-parallel group: it gets its first rank's weights.
+
+    Args:
+        module: The LightningModule.
+        mesh: Mesh of the run.
+
+    Raises:
+        ValueError: If tensor parallelism is asked for and no parameter would take part in it, or a plan cannot be
+            carried out on this many ranks.
+    """
+    if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
+        return
+    if any(_takes_part(parameter, mesh.tensor_parallel) for parameter in module.parameters()):
+        return
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    planned = [] if is_sharded else list(_outermost_with_plan(module))
+    if not planned:
+        raise ValueError(
+            f"tensor_parallel_size={mesh.sizes.tensor}, but no parameter of {class_name(module)} is distributed for"
+            " it, and it holds no Hugging Face model with a tp_plan that is not sharded yet: call parallelize_module("
+            f"..., self.device_mesh[{_dimension(mesh.tensor_parallel)!r}], plan) in configure_model, before any"
+            " fully_shard, or leave tensor_parallel_size at 1."
+        )
+    for model in planned:
+        _apply_plan(model, mesh.tensor_parallel)
+
+
+def refuse_compiled(module: nn.Module, mesh: RunMesh) -> None:
+    """Refuse ``torch.compile`` of what tensor-parallel ranks share: torch 2.13 computes wrong gradients for it.
+
+    Raises:
+        ValueError: Naming the first compiled module that holds a parameter of the plan.
+    """
+    if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
+        return
+    for name, submodule in module.named_modules():
+        shared = (_takes_part(parameter, mesh.tensor_parallel) for parameter in submodule.parameters())
+        if torch_internals.is_compiled(submodule) and any(shared):
+            raise ValueError(
+                f"{name or class_name(module)} is compiled and holds tensor-parallel parameters, for which"
+                " torch.compile (torch 2.13) computes wrong gradients: compile modules outside of the plan alone, or"
+                " leave tensor_parallel_size at 1."
+            )
+
+
+def _dimension(mesh: DeviceMesh) -> str:
+    return (mesh.mesh_dim_names or (TENSOR,))[0]
+
+
+def _takes_part(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
+    """Whether tensor-parallel ranks hold parts or copies of ``parameter`` by a plan."""
+    return isinstance(parameter, DTensor) and _dimension(mesh) in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _outermost_with_plan(module: nn.Module) -> Iterator[Any]:
+    if isinstance(getattr(module, "tp_plan", None), dict) and module.tp_plan:
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost_with_plan(child)
+
+
+def _apply_plan(model: Any, mesh: DeviceMesh) -> None:
+    plan: dict[str, str] = model.tp_plan
+    unknown = sorted({style for style in plan.values() if style not in STYLES})
+    if unknown:
+        raise ValueError(
+            f"The tp_plan of {type(model).__name__} asks for {', '.join(unknown)}, which this strategy cannot carry out"
+            f" (it knows {', '.join(STYLES)}): apply a plan of your own with parallelize_module in configure_model."
+        )
+    _check_heads(model, mesh.size())
+    ties = _tied_parameters(model)
+    parallelize_module(model, mesh, {name: STYLES[style] for name, style in plan.items()})
+    _tie_again(ties)
+
+
+def _check_heads(model: Any, size: int) -> None:
+    """Refuse to cut an attention head into pieces."""
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(model.config.get_text_config(), name, None)
+        if isinstance(heads, int) and heads % size:
+            raise ValueError(
+                f"tensor_parallel_size={size} does not divide {name}={heads} of {type(model).__name__}: choose a size"
+                " that does."
+            )
+
+
+def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """The places of each parameter that has several."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places[parameter].append((module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
+    """Let places that shared a parameter share one again: they were distributed one by one."""
+    for (first, first_name), *others in ties:
+        shared = getattr(first, first_name)
+        for module, name in others:
+            other = getattr(module, name)
+            if (
+                not isinstance(shared, DTensor)
+                or not isinstance(other, DTensor)
+                or shared.placements != other.placements
+            ):
+                raise ValueError(
+                    f"The tp_plan lays out {first_name} of {type(first).__name__} and of {type(module).__name__}"
+                    " differently, though they are one parameter: untie them, or apply a plan of your own with"
+                    " parallelize_module in configure_model."
+                )
+            setattr(module, name, shared)
+
+
+def share_random_state(mesh: RunMesh, device: torch.device) -> None:
+    """Give tensor-parallel peers one stream of random numbers, so that they drop out the same activations.
+
+    A collective over the tensor-parallel group: its first rank's state is everybody's.
+    """
+    group = mesh.tensor_group
+    if group is None:
+        return
+    modules: list[Any] = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device.type)]
+    for module in modules:
+        state = module.get_rng_state().to(device)
+        dist.broadcast(state, group=group, group_src=0)
+        module.set_rng_state(state.cpu())
+
+
+def check_same_batch(batch: Any, mesh: RunMesh, device: torch.device) -> None:
+    """Refuse tensor-parallel peers with unequal batches: they would compute a mixture of both, and not know it.
+
+    A collective over the tensor-parallel group: two all-reduces of one number. Reads all tensors on the host but those
+    that are sparse or nested.
+
+    Raises:
+        ValueError: On every rank of the group.
+    """
+    group = mesh.tensor_group
+    if group is None:
+        return
+    checksum = 0
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
+            plain = leaf.detach().cpu().resolve_conj().resolve_neg()
+            data = plain.contiguous().reshape(-1).view(torch.uint8).numpy()
+            checksum = zlib.crc32(data.tobytes(), zlib.crc32(str(tuple(leaf.shape)).encode(), checksum))
+    smallest, largest = (torch.tensor(checksum, device=device) for _ in range(2))
+    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    if smallest != largest:
+        raise ValueError(
+            f"The tensor-parallel ranks {dist.get_process_group_ranks(group)} were given different first batches, but"
+            " compute each one together: give them the same data in the same order (a sampler by"
+            " trainer.strategy.distributed_sampler_kwargs; random augmentation seeded alike)."
+        )

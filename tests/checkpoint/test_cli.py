@@ -1,0 +1,339 @@
+"""The command line on checkpoints that one process has written: what it tells, what it refuses, and what it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from lightning_automodel.checkpoint.__main__ import main
+from lightning_automodel.checkpoint.saver import CheckpointSaver
+from lightning_automodel.checkpoint.single_file import check_file, save_file
+from lightning_automodel.checkpoint.splitting import in_portions, number_of_bytes
+
+MODEL = {"model.weight": torch.arange(12.0).view(3, 4), "model.bias": torch.ones(3, dtype=torch.bfloat16)}
+AVERAGES = {name: value + 1 for name, value in MODEL.items()}
+
+
+class Runs:
+    """Leaves a mark where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+class Custom:
+    """No plain data, and no harm."""
+
+    def __init__(self) -> None:
+        self.inner = {"value": 3}
+
+
+SIZES = {"data_parallel_replicate": 1, "data_parallel_shard": 4, "tensor_parallel": 2}
+
+
+def checkpoint(**rest: Any) -> dict[str, Any]:
+    """As Lightning makes it, after seven steps."""
+    moments = {name: {"step": torch.tensor(7.0), "exp_avg": value * 0.5} for name, value in MODEL.items()}
+    del moments["model.bias"]["exp_avg"]
+    return {
+        "epoch": 2,
+        "global_step": 7,
+        "pytorch-lightning_version": "2.6.6",
+        "state_dict": dict(MODEL),
+        "optimizer_states": [
+            {"state": moments, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": list(MODEL)}]},
+            {"state": {}, "param_groups": [{"lr": 0.3, "params": []}]},
+        ],
+        "callbacks": {"Averages": {"of/model": dict(AVERAGES), "seen": torch.arange(4)}, "Other": {"best": 0.25}},
+        "random": torch.arange(9, dtype=torch.uint8),
+        "lightning_automodel": {"format": 1, "sizes": SIZES, "ranks": []},
+        **rest,
+    }
+
+
+def save_shards(path: Path, **rest: Any) -> Path:
+    """A directory of this package."""
+    CheckpointSaver(torch.device("cpu")).save_shards(checkpoint(**rest), str(path), None)
+    return path
+
+
+def save_whole(path: Path, **rest: Any) -> Path:
+    """A file of this package."""
+    save_file(checkpoint(**rest), str(path))
+    return path
+
+
+def inspected(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict[str, Any]:
+    """What `inspect --json` prints."""
+    assert main(["inspect", "--json", *arguments]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("save", "form"), [(save_shards, "directory of shards"), (save_whole, "one file")])
+@pytest.mark.parametrize("verify", [False, True])
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any, form: str, verify: bool) -> None:
+    """Both forms tell the same."""
+    path = save(tmp_path / "a.ckpt")
+    (report,) = inspected(capsys, str(path), *(["--verify"] if verify else []))["checkpoints"]
+    assert report["form"] == form
+    assert (report["written_by"], report["damage"], report["verified"]) == ("lightning_automodel", None, verify)
+    assert report["world_size"] == (1 if form != "one file" else None)
+    assert (report["epoch"], report["global_step"], report["num_parameters"]) == (2, 7, 15)
+    assert report["dtypes"] == {"float32": 12, "bfloat16": 3}
+    assert (report["num_bytes"]["model"], report["num_bytes"]["optimizers"]) == (54, 56)
+    assert report["optimizer_states"][0] == {"step": 2, "exp_avg": 1}
+    assert report["mesh"] == SIZES
+    assert report["rest"] == [
+        "callbacks",
+        "epoch",
+        "global_step",
+        "lightning_automodel",
+        "pytorch-lightning_version",
+        "random",
+    ]
+    assert main(["inspect", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "elements:        15 (12 float32, 3 bfloat16)" in text
+    assert "optimizer 0:     state of parameters: 2 step, 1 exp_avg" in text
+
+
+@pytest.mark.parametrize("save", [save_shards, save_whole])
+@pytest.mark.filterwarnings("ignore:The checkpoint holds more than plain data")
+def test_inspect_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any) -> None:
+    """Neither of classes, beside which all is told, nor functions that unpickling would call, which are named."""
+    (report,) = inspected(capsys, str(save(tmp_path / "a.ckpt", custom=Custom())))["checkpoints"]
+    assert (report["global_step"], report["damage"]) == (7, None)
+    assert "custom" in report["rest"]
+    mark = tmp_path / "mark"
+    (report,) = inspected(capsys, str(save(tmp_path / "b.ckpt", runs=Runs(mark))), status=1)["checkpoints"]
+    assert "cannot be read without running code (posix.mkdir)" in report["damage"]
+    assert not mark.exists()
+
+
+def test_inspect_tells_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is missing or cut off at once, what has changed with `--verify`; the status says so too."""
+    shards, whole = save_shards(tmp_path / "a.ckpt"), save_whole(tmp_path / "b.ckpt")
+    data = shards / "__0_0.distcp"
+    _flip(data), _flip(whole)
+    assert [each["damage"] for each in inspected(capsys, str(tmp_path))["checkpoints"]] == [None, None]
+    of_shards, of_file = inspected(capsys, str(tmp_path), "--verify", status=1)["checkpoints"]
+    assert "__0_0.distcp has changed since it was written" in of_shards["damage"]
+    assert "its content has changed since it was written" in of_file["damage"]
+    os.truncate(data, 50)
+    os.truncate(whole, 500)
+    of_shards, of_file = inspected(capsys, str(tmp_path), status=1)["checkpoints"]
+    assert "__0_0.distcp has 50 bytes instead of" in of_shards["damage"]
+    assert f"{whole} cannot be read" in of_file["damage"]
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[content.index(MODEL["model.weight"].numpy().tobytes()) + 7] ^= 1
+    path.write_bytes(content)
+
+
+def test_inspect_a_directory_of_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line each, the newest one marked that is whole; and what a save left that never ended."""
+    old, new, broken = (tmp_path / f"{name}.ckpt" for name in ("z", "y", "x"))
+    for seconds, path in enumerate((old, new, broken)):
+        save_whole(path, global_step=seconds)
+        os.utime(path, (seconds, seconds))
+    os.truncate(broken, 100)
+    left = tmp_path / f".unfinished-{socket.gethostname()}-{os.getpid()}-abc"
+    left.mkdir()
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    assert main(["inspect", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:3]] == [str(old), str(new), str(broken)]
+    assert ["(newest)" in line for line in lines[:3]] == [False, True, False]
+    assert "DAMAGED" in lines[2]
+    assert lines[3:] == [f"leftover of a save that has not ended: {left.name}"]
+    told = inspected(capsys, str(tmp_path), status=1)
+    assert (told["newest"], told["leftovers"]) == (str(new), [left.name])
+
+
+def test_inspect_shards_of_other_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of plain torch have no rest."""
+    dcp.save({"state_dict": dict(MODEL)}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    (report,) = inspected(capsys, str(tmp_path / "plain"))["checkpoints"]
+    assert (report["written_by"], report["num_parameters"]) == ("torch.distributed.checkpoint", 15)
+    torch.save({"pytorch-lightning_version": "2.6.6"}, tmp_path / "plain" / "meta.pt")
+    (report,) = inspected(capsys, str(tmp_path / "plain"))["checkpoints"]
+    assert report["written_by"] == "Lightning 2.6.6"
+
+
+def test_consolidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Everything is where Lightning looks for it, tensors bitwise, checksums right, without a sparse hole left."""
+    path, out = save_shards(tmp_path / "a.ckpt"), tmp_path / "out.ckpt"
+    assert main(["consolidate", str(path), str(out)]) == 0
+    written = torch.load(out, weights_only=True)
+    expected = checkpoint()
+    assert written.keys() == expected.keys()
+    _assert_same(written, expected)
+    check_file(str(out))
+    assert zipfile.ZipFile(out).testzip() is None
+    (report,) = inspected(capsys, str(out), "--verify")["checkpoints"]
+    assert (report["written_by"], report["damage"]) == ("lightning_automodel", None)
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
+
+
+def test_consolidate_weights_alone(tmp_path: Path) -> None:
+    """No optimizer's state is not the state of no optimizers, with which a run would go on from fresh moments."""
+    weights = {"epoch": 2, "state_dict": dict(MODEL)}
+    for name, saved in {"weights": weights, "none": {**weights, "optimizer_states": [], "lr_schedulers": []}}.items():
+        path = tmp_path / f"{name}.ckpt"
+        CheckpointSaver(torch.device("cpu")).save_shards(dict(saved), str(path), None)
+        assert main(["consolidate", str(path), str(tmp_path / name)]) == 0
+        assert torch.load(tmp_path / name, weights_only=True).keys() == saved.keys()
+
+
+def _assert_same(value: Any, expected: Any) -> None:
+    assert type(value) is type(expected)
+    if isinstance(expected, dict):
+        assert value.keys() == expected.keys()
+        for key in expected:
+            _assert_same(value[key], expected[key])
+    elif isinstance(expected, list):
+        assert len(value) == len(expected)
+        for each, other in zip(value, expected, strict=True):
+            _assert_same(each, other)
+    else:
+        assert torch.equal(value, expected) if isinstance(expected, torch.Tensor) else value == expected
+
+
+@pytest.mark.parametrize("save", [save_shards, save_whole])
+def test_export_of_part_of_a_model(tmp_path: Path, save: Any) -> None:
+    """By a prefix, as another dtype; without a description there is no configuration."""
+    path, out = save(tmp_path / "a.ckpt"), tmp_path / "out"
+    assert main(["export", str(path), str(out), "--key", "model", "--dtype", "bfloat16"]) == 0
+    assert [each.name for each in out.iterdir()] == ["model.safetensors"]
+    written = load_file(out / "model.safetensors")
+    assert written.keys() == {"weight", "bias"}
+    assert torch.equal(written["weight"], MODEL["model.weight"].bfloat16())
+
+
+def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line on stderr that says what to do, status 1, no traceback, nothing written."""
+    shards, whole = save_shards(tmp_path / "a.ckpt"), save_whole(tmp_path / "b.ckpt")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    out = str(tmp_path / "out")
+    cases = {
+        ("inspect", f"{tmp_path}/none"): f"There is no checkpoint at {tmp_path}/none",
+        ("inspect", str(empty)): f"{empty} is no checkpoint: it holds neither .metadata nor checkpoints",
+        ("consolidate", str(whole), out): "is no directory of shards: there is nothing to consolidate",
+        ("consolidate", str(shards), str(whole)): "exists: remove it, or choose another path",
+        ("consolidate", str(shards), "memory://out"): "is not local: consolidate to a local file, and upload that",
+        ("consolidate", str(empty), out): "there is no .metadata: this is no directory of shards",
+        ("export", str(shards), out): "give the prefix of what to export, such as model.; config.json is then yours",
+        ("export", str(shards), str(whole), "--key", "model"): "exists: remove it, or choose another path",
+        ("export", str(shards), out, "--key", "net"): "no tensors under 'net.', only such as model.weight, model.bias",
+        ("export", f"{tmp_path}/none", out): "there is no such file or directory",
+    }
+    for arguments, message in cases.items():
+        assert main(list(arguments)) == 1
+        told = capsys.readouterr()
+        assert message in told.err
+        assert told.err.startswith("error: ")
+        assert told.err.count("\n") == 1
+        assert told.out == ""
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.ckpt", "b.ckpt", "empty"]
+
+
+def test_code_is_run_only_with_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By consolidation and export, which must load the rest."""
+    with pytest.warns(UserWarning, match="more than plain data"):
+        path = save_shards(tmp_path / "a.ckpt", custom=Custom())
+    for command in (["consolidate"], ["export", "--key", "model"]):
+        name, *options = command
+        out = str(tmp_path / name)
+        assert main([name, str(path), out, *options]) == 1
+        assert "holds more than plain data" in capsys.readouterr().err
+        assert main([name, str(path), out, *options, "--trust"]) == 0
+    assert torch.load(tmp_path / "consolidate", weights_only=False)["custom"].inner == {"value": 3}
+
+
+def test_sizes() -> None:
+    """Decimal and binary units; what says no size is refused with an example."""
+    assert [number_of_bytes(size) for size in ("5GB", "1.5 kb", "2MiB", 7, "7")] == [5 * 10**9, 1500, 2 << 20, 7, 7]
+    for size in ("5XB", "", "0", "-1GB", "0.1B"):
+        with pytest.raises(ValueError, match=r"is no size: write a number of bytes.*5GB"):
+            number_of_bytes(size)
+
+
+def test_portions() -> None:
+    """In order, none above the limit but what is larger by itself."""
+    sizes = {"a": 4, "b": 4, "c": 1, "d": 20, "e": 9, "f": 0}
+    assert in_portions(sizes, 9) == [["a", "b", "c"], ["d"], ["e", "f"]]
+    assert in_portions({}, 9) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_any_damage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever a damaged pickle leads to while it is read, of a directory without checksums above all."""
+    shards = tmp_path / "a.ckpt"
+    dcp.save({"state_dict": MODEL}, checkpoint_id=str(shards))
+    metadata = shards / ".metadata"
+    content, generator = metadata.read_bytes(), random.Random(5)
+    for _ in range(200):
+        damaged = bytearray(content[: generator.randrange(len(content) + 200)])
+        for _ in range(3):
+            if damaged:
+                damaged[generator.randrange(len(damaged))] ^= 1 << generator.randrange(8)
+        metadata.write_bytes(damaged)
+        assert main(["inspect", "--json", str(shards)]) in (0, 1)
+        capsys.readouterr()
+        assert main(["export", str(shards), str(tmp_path / "out"), "--key", "model"]) == 1
+        assert capsys.readouterr().err.splitlines()[-1].startswith("error: Cannot load ")
+    metadata.write_bytes(b"")
+    (report,) = inspected(capsys, str(shards), status=1)["checkpoints"]
+    assert report["damage"].startswith(".metadata is damaged (EOFError")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"state_dict": [1]},
+        {"state_dict": MODEL, "optimizer_states": 5},
+        {"state_dict": MODEL, "hugging_face": [3]},
+        {"state_dict": MODEL, "lightning_automodel": {"sizes": 3}},
+    ],
+)
+def test_inspect_other_content(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: dict[str, Any]) -> None:
+    """A file of another program that uses the same names."""
+    torch.save(content, tmp_path / "a.ckpt")
+    (report,) = inspected(capsys, str(tmp_path / "a.ckpt"), status=1)["checkpoints"]
+    assert "it holds other things than a checkpoint does" in report["damage"]
+    assert main(["inspect", str(tmp_path / "a.ckpt")]) == 1
+
+
+def test_inspect_numbers_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"state_dict": MODEL, "epoch": torch.tensor(3), "global_step": {1}}, tmp_path / "a.ckpt")
+    (report,) = inspected(capsys, str(tmp_path / "a.ckpt"))["checkpoints"]
+    assert (report["epoch"], report["global_step"]) == (None, None)
+
+
+@pytest.mark.parametrize("path", ["nosuchprotocol://a.ckpt", "a::b.ckpt"])
+def test_paths_that_lead_nowhere(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", path]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {path} ")
+
+
+def test_shards_without_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """torch.distributed.checkpoint alone writes no `meta.pt`."""
+    dcp.save({"state_dict": MODEL}, checkpoint_id=str(tmp_path / "a.ckpt"))
+    assert main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out")]) == 1
+    assert "there is no meta.pt: torch.distributed.checkpoint has written this" in capsys.readouterr().err

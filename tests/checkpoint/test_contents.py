@@ -1,0 +1,252 @@
+"""What is in a checkpoint beside parameters and optimizers comes back as it was: extra state, states of callbacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+from torch import Tensor, nn
+
+from lightning_automodel.checkpoint.__main__ import main
+from tests.checkpoint.checkpoints import AdamModule, fit
+from tests.rank_pool import RankPool
+
+FORMS: dict[str, dict[str, Any]] = {
+    "shards": {},
+    "one_file_of_shards": {"save_distributed_checkpoint": False},
+    "replicated": {"data_parallel": "ddp"},
+    "replicated_directory": {"data_parallel": "ddp", "save_distributed_checkpoint": True},
+}
+EXTRA: dict[str, Any] = {
+    "text": "abc",
+    "dict": {"a": 1, "b": {"c": [1, 2]}, "empty": {}},
+    "empty": {},
+    "none": None,
+    "tensors": {"t": torch.ones(2), "listed": [torch.arange(3)]},
+}
+
+
+class HasExtraState(nn.Module):
+    """A module of the kind that knows more than tensors."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.value, self.loaded = EXTRA[kind], "nothing was loaded"
+
+    def get_extra_state(self) -> Any:
+        return self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        self.loaded = state
+
+
+class WithExtraState(AdamModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.extra = HasExtraState(kind)
+
+
+def _load_extra_state(options: dict[str, Any], path: str, kind: str) -> list[Any]:
+    """As training resumes from it, and as `load_from_checkpoint` has it."""
+    trainer, _ = fit(options, WithExtraState(kind))
+    trainer.save_checkpoint(path)
+    resumed = WithExtraState(kind)
+    fit(options, resumed, ckpt_path=path, max_epochs=2)
+    return [resumed.extra.loaded, WithExtraState.load_from_checkpoint(path).extra.loaded]
+
+
+@pytest.mark.parametrize("kind", EXTRA)
+@pytest.mark.parametrize("form", FORMS)
+def test_extra_state(pool2: RankPool, tmp_path: Path, form: str, kind: str) -> None:
+    """Of any kind, also what `torch.distributed.checkpoint` would take apart or lose."""
+    path = tmp_path / "last.ckpt"
+    for loaded in pool2.run(_load_extra_state, FORMS[form], str(path), kind):
+        assert [repr(each) for each in loaded] == [repr(EXTRA[kind])] * 2
+    if path.is_dir():
+        assert main(["consolidate", str(path), str(tmp_path / "whole.ckpt")]) == 0
+        loaded = WithExtraState.load_from_checkpoint(tmp_path / "whole.ckpt").extra.loaded
+        assert repr(loaded) == repr(EXTRA[kind])
+
+
+class Keeps(Callback):
+    """Notes on parameters: numbers under their names, and copies of them in another dtype."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        named = dict(pl_module.model.named_parameters(prefix="model"))
+        self.state = {
+            "norms": {name: torch.tensor(float(index)) for index, name in enumerate(named)},
+            "whole": {name: torch.full(parameter.shape, 0.1) for name, parameter in named.items()},
+            "shards": {name: parameter.detach().float() + 0.1 for name, parameter in named.items()},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+def _described(value: Tensor) -> Any:
+    local = value.to_local() if hasattr(value, "to_local") else value
+    return type(value).__name__, value.dtype, local.tolist()
+
+
+def _keep(options: dict[str, Any], path: str) -> list[dict[str, Any]]:
+    """States that were saved and loaded."""
+    saved, loaded = Keeps(), Keeps()
+    trainer, _ = fit(options, callbacks=[saved])
+    trainer.save_checkpoint(path)
+    loaded.on_train_end = lambda *_: None
+    fit(options, callbacks=[loaded], ckpt_path=path, max_epochs=1)
+    return [
+        {kind: {name: _described(value) for name, value in kept.items()} for kind, kept in each.state.items()}
+        for each in (saved, loaded)
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_states_of_callbacks(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """What was shards comes back as shards, the rest as it was, each in its dtype."""
+    for saved, loaded in pool2.run(_keep, FORMS[form], str(tmp_path / "last.ckpt")):
+        assert saved == loaded
+        kinds = {value[0] for value in loaded["shards"].values()}
+        assert kinds == ({"Tensor"} if "replicated" in form else {"DTensor"})
+
+
+def _tensors() -> dict[str, Tensor]:
+    numbers = torch.arange(6.0).view(2, 3)
+    return {
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "negative": torch.tensor([1 + 2j]).conj().imag,
+        "sparse": torch.eye(3).to_sparse(),
+        "turned": numbers.t(),
+        "part": numbers[1:],
+        "repeated": torch.ones(1).expand(5),
+        "yes or no": torch.tensor([True, False]),
+        "number": torch.tensor(3.5, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 3),
+        "without values": torch.empty(2, device="meta"),
+    }
+
+
+class WithViews(AdamModule):
+    """Buffers that are views of a special kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("conjugate", "negative"):
+            self.register_buffer(name, _tensors()[name])
+
+
+class KeepsTensors(Callback):
+    def __init__(self) -> None:
+        self.loaded: dict[str, Tensor] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return _tensors()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = state_dict
+
+
+class SavesOnce(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 1 and not trainer.fit_loop.epoch_loop._should_accumulate():
+            trainer.save_checkpoint(self.path)
+
+
+def _save_tensors(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Tensors of a callback and buffers, as they are loaded."""
+    fit(options, WithViews(), callbacks=[KeepsTensors(), SavesOnce(path)])
+    loaded, module = KeepsTensors(), WithViews()
+    module.conjugate.zero_(), module.negative.zero_()
+    fit(options, module, callbacks=[loaded], ckpt_path=path, max_epochs=1)
+    return loaded.loaded, {"conjugate": module.conjugate, "negative": module.negative}
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["at_once", "in_background"])
+@pytest.mark.parametrize("form", FORMS)
+def test_tensors_of_all_kinds(pool2: RankPool, tmp_path: Path, form: str, in_background: bool) -> None:
+    """Views, those without storages, and those without values."""
+    options = {**FORMS[form], "async_checkpoint": in_background}
+    wanted = _tensors()
+    for of_callback, buffers in pool2.run(_save_tensors, options, str(tmp_path / "last.ckpt")):
+        for name, value in [*of_callback.items(), *buffers.items()]:
+            assert (value.shape, value.dtype, value.is_sparse) == (
+                wanted[name].shape,
+                wanted[name].dtype,
+                wanted[name].is_sparse,
+            )
+            if not wanted[name].is_meta:
+                assert torch.equal(value.to_dense(), wanted[name].to_dense()), name
+        assert of_callback.keys() == wanted.keys()
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        return super().step(closure)
+
+
+class WithCounter(AdamModule):
+    def configure_optimizers(self) -> Any:
+        return Counting(self.parameters(), lr=0.01, momentum=0.9)
+
+
+class SavesAtStart(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def _count(options: dict[str, Any], folder: str) -> list[int]:
+    """Steps counted where a save comes before the first, from there on, and from a later one on."""
+    counts = []
+    settings = [
+        {"callbacks": [SavesAtStart(f"{folder}/first.ckpt")]},
+        {"ckpt_path": f"{folder}/first.ckpt"},
+        {"ckpt_path": f"{folder}/later.ckpt", "max_epochs": 2},
+    ]
+    for each in settings:
+        trainer, _ = fit(options, WithCounter(), **each)
+        counts.append(trainer.optimizers[0].param_groups[0]["steps"])
+        trainer.save_checkpoint(f"{folder}/later.ckpt")
+    return counts
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_optimizers_that_count_in_their_groups(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """What torch does to know an optimizer's state is no step of the run."""
+    for counts in pool2.run(_count, FORMS[form], str(tmp_path)):
+        assert counts == [2, 2, 4]
+
+
+def _load_extra_state_beside_an_average(options: dict[str, Any], path: str, kind: str) -> list[Any]:
+    trainer, _ = fit(options, WithExtraState(kind), callbacks=[EMAWeightAveraging(decay=0.5)])
+    trainer.save_checkpoint(path)
+    resumed = WithExtraState(kind)
+    fit(options, resumed, callbacks=[EMAWeightAveraging(decay=0.5)], ckpt_path=path, max_epochs=2)
+    return [resumed.extra.loaded]
+
+
+@pytest.mark.parametrize("kind", ["text", "dict"])
+@pytest.mark.parametrize("form", FORMS)
+def test_extra_state_beside_an_average(pool2: RankPool, tmp_path: Path, form: str, kind: str) -> None:
+    """The callback puts both the weights and their average into the checkpoint."""
+    for loaded in pool2.run(_load_extra_state_beside_an_average, FORMS[form], str(tmp_path / "last.ckpt"), kind):
+        assert [repr(each) for each in loaded] == [repr(EXTRA[kind])]

@@ -1,0 +1,278 @@
+"""Damage of any file of a checkpoint is found on every rank before anything is loaded."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_automodel import AutomodelStrategy
+from lightning_automodel.checkpoint import CheckpointError
+from tests.checkpoint.checkpoints import AdamModule, batches, files_of, load_only, save
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import full_weights
+from tests.trainer.runs import CASE, make_trainer
+
+FORMS: dict[str, dict[str, Any]] = {
+    "shards": {},
+    "one_file_of_shards": {"save_distributed_checkpoint": False},
+    "replicated": {"data_parallel": "ddp"},
+    "replicated_directory": {"data_parallel": "ddp", "save_distributed_checkpoint": True},
+}
+
+
+def damage(path: Path, how: str, generator: random.Random) -> None:
+    """Delete, empty, cut or change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    if how == "delete":
+        path.unlink()
+        return
+    if how == "empty":
+        content.clear()
+    elif how == "cut":
+        del content[generator.randrange(1, len(content)) :]
+    else:
+        content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+    path.write_bytes(content)
+
+
+def attempt(options: dict[str, Any], path: str) -> tuple[str, bool]:
+    """What loading raises on this rank, and whether the module is as it was."""
+    module = AdamModule(CASE.seed + 2)
+    before = full_weights(module.model)
+    trainer = make_trainer(AutomodelStrategy(**options), max_epochs=2)
+    with pytest.raises(CheckpointError) as raised:
+        trainer.fit(module, batches(), ckpt_path=path)
+    after = full_weights(module.model)
+    return str(raised.value), all(torch.equal(before[name], after[name]) for name in before)
+
+
+def _damage_one_after_the_other(options: dict[str, Any], folder: str, hows: list[str]) -> list[tuple[str, str, bool]]:
+    """For each file and each way: its name, the message and whether nothing changed."""
+    original, copy = Path(folder) / "original.ckpt", Path(folder) / "copy.ckpt"
+    save(options, str(original))
+    outcomes = []
+    for file in files_of(original):
+        for how in hows:
+            if dist.get_rank() == 0:
+                shutil.rmtree(copy, ignore_errors=True)
+                copy.unlink(missing_ok=True)
+                shutil.copytree(original, copy) if original.is_dir() else shutil.copy(original, copy)
+                damaged = copy / file.relative_to(original) if original.is_dir() else copy
+                damage(damaged, how, random.Random(f"{file.name}{how}"))
+            dist.barrier()
+            message, is_unchanged = attempt(options, str(copy))
+            outcomes.append((file.name, message, is_unchanged))
+            dist.barrier()
+    return outcomes
+
+
+def _check(outcomes: list[list[tuple[str, str, bool]]], folder: Path) -> None:
+    for of_ranks in zip(*outcomes, strict=True):
+        assert len({message for _, message, _ in of_ranks}) == 1, "every rank tells the same"
+        for name, message, is_unchanged in of_ranks:
+            assert str(folder / "copy.ckpt") in message
+            assert name in message or name == "original.ckpt"
+            assert "rank" in message
+            assert is_unchanged
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_damage_is_found(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """Each file deleted, and one bit of it changed: the same error on every rank, and the weights are as they were."""
+    outcomes = pool2.run(_damage_one_after_the_other, FORMS[form], str(tmp_path), ["delete", "flip"])
+    assert len(outcomes[0]) == (10 if "replicated" not in form and form == "shards" else len(outcomes[0]))
+    _check(outcomes, tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("form", FORMS)
+def test_damage_is_found_in_every_way(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """Each file deleted, emptied, cut and changed, in many places."""
+    hows = ["delete", "empty", "cut", "cut 2", *(f"flip {i}" for i in range(6))]
+    _check(pool2.run(_damage_one_after_the_other, FORMS[form], str(tmp_path), hows), tmp_path)
+
+
+class RunsCode:
+    """Would run code when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def _save_with_code(options: dict[str, Any], folder: str, name: str) -> None:
+    path, proof = Path(folder) / "code.ckpt", Path(folder) / "it_ran"
+    save(options, str(path))
+    if dist.get_rank() == 0:
+        if path.is_file():
+            checkpoint = torch.load(path, weights_only=True)
+            checkpoint["harmful"] = RunsCode(proof)
+            torch.save(checkpoint, path)
+        else:
+            with open(path / name, "wb") as file:
+                pickle.dump(RunsCode(proof), file) if name == ".metadata" else torch.save(RunsCode(proof), file)
+            (path / "manifest.json").unlink()
+    dist.barrier()
+
+
+def _load_code(options: dict[str, Any], folder: str, name: str) -> str:
+    _save_with_code(options, folder, name)
+    return attempt(options, str(Path(folder) / "code.ckpt"))[0]
+
+
+@pytest.mark.parametrize(
+    ("form", "name"), [("shards", ".metadata"), ("shards", "meta.pt"), ("replicated", ""), ("one_file_of_shards", "")]
+)
+def test_code_is_not_run(pool2: RankPool, tmp_path: Path, form: str, name: str) -> None:
+    """Unless the user asks for it: the message says how."""
+    for message in pool2.run(_load_code, FORMS[form], str(tmp_path), name):
+        assert (
+            "weights_only=False" in message or "describes no shard" in message or "manifest.json is missing" in message
+        )
+    assert not (tmp_path / "it_ran").exists()
+
+
+def _load_with_what_is_no_plain_data(options: dict[str, Any], folder: str) -> tuple[str, dict[str, Tensor]]:
+    path = str(Path(folder) / "hyperparameters.ckpt")
+    module = AdamModule()
+    module.save_hyperparameters({"folder": Path(folder)})
+    with pytest.warns(UserWarning, match="weights_only=False alone") if dist.get_rank() == 0 else _nothing():
+        save(options, path, module=module)
+    message, _ = attempt(options, path)
+    loaded = AdamModule(CASE.seed + 2)
+    make_trainer(AutomodelStrategy(**options)).validate(
+        loaded, batches(), ckpt_path=path, verbose=False, weights_only=False
+    )
+    return message, full_weights(loaded.model)
+
+
+def _nothing() -> Any:
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("form", ["shards", "replicated"])
+def test_other_objects_need_the_users_consent(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """Saving warns, loading raises and says what to do, and with `weights_only=False` it loads."""
+    expected = None
+    for message, weights in pool2.run(_load_with_what_is_no_plain_data, FORMS[form], str(tmp_path)):
+        assert "weights_only=False" in message
+        assert "PosixPath" in message
+        expected = weights if expected is None else expected
+        assert all(torch.equal(weights[name], expected[name]) for name in weights)
+
+
+class OtherModule(AdamModule):
+    """Has a layer that the saved one has not, and one of another shape."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__(CASE.seed + 2)
+        if change == "more":
+            self.model.more = torch.nn.Linear(2, 2).double()
+        elif change == "fewer":
+            del self.model.norm
+            self.model.norm = torch.nn.Identity()
+        elif change == "shape":
+            self.model.head = torch.nn.Linear(self.model.head.in_features, 5).double()
+
+
+def _load_into_other(options: dict[str, Any], folder: str, other: Any, change: str) -> tuple[str, bool]:
+    path = f"{folder}/other.ckpt"
+    save(options, path)
+    trainer, module = make_trainer(AutomodelStrategy(**options), max_epochs=2), other(change)
+    before = full_weights(module.model)
+    with pytest.raises(CheckpointError) as raised:
+        trainer.fit(module, batches(), ckpt_path=path)
+    after = full_weights(module.model)
+    return str(raised.value), all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize("change", ["more", "fewer", "shape"])
+@pytest.mark.parametrize("form", ["shards", "one_file_of_shards", "replicated", "replicated_directory"])
+def test_checkpoint_of_another_model(pool2: RankPool, tmp_path: Path, form: str, change: str) -> None:
+    """Names the checkpoint, the ranks, and what is missing, left over or of another shape; nothing was loaded."""
+    names = {"more": "model.more.weight", "fewer": "model.norm.weight", "shape": "model.head.weight"}
+    for message, is_unchanged in pool2.run(_load_into_other, FORMS[form], str(tmp_path), OtherModule, change):
+        assert message.startswith(f"Cannot load {tmp_path}/other.ckpt: ranks 0, 1: ")
+        assert names[change] in message
+        assert is_unchanged
+
+
+class OtherOptimizer(AdamModule):
+    """Has another optimizer, other groups, or a second optimizer."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__(CASE.seed + 2)
+        self.change = change
+        self.automatic_optimization = change != "second"
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        if self.change == "class":
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+        if self.change == "state":
+            return torch.optim.AdamW(self.parameters(), amsgrad=True)
+        if self.change == "groups":
+            return torch.optim.AdamW([{"params": [first]}, {"params": others, "lr": 0.1}])
+        return [torch.optim.AdamW([first]), torch.optim.AdamW(others)]
+
+
+@pytest.mark.parametrize(
+    ("form", "change"),
+    [
+        ("shards", "state"),
+        ("one_file_of_shards", "state"),
+        *((form, change) for form in FORMS for change in ("class", "groups", "second")),
+    ],
+)
+def test_checkpoint_of_another_optimizer(pool2: RankPool, tmp_path: Path, form: str, change: str) -> None:
+    """Moments and settings would be dropped silently, or missing in the first step."""
+    told = {
+        "class": "optimizer 0 is a SGD, but dampening, momentum of such a one was not saved",
+        "state": "the optimizer keeps exp_avg, exp_avg_sq, max_exp_avg_sq, step for model.embedding.weight, but",
+        "groups": "it holds 1 groups of parameters of optimizer 0, and this run has 2",
+        "second": "it holds 1 optimizers, and this run has 2",
+    }
+    for message, is_unchanged in pool2.run(_load_into_other, FORMS[form], str(tmp_path), OtherOptimizer, change):
+        assert message.startswith(f"Cannot load {tmp_path}/other.ckpt: ranks 0, 1: {told[change]}")
+        assert message.endswith(": configure the optimizers that the run was saved with")
+        assert is_unchanged
+
+
+def _load_what_is_none(options: dict[str, Any], path: str) -> str:
+    return attempt(options, path)[0]
+
+
+@pytest.mark.parametrize("form", ["shards", "replicated"])
+@pytest.mark.parametrize(
+    "content", [{}, {"notes.txt": "hello"}, {"__0_0.distcp": "half"}], ids=["empty", "other", "half"]
+)
+def test_directory_that_is_no_checkpoint(pool2: RankPool, tmp_path: Path, form: str, content: dict[str, str]) -> None:
+    """Says so, and names it."""
+    path = tmp_path / "none.ckpt"
+    path.mkdir()
+    for name, text in content.items():
+        (path / name).write_text(text)
+    for message in pool2.run(_load_what_is_none, FORMS[form], str(path)):
+        assert str(path) in message
+        assert "there is no .metadata" in message
+
+
+def test_undamaged_loads(pool2: RankPool, tmp_path: Path) -> None:
+    """The negative of all of the above."""
+    for form, options in FORMS.items():
+        path = str(tmp_path / f"{form}.ckpt")
+        for weights in pool2.run(save, options, path):
+            for loaded in pool2.run(load_only, options, path):
+                assert all(torch.equal(weights[name], loaded[name]) for name in weights)

@@ -1,0 +1,166 @@
+"""Checkpoints that Lightning's own strategies have written: a run goes on from them as if it had never stopped."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, fsdp
+from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
+from torch import Tensor
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.fsdp.api import FullOptimStateDictConfig
+from torch.optim import Optimizer
+
+from lightning_automodel.checkpoint import CheckpointError
+from lightning_automodel.checkpoint.__main__ import main
+from lightning_automodel.checkpoint.sharded import ShardDirectory
+from tests.checkpoint.checkpoints import ACCUMULATE, AdamModule, batches, resume, save, uninterrupted
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import Outcome, full_weights, weight_error
+from tests.trainer.runs import CASE, TOLERANCE, make_trainer
+
+
+def _whole_on_host(module: Any, *_: Any, **__: Any) -> Any:
+    """Lightning's own context moves tensors to the host, which on the host keeps memory that FSDP1 then frees."""
+    return FullyShardedDataParallel.state_dict_type(
+        module,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
+        FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
+    )
+
+
+class HostFSDP(FSDPStrategy):
+    """On CPU: the Trainer refuses the class itself there, and torch wants to be told."""
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with mock.patch.object(fsdp, "_get_full_state_dict_context", _whole_on_host):
+            return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        with mock.patch.object(fsdp, "_get_full_state_dict_context", _whole_on_host):
+            return super().optimizer_state(optimizer)
+
+    def _setup_model(self, model: Any) -> Any:
+        initialise = FullyShardedDataParallel.__init__
+
+        def on_host(*args: Any, **kwargs: Any) -> None:
+            initialise(*args, **{**kwargs, "device_id": torch.device("cpu")})
+
+        with mock.patch.object(FullyShardedDataParallel, "__init__", on_host):
+            return super()._setup_model(model)
+
+
+class ShardingModule(AdamModule):
+    """Shards as ``ModelParallelStrategy`` wants it done."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
+
+SIZES = {"data_parallel_size": 2, "tensor_parallel_size": 1}
+FOREIGN: dict[str, Any] = {
+    "ddp": lambda: (DDPStrategy(), AdamModule()),
+    "fsdp, shards": lambda: (HostFSDP(state_dict_type="sharded"), AdamModule()),
+    "fsdp, one file": lambda: (HostFSDP(state_dict_type="full"), AdamModule()),
+    "model parallel, shards": lambda: (ModelParallelStrategy(**SIZES), ShardingModule()),
+    "model parallel, one file": lambda: (
+        ModelParallelStrategy(**SIZES, save_distributed_checkpoint=False),
+        ShardingModule(),
+    ),
+}
+EXACT = [kind for kind in FOREIGN if not kind.startswith("fsdp")]
+ENGINES: dict[str, dict[str, Any]] = {
+    "fsdp2": {"per_token_loss": False},
+    "ddp": {"data_parallel": "ddp", "per_token_loss": False},
+}
+
+
+def _save_with(kind: str, path: str) -> None:
+    strategy, module = FOREIGN[kind]()
+    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE)
+    trainer.fit(module, batches())
+    trainer.save_checkpoint(path)
+
+
+def _go_on(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return resume(options, path), uninterrupted(options)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_goes_on_from_what_lightning_saved(pool2: RankPool, tmp_path: Path, kind: str) -> None:
+    """Weights, moments, schedule and counters come over, into either engine."""
+    path = tmp_path / "foreign.ckpt"
+    pool2.run(_save_with, kind, str(path))
+    for options in ENGINES.values():
+        for weights, expected in pool2.run(_go_on, options, str(path)):
+            assert _deviation(weights, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("form", ["shards", "one file"])
+def test_goes_on_from_fsdp1(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """As from the one file that Lightning's own tool makes of its shards.
+
+    Not as the run that never stopped: Lightning's ``FSDPStrategy`` has computed in float32 before.
+    """
+    paths = {each: tmp_path / f"{each}.ckpt" for each in ("shards", form)}
+    for each, path in paths.items():
+        pool2.run(_save_with, f"fsdp, {each}", str(path))
+        assert path.is_dir() == (each == "shards")
+    consolidated = tmp_path / "consolidated.ckpt"
+    torch.save(_format_checkpoint(_load_distributed_checkpoint(paths["shards"])), consolidated)
+    for options in ENGINES.values():
+        expected = pool2.run(resume, options, str(consolidated))
+        for (weights, uninterrupted_weights), from_file in zip(
+            pool2.run(_go_on, options, str(paths[form])), expected, strict=True
+        ):
+            assert _deviation(weights, from_file) <= TOLERANCE
+            assert TOLERANCE < _deviation(weights, uninterrupted_weights) <= 1e-5
+
+
+def _lightning_goes_on(path: str) -> dict[str, Tensor]:
+    module = AdamModule(CASE.seed + 2)
+    trainer = make_trainer(DDPStrategy(), accumulate_grad_batches=ACCUMULATE, max_epochs=2)
+    trainer.fit(module, batches(), ckpt_path=path)
+    return full_weights(module.model)
+
+
+def test_lightning_goes_on_from_a_consolidated_file(pool2: RankPool, tmp_path: Path) -> None:
+    """So does this strategy, and the file's archive is sound."""
+    directory, whole = tmp_path / "run.ckpt", tmp_path / "whole.ckpt"
+    pool2.run(save, ENGINES["fsdp2"], str(directory))
+    assert main(["consolidate", str(directory), str(whole)]) == 0
+    assert zipfile.ZipFile(whole).testzip() is None
+    expected = pool2.run(uninterrupted, ENGINES["fsdp2"])
+    for weights, reference in zip(pool2.run(_lightning_goes_on, str(whole)), expected, strict=True):
+        assert _deviation(weights, reference) <= TOLERANCE
+    for options in ENGINES.values():
+        for weights, reference in zip(pool2.run(resume, options, str(whole)), expected, strict=True):
+            assert _deviation(weights, reference) <= TOLERANCE
+
+
+def test_files_that_are_missing_or_cut_off_are_told(pool2: RankPool, tmp_path: Path) -> None:
+    """Without checksums, by what the shards' own table says of the files."""
+    path = tmp_path / "foreign.ckpt"
+    pool2.run(_save_with, "model parallel, shards", str(path))
+    ShardDirectory(str(path), None, alone=True)
+    file = path / "__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp is cut off: it has 100 bytes, and [0-9]+ were written"):
+        ShardDirectory(str(path), None, alone=True)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp is missing"):
+        ShardDirectory(str(path), None, alone=True)
+
+
+def _deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return weight_error(Outcome(weights, None), Outcome(expected, None))

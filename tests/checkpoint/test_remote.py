@@ -1,0 +1,206 @@
+"""Checkpoints elsewhere than in a local directory: whatever fsspec knows."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.server
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from torch import Tensor
+
+from lightning_automodel.checkpoint import CheckpointError, atomic
+from lightning_automodel.checkpoint.reading import open_model
+from lightning_automodel.checkpoint.saver import CheckpointSaver
+from lightning_automodel.checkpoint.single_file import save_file
+from tests.checkpoint.checkpoints import fit, load_only, resume, save, uninterrupted
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import Outcome, full_weights, weight_error
+from tests.trainer.runs import TOLERANCE
+
+FORMS: dict[str, dict[str, Any]] = {"shards": {}, "replicated": {"data_parallel": "ddp"}}
+
+
+class Stand(DirFileSystem):
+    """Stands for an object store that all ranks see: no local file system, and nothing is renamed in one step."""
+
+    protocol = "stand"
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(path=os.environ["STAND_ROOT"], fs=LocalFileSystem(), **kwargs)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(path).removeprefix("stand://").strip("/")
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        if self.isdir(path1):
+            raise NotImplementedError("an object store has no directories to rename")
+        super().mv(path1, path2, **kwargs)
+
+
+@contextlib.contextmanager
+def stand(root: str) -> Iterator[None]:
+    fsspec.register_implementation("stand", Stand, clobber=True)
+    os.environ["STAND_ROOT"] = root
+    try:
+        yield
+    finally:
+        del os.environ["STAND_ROOT"]
+        Stand.clear_instance_cache()
+
+
+def _go_on_from_a_stand(options: dict[str, Any], root: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    with stand(root):
+        save(options, "stand://runs/last.ckpt")
+        save(options, "stand://runs/last.ckpt", max_epochs=1)
+        return resume(options, "stand://runs/last.ckpt"), uninterrupted(options)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_object_store(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """Saved twice in the same place, resumed, and nothing is left of the first save."""
+    for resumed, through in pool2.run(_go_on_from_a_stand, FORMS[form], str(tmp_path)):
+        assert weight_error(Outcome(resumed, None), Outcome(through, None)) <= TOLERANCE
+    path = tmp_path / "runs" / "last.ckpt"
+    assert path.is_dir() == (form == "shards")
+    if form == "shards":
+        assert sum(each.name.startswith(atomic.UNFINISHED) for each in path.iterdir()) == 1
+
+
+def _fail_to_replace(root: str) -> tuple[str, bool]:
+    with stand(root):
+        trainer, module = fit({})
+        trainer.save_checkpoint("stand://runs/last.ckpt")
+        saved = full_weights(module.model)
+        fit({}, module)
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr("lightning_automodel.checkpoint.sharded.ShardWriter.write_data", _fail)
+            with pytest.raises(CheckpointError) as raised:
+                trainer.save_checkpoint("stand://runs/last.ckpt")
+        loaded = load_only({}, "stand://runs/last.ckpt")
+        return str(raised.value), all(torch.equal(saved[name], loaded[name]) for name in saved)
+
+
+def _fail(*_: Any) -> None:
+    raise OSError(5, "the store is gone")
+
+
+def test_failure_leaves_the_older_one(pool2: RankPool, tmp_path: Path) -> None:
+    """The manifest is replaced last, so that what it names is valid until then."""
+    for message, is_intact in pool2.run(_fail_to_replace, str(tmp_path)):
+        assert "rank 1: OSError: [Errno 5] the store is gone" in message
+        assert is_intact
+
+
+class Ranges(http.server.SimpleHTTPRequestHandler):
+    """Sends parts of files where asked for them, as web servers do."""
+
+    def do_GET(self) -> None:
+        path = Path(self.translate_path(self.path))
+        if "Range" not in self.headers or not path.is_file():
+            super().do_GET()
+            return
+        first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
+        content = path.read_bytes()
+        part = content[int(first) : int(last) + 1 if last else None]
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}")
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.wfile.write(part)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """URL of a web server on this machine that serves ``folder``."""
+    handler = functools.partial(Ranges, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_web_server(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """Loads what a web server gives."""
+    saved = pool2.run(save, FORMS[form], str(tmp_path / "last.ckpt"))[0]
+    with served(tmp_path) as url:
+        for loaded in pool2.run(load_only, FORMS[form], f"{url}/last.ckpt"):
+            assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+
+
+class ObjectStore(MemoryFileSystem):
+    """Knows names alone: one can be an object and the beginning of others at once."""
+
+    protocol = "objects"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = []
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return f"/{str(path).removeprefix('objects://').strip('/')}".rstrip("/")
+
+    def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
+        self.store[self._strip_protocol(path)] = MemoryFile(self, path, value)
+
+    def isdir(self, path: str) -> bool:
+        return any(name.startswith(f"{self._strip_protocol(path)}/") for name in self.store)
+
+
+@pytest.mark.parametrize("place", ["objects://runs/last.ckpt", "objects://last.ckpt"])
+def test_a_file_after_a_directory(place: str) -> None:
+    """An object store can hold both at one place: the newer one counts, also at the root of the store."""
+    ObjectStore.store.clear()
+    fsspec.register_implementation("objects", ObjectStore, clobber=True)
+    weight = torch.zeros(3)
+    for index, save_any in enumerate([_save_directory, _save_one_file]):
+        save_any({"state_dict": {"weight": weight + index}, "epoch": index}, place)
+        reader = open_model(place, None)
+        assert reader.rest["epoch"] == index
+        assert torch.equal(reader.read(["weight"])["weight"], weight + index)
+    assert not Path("objects:").exists()
+
+
+def _save_directory(checkpoint: dict[str, Any], place: str) -> None:
+    CheckpointSaver(torch.device("cpu")).save_shards(checkpoint, place, None)
+
+
+def _save_one_file(checkpoint: dict[str, Any], place: str) -> None:
+    CheckpointSaver(torch.device("cpu")).save_file(checkpoint, place, save_file, in_background=False)
+
+
+def _load_where_one_rank_sees_nothing(options: dict[str, Any], path: str, blind: int) -> str:
+    save(options, path)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == blind:
+            patch.setattr("lightning_automodel.checkpoint.paths.is_directory", lambda _: False)
+        with pytest.raises(CheckpointError) as raised:
+            load_only(options, path)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("blind", [0, 1])
+def test_ranks_that_see_different_file_systems(pool2: RankPool, tmp_path: Path, blind: int) -> None:
+    """A disk of one machine: an error on every rank, before they go different ways."""
+    for message in pool2.run(_load_where_one_rank_sees_nothing, {}, str(tmp_path / "last.ckpt"), blind):
+        assert f"rank 1: it is {'a' if blind == 0 else 'no'} directory here, unlike on rank 0" in message

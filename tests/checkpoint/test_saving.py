@@ -1,0 +1,365 @@
+"""A save happens whole or not at all: failures on one rank, in the background, and what is removed when."""
+
+from __future__ import annotations
+
+import resource
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor
+
+from lightning_automodel.checkpoint import CheckpointError, RunCheckpoints, atomic, sharded, single_file
+from tests.checkpoint.checkpoints import files_of, fit, load_only, save
+from tests.rank_pool import RankError, RankPool
+from tests.trainer.exactness import full_weights
+
+FORMS: dict[str, dict[str, Any]] = {
+    "shards": {},
+    "one_file_of_shards": {"save_distributed_checkpoint": False},
+    "replicated": {"data_parallel": "ddp"},
+    "replicated_directory": {"data_parallel": "ddp", "save_distributed_checkpoint": True},
+}
+PATIENCE_S = 60
+
+
+@contextmanager
+def no_space_for_files(num_bytes: int) -> Iterator[None]:
+    """The operating system refuses this process to write beyond so many bytes of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def _fail_to_save(options: dict[str, Any], path: str, failing: int) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
+    """Save, train on, fail to save again at the same place; the message, the weights saved first and those loaded."""
+    trainer, module = fit(options)
+    trainer.save_checkpoint(path)
+    saved = full_weights(module.model)
+    fit(options, module)
+    with pytest.raises(CheckpointError) as raised:  # noqa: SIM117
+        with no_space_for_files(1500) if dist.get_rank() == failing else nullcontext():
+            trainer.save_checkpoint(path)
+    return str(raised.value), saved, load_only(options, path)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("form", FORMS)
+def test_full_disk(pool2: RankPool, tmp_path: Path, form: str, failing: int) -> None:
+    """On one rank: an error on every rank that names it, and the older checkpoint is whole."""
+    if failing == 1 and form != "shards":
+        pytest.skip("rank 1 writes shards alone")
+    path = tmp_path / "last.ckpt"
+    for message, saved, loaded in pool2.run(_fail_to_save, FORMS[form], str(path), failing):
+        assert message.startswith(f"Cannot save {path}: rank {failing}: OSError: [Errno 27] File too large")
+        assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def _save_where_nothing_can_be(options: dict[str, Any], path: str) -> str:
+    trainer, _ = fit(options)
+    with pytest.raises(CheckpointError) as raised:
+        trainer.save_checkpoint(path)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_impossible_place(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """Below a file."""
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "sub" / "last.ckpt"
+    for message in pool2.run(_save_where_nothing_can_be, FORMS[form], str(path)):
+        assert message.startswith(f"Cannot save {path}: rank 0: ")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_directories_are_not_replaced(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """A directory of the user's that a checkpoint was to be called like stays; an empty one is taken."""
+    path = tmp_path / "results"
+    path.mkdir()
+    (path / "thesis.tex").write_text("years of work")
+    for message in pool2.run(_save_where_nothing_can_be, FORMS[form], str(path)):
+        assert "it is a directory that is no checkpoint (it holds thesis.tex) and would be replaced" in message
+    assert [each.name for each in path.iterdir()] == ["thesis.tex"]
+    (path / "thesis.tex").unlink()
+    saved = pool2.run(save, FORMS[form], str(path))[0]
+    for loaded in pool2.run(load_only, FORMS[form], str(path)):
+        assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+
+
+class Recorder(Callback):
+    """Keeps the weights that were saved, by path, and tells when training has gone on after the first save."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, dict[str, Tensor]] = {}
+        self.went_on = threading.Event()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        if self.weights:
+            self.went_on.set()
+
+    def watch(self, trainer: Trainer, path: str) -> None:
+        self.weights[path] = full_weights(trainer.lightning_module.model)
+
+
+class SavesEachStep(Recorder):
+    """Saves after each optimizer step, and has the weights at that time."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        if not trainer.fit_loop.epoch_loop._should_accumulate():
+            path = str(self.folder / f"step={trainer.global_step}.ckpt")
+            self.watch(trainer, path)
+            trainer.save_checkpoint(path)
+
+
+@contextmanager
+def slow_writing(recorder: Recorder) -> Iterator[None]:
+    """Saves in the background wait until training has gone on after the first of them."""
+    write_shards, write_file = sharded.ShardWriter.write_data, single_file.save_file
+
+    def wait() -> None:
+        assert recorder.went_on.wait(PATIENCE_S), "training does not go on"
+
+    def slow_shards(*args: Any) -> Any:
+        wait()
+        return write_shards(*args)
+
+    def slow_file(*args: Any) -> None:
+        wait()
+        write_file(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded.ShardWriter, "write_data", slow_shards)
+        patch.setattr("lightning_automodel.checkpoint.session.save_file", slow_file)
+        yield
+
+
+def _save_while_training(
+    options: dict[str, Any], folder: str
+) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Weights when a save began and those that it holds, by path; the first save waits for a later step."""
+    recorder = SavesEachStep(Path(folder))
+    with slow_writing(recorder):
+        fit({**options, "async_checkpoint": True}, callbacks=[recorder], max_epochs=2)
+    return {path: (weights, load_only(options, path)) for path, weights in recorder.weights.items()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_training_goes_on_while_a_checkpoint_is_written(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """It holds what the weights were when the save began; the last one is on disk when `fit` returns."""
+    for saved in pool2.run(_save_while_training, FORMS[form], str(tmp_path)):
+        assert len(saved) == 4
+        for weights, loaded in saved.values():
+            assert all(torch.equal(weights[name], loaded[name]) for name in weights)
+        first, last = next(iter(saved.values()))[0], list(saved.values())[-1][0]
+        assert any(not torch.equal(first[name], last[name]) for name in first)
+    assert atomic.leftovers(tmp_path) == []
+
+
+class SavesOnce(Callback):
+    """After one optimizer step, and counts the micro-batches from then on."""
+
+    def __init__(self, path: Path, at_step: int) -> None:
+        self.path, self.at_step, self.batches_after = path, at_step, 0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        self.batches_after += trainer.global_step >= self.at_step
+        if trainer.global_step == self.at_step and not trainer.fit_loop.epoch_loop._should_accumulate():
+            trainer.save_checkpoint(self.path)
+            trainer.strategy._checkpoints.linger()  # else one rank may know a step before the other
+
+
+@contextmanager
+def failing_writes() -> Iterator[None]:
+    """Writing in the background fails on rank 1 of shards, on rank 0 of files."""
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(sharded.ShardWriter, "write_data", fail)
+        patch.setattr("lightning_automodel.checkpoint.session.save_file", fail)
+        yield
+
+
+def _fail_in_background(options: dict[str, Any], path: str, at_step: int) -> tuple[str, int]:
+    callback = SavesOnce(Path(path), at_step)
+    with failing_writes(), pytest.raises(RuntimeError) as raised:
+        fit({**options, "async_checkpoint": True}, callbacks=[callback], max_epochs=500)
+    return str(raised.value), callback.batches_after
+
+
+@pytest.mark.parametrize("form", ["shards", "replicated_directory"])
+def test_failure_in_the_background(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """Is raised in one of the next steps, on every rank, and the older checkpoint is whole.
+
+    (Of one file, rank 0 alone knows at first, and the run fails as after any error of one rank.)
+    """
+    path = str(tmp_path / "last.ckpt")
+    saved = pool2.run(save, FORMS[form], path)[0]
+    for message, batches_after in pool2.run(_fail_in_background, FORMS[form], path, 2):
+        assert "No space left on device" in message
+        assert path in message
+        assert batches_after == 1
+    for loaded in pool2.run(load_only, FORMS[form], path):
+        assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def _fail_in_the_last_save(options: dict[str, Any], folder: str) -> str:
+    callback = SavesOnce(Path(folder) / "last.ckpt", at_step=2)
+    with failing_writes(), pytest.raises(RuntimeError) as raised:
+        fit({**options, "async_checkpoint": True}, callbacks=[callback])
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_failure_of_the_last_save_ends_the_run_with_an_error(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """`fit` does not return as if all were well, on any rank."""
+    for message in pool2.run(_fail_in_the_last_save, FORMS[form], str(tmp_path)):
+        assert "No space left on device" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def _keep_the_newest(options: dict[str, Any], folder: str, save_last: Any) -> tuple[str, str, list[tuple[int, int]]]:
+    """Best and last path, and how many checkpoints were there whenever one was about to be published."""
+    seen: list[tuple[int, int]] = []
+    publish = atomic.publish
+
+    def count(staging: Path, target: Path) -> None:
+        whole = [each for each in Path(folder).glob("epoch*.ckpt") if each.exists()]
+        dangling = [each for each in Path(folder).iterdir() if each.is_symlink() and not each.exists()]
+        seen.append((len(whole), len(dangling)))
+        publish(staging, target)
+
+    callback = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_last=save_last)
+    with pytest.MonkeyPatch.context() as patch:
+        for room in (atomic, sharded.atomic, single_file.atomic):
+            patch.setattr(room, "publish", count)
+        fit(options, callbacks=[callback], enable_checkpointing=True, max_epochs=3)
+    return callback.best_model_path, callback.last_model_path, seen
+
+
+@pytest.mark.parametrize(
+    ("form", "save_last"),
+    [
+        ("shards", None),
+        *(pytest.param(form, None, marks=pytest.mark.sweep) for form in FORMS if form != "shards"),
+        *((form, save_last) for form in FORMS for save_last in ("link", True)),
+    ],
+)
+@pytest.mark.parametrize("in_background", [False, True], ids=["at_once", "in_background"])
+def test_the_newest_is_kept_until_a_newer_one_is_there(
+    pool2: RankPool, tmp_path: Path, form: str, save_last: Any, in_background: bool
+) -> None:
+    """`ModelCheckpoint` keeps one: it is removed after the next was published, and a link to the last never dangles."""
+    if form.endswith(("directory", "of_shards")) and save_last is not None:
+        pytest.skip("as with the other form")
+    options = {**FORMS[form], "async_checkpoint": in_background}
+    results = pool2.run(_keep_the_newest, options, str(tmp_path), save_last)
+    best, last, seen = results[0]
+    assert len(seen) >= 6
+    assert all(whole >= 1 for whole, _ in seen[1:]), "there was no checkpoint for a moment"
+    assert all(dangling == 0 for _, dangling in seen)
+    kept = [each for each in tmp_path.iterdir() if each.name.startswith("epoch")]
+    assert [str(each) for each in kept] == [best]
+    if save_last is not None:
+        assert Path(last).exists()
+        assert Path(last).is_symlink() == (save_last == "link")
+    assert atomic.leftovers(tmp_path) == []
+
+
+def _save_again_and_again(options: dict[str, Any], folder: str) -> tuple[bool, int]:
+    recorder = SavesEachStep(Path(folder))
+    trainer, _ = fit({**options, "async_checkpoint": True}, callbacks=[recorder], max_epochs=5)
+    threads = [thread.name for thread in threading.enumerate() if "checkpoint" in thread.name.lower()]
+    return trainer.strategy._checkpoints._saver is None, len(threads)
+
+
+@pytest.mark.parametrize("form", ["shards", "replicated"])
+def test_nothing_is_left_running(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """No thread, no memory."""
+    for is_closed, num_threads in pool2.run(_save_again_and_again, FORMS[form], str(tmp_path)):
+        assert is_closed
+        assert num_threads == 0
+    assert len([path for path in tmp_path.iterdir() if files_of(path)]) == 10
+
+
+def _two_callbacks(options: dict[str, Any], folder: str) -> list[str]:
+    """Both keep one, in the same directory, under the same names."""
+    callbacks = [ModelCheckpoint(dirpath=folder, every_n_train_steps=each) for each in (1, 2)]
+    fit(options, callbacks=callbacks, enable_checkpointing=True, max_epochs=3)
+    return [callback.best_model_path for callback in callbacks]
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["at_once", "in_background"])
+@pytest.mark.parametrize("form", ["shards", "replicated"])
+def test_two_callbacks_do_not_share_a_file(pool2: RankPool, tmp_path: Path, form: str, in_background: bool) -> None:
+    """Else one removes what is the best of the other."""
+    for first, second in pool2.run(_two_callbacks, {**FORMS[form], "async_checkpoint": in_background}, str(tmp_path)):
+        assert sorted(str(each) for each in tmp_path.iterdir()) == sorted({first, second})
+        assert first != second
+
+
+class SavesOnRankZero(Callback):
+    """The mistake that other strategies forgive."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 1 and dist.get_rank() == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def _save_on_one_rank(options: dict[str, Any], path: str) -> None:
+    fit({**options, "timeout": timedelta(seconds=5)}, callbacks=[SavesOnRankZero(path)], max_epochs=2)
+
+
+@pytest.mark.parametrize("form", ["shards", pytest.param("replicated", marks=pytest.mark.sweep)])
+def test_saving_on_one_rank_is_told(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """After the timeout, on both; the process used to be aborted where two different collectives met."""
+    with pytest.raises(RankError) as raised:
+        pool2.run(_save_on_one_rank, FORMS[form], str(tmp_path / "last.ckpt"))
+    told = "".join(raised.value.failures.values())
+    # Which rank notices first decides whether the barrier, or the connection that it closed, is named.
+    assert any(what in told for what in ("barrier 'save_checkpoint'", "pair closure", "closed by peer"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def _remove_afterwards(options: dict[str, Any], path: str) -> bool:
+    trainer, _ = fit(options)
+    trainer.save_checkpoint(path)
+    trainer.strategy.remove_checkpoint(path)
+    trainer.strategy.barrier()
+    return Path(path).exists()
+
+
+@pytest.mark.parametrize("form", ["shards", "replicated"])
+def test_removing_after_a_run(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """No step follows to wait for."""
+    assert pool2.run(_remove_afterwards, FORMS[form], str(tmp_path / "last.ckpt")) == [False] * 2
+
+
+def test_saving_alone_makes_directories(tmp_path: Path) -> None:
+    """After a failure, a replicated model can be saved where nothing was saved before."""
+    checkpoints = RunCheckpoints(is_sharded=False, as_directory=False, in_background=False)
+    checkpoints.save_alone({"state_dict": {}}, tmp_path / "new" / "last.ckpt", TorchCheckpointIO())
+    assert (tmp_path / "new" / "last.ckpt").exists()

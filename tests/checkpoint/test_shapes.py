@@ -1,0 +1,184 @@
+"""Saved by some ranks in some layout, resumed by others in another: state and training go on exactly.
+
+All ranks get the same micro-batches, so that any number of them follows the same gradients; each run saves at the end
+of an epoch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
+
+from tests.checkpoint.checkpoints import AdamModule, fit, load_only, save, uninterrupted
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import PLAN, Outcome, TinyDecoder, full_weights, weight_error
+from tests.trainer.plain import ModelModule
+from tests.trainer.runs import CASE, TOLERANCE
+
+FSDP2: dict[str, Any] = {}
+DDP: dict[str, Any] = {"data_parallel": "ddp"}
+HSDP: dict[str, Any] = {"data_parallel_replicate_size": 2}
+TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
+ONE_FILE: dict[str, Any] = {"save_distributed_checkpoint": False}
+SAVING: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2-4": (4, FSDP2),
+    "hsdp-4": (4, HSDP),
+    "tensor-4": (4, TENSOR),
+    "tensor-4-file": (4, {**TENSOR, **ONE_FILE}),
+    "ddp-2": (2, DDP),
+    "ddp-2-directory": (2, {**DDP, "save_distributed_checkpoint": True}),
+    "fsdp2-2-file": (2, ONE_FILE),
+}
+RESUMING: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2-2": (2, FSDP2),
+    "ddp-2": (2, DDP),
+    "fsdp2-4": (4, FSDP2),
+    "hsdp-4": (4, HSDP),
+    "tensor-4": (4, TENSOR),
+}
+
+
+class AnyLayoutModule(AdamModule):
+    """Tensor-parallel by a plan where there are such ranks."""
+
+    def configure_model(self) -> None:
+        names = self.device_mesh.mesh_dim_names
+        if "tensor_parallel" in names and self.device_mesh["tensor_parallel"].size() > 1:
+            parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
+
+
+def _save(options: dict[str, Any], path: str) -> dict[str, Tensor]:
+    return save(options, path, module=AnyLayoutModule())
+
+
+def _resume(options: dict[str, Any], path: str) -> dict[str, Tensor]:
+    _, module = fit(options, AnyLayoutModule(CASE.seed + 2), ckpt_path=path, max_epochs=2)
+    return full_weights(module.model)
+
+
+def _load_only(options: dict[str, Any], path: str) -> dict[str, Tensor]:
+    return load_only(options, path) if "tensor_parallel_size" not in options else {}
+
+
+@pytest.fixture(scope="module")
+def expected(pool2: RankPool) -> dict[str, Tensor]:
+    """Weights after two epochs without a stop."""
+    return pool2.run(uninterrupted, DDP)[0]
+
+
+def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return weight_error(Outcome(weights, None), Outcome(expected, None))
+
+
+@pytest.mark.parametrize("saving", SAVING)
+def test_another_shape(
+    pool2: RankPool, pool4: RankPool, tmp_path: Path, expected: dict[str, Tensor], saving: str
+) -> None:
+    """Whatever wrote it, every layout goes on from it."""
+    path = str(tmp_path / "saved.ckpt")
+    pools = {2: pool2, 4: pool4}
+    ranks, options = SAVING[saving]
+    saved = pools[ranks].run(_save, options, path)[0]
+    for name, (ranks, other) in RESUMING.items():
+        for weights in pools[ranks].run(_load_only, other, path):
+            assert all(torch.equal(value, saved[key]) for key, value in weights.items()), name
+        for weights in pools[ranks].run(_resume, other, path):
+            assert deviation(weights, expected) <= TOLERANCE, name
+            assert deviation(weights, saved) > 1e-6, "nothing was trained"
+
+
+class LazyModule(ModelModule):
+    """A head that gets gradients in the second epoch, a frozen layer, tied weights, two optimizers' worth of groups."""
+
+    def __init__(self, seed: int = CASE.seed) -> None:
+        model = TinyDecoder(seed).double()
+        model.later = nn.Linear(3, 2).double()
+        model.frozen = nn.Linear(3, 3).double().requires_grad_(False)
+        model.tied = model.embedding
+        for parameter in (*model.later.parameters(), *model.frozen.parameters()):
+            nn.init.constant_(parameter, 0.1 * seed)
+        super().__init__(model)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.current_epoch > 0:
+            loss = loss + self.model.later(torch.ones(1, 3, dtype=torch.float64)).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        named = dict(self.model.named_parameters())
+        later = [parameter for name, parameter in named.items() if name.startswith("later")]
+        rest = [parameter for name, parameter in named.items() if not name.startswith("later")]
+        groups = [{"params": rest, "lr": 0.01}, {"params": later, "lr": 0.02, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, eps=1e-3)
+
+
+def _lazy(
+    options: dict[str, Any], other: dict[str, Any], path: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+    save(options, path, module=LazyModule())
+    _, resumed = fit(other, LazyModule(CASE.seed + 2), ckpt_path=path, max_epochs=2)
+    trainer, through = fit(options, LazyModule(), max_epochs=2)
+    return full_weights(resumed.model), full_weights(through.model), trainer.optimizers[0].param_groups[1]["lr"]
+
+
+@pytest.mark.parametrize("options", [FSDP2, DDP, ONE_FILE], ids=["fsdp2", "ddp", "file"])
+@pytest.mark.parametrize("other", [FSDP2, DDP], ids=["to_fsdp2", "to_ddp"])
+def test_state_that_is_not_there_yet(
+    pool2: RankPool, tmp_path: Path, options: dict[str, Any], other: dict[str, Any]
+) -> None:
+    """Parameters without gradients so far, frozen ones and tied ones; groups keep their settings."""
+    find = {"ddp_kwargs": {"find_unused_parameters": True}}
+    options, other = ({**each, **find} if each == DDP else each for each in (options, other))
+    for resumed, through, learning_rate in pool2.run(_lazy, options, other, str(tmp_path / "lazy.ckpt")):
+        assert deviation(resumed, through) <= TOLERANCE
+        assert learning_rate == 0.02
+
+
+class CompiledModule(AdamModule):
+    """Its blocks are compiled where it is told so; eagerly, since names matter here."""
+
+    def __init__(self, seed: int, is_compiled: bool) -> None:
+        super().__init__(seed)
+        if is_compiled:
+            self.model.blocks[0] = torch.compile(self.model.blocks[0], backend="eager")
+
+
+def _compiled(options: dict[str, Any], path: str, saves_compiled: bool) -> dict[str, Tensor]:
+    save(options, path, module=CompiledModule(CASE.seed, saves_compiled))
+    module = CompiledModule(CASE.seed + 2, not saves_compiled)
+    fit(options, module, ckpt_path=path, max_epochs=2)
+    return {name.replace("_orig_mod.", ""): value for name, value in full_weights(module.model).items()}
+
+
+@pytest.mark.parametrize("saves_compiled", [True, False])
+@pytest.mark.parametrize("options", [FSDP2, ONE_FILE, {**DDP, "save_distributed_checkpoint": True}, DDP])
+def test_compiled_blocks(
+    pool2: RankPool, tmp_path: Path, expected: dict[str, Tensor], options: dict[str, Any], saves_compiled: bool
+) -> None:
+    """Wrapped when saved and not when resumed, and the reverse."""
+    for weights in pool2.run(_compiled, options, str(tmp_path / "compiled.ckpt"), saves_compiled):
+        assert deviation(weights, expected) <= TOLERANCE
+
+
+def _weights_only(options: dict[str, Any], path: str) -> tuple[str, bool]:
+    trainer, module = fit(options)
+    trainer.save_checkpoint(path, weights_only=True)
+    with pytest.raises((RuntimeError, KeyError)) as raised:
+        fit(options, seed=CASE.seed + 2, ckpt_path=path, max_epochs=2)
+    loaded = load_only(options, path)
+    saved = full_weights(module.model)
+    return str(raised.value), all(torch.equal(saved[name], loaded[name]) for name in saved)
+
+
+@pytest.mark.parametrize("options", [FSDP2, ONE_FILE, DDP], ids=["fsdp2", "file", "ddp"])
+def test_weights_alone(pool2: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Can be evaluated; a fit says why it cannot go on from them."""
+    for message, is_equal in pool2.run(_weights_only, options, str(tmp_path / "weights.ckpt")):
+        assert "save_weights_only" in message
+        assert is_equal

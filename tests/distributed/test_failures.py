@@ -1,0 +1,105 @@
+"""What a rank tells of its failure, and which exceptions only follow from another rank's."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import sys
+import types
+
+import pytest
+import torch.distributed as dist
+
+from lightning_automodel import lightning_internals
+from lightning_automodel.distributed.failures import (
+    MAX_MESSAGE_CHARACTERS,
+    NO_SIGN_OF_LIFE,
+    RankFailedError,
+    RankFailure,
+    is_communication_error,
+)
+
+GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+
+
+def test_failure_travels_whole() -> None:
+    """Through a store and through a pipe, whatever its message holds."""
+    failure = RankFailure.from_exception(ValueError('no "labels" | here\n\u00e9'), rank=3, where="training_step")
+    assert RankFailure.from_bytes(failure.to_bytes()) == failure
+    error = pickle.loads(pickle.dumps(RankFailedError(failure)))
+    assert error.failure == failure
+    assert str(error) == (
+        f'rank 3 on {socket.gethostname()} failed in training_step: ValueError: no "labels" | here\n\u00e9'
+    )
+
+
+@pytest.mark.parametrize(
+    ("exception", "ending"),
+    [
+        (ValueError(), "failed in setup: ValueError"),
+        (SystemExit(3), "failed in setup: SystemExit: exit status 3"),
+        (KeyboardInterrupt(), "failed in setup: KeyboardInterrupt"),
+    ],
+)
+def test_endings(exception: BaseException, ending: str) -> None:
+    """An exception without a message leaves no colon behind, and an exit tells its status."""
+    assert str(RankFailure.from_exception(exception, 0, "setup")).endswith(ending)
+
+
+def test_long_message_is_cut() -> None:
+    """A store is no place for megabytes."""
+    assert len(RankFailure.from_exception(ValueError("x" * 10**6), 0, "setup").message) == MAX_MESSAGE_CHARACTERS
+
+
+def test_silence_is_no_exception() -> None:
+    """A rank that was killed could say nothing, so its last known place is given as such."""
+    failure = RankFailure(1, "host", "fit", NO_SIGN_OF_LIFE, "nothing for 6 s")
+    assert str(failure) == "rank 1 on host gives no sign of life, last seen in fit: nothing for 6 s"
+
+
+def _raised_from(cause: BaseException) -> BaseException:
+    try:
+        raise KeyError("batch") from cause
+    except KeyError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("exception", "expected"),
+    [
+        (GLOO, True),
+        (dist.DistNetworkError("broken pipe"), True),
+        (dist.DistStoreError("wait timeout"), True),
+        (_raised_from(GLOO), True),
+        (ValueError("gloo"), False),
+        (RuntimeError("shape mismatch"), False),
+        (_raised_from(RuntimeError("shape mismatch")), False),
+        (KeyboardInterrupt(), False),
+    ],
+    ids=repr,
+)
+def test_communication_errors(exception: BaseException, expected: bool) -> None:
+    """Only what says that another rank did not answer is taken for the result of its failure."""
+    assert is_communication_error(exception) is expected
+
+
+def _call_hook(name: str, depth: int) -> None:
+    """Run code that looks like Lightning's `call` module: hooks inside of hooks."""
+    module = types.ModuleType("lightning.pytorch.trainer.call")
+    exec("def call(hook_name, function):\n    function()\n", module.__dict__)
+
+    def inner() -> None:
+        if depth:
+            _call_hook(f"{name}_inner", depth - 1)
+        raise ValueError(name)
+
+    module.call(name, inner)
+
+
+def test_innermost_hook_is_named() -> None:
+    """Hooks call hooks; and an exception outside of all of them has no name."""
+    with pytest.raises(ValueError, match="setup_inner") as caught:
+        _call_hook("setup", depth=1)
+    assert lightning_internals.failing_hook(caught.value) == "setup_inner"
+    assert lightning_internals.failing_hook(ValueError()) is None
+    assert "lightning.pytorch.trainer.call" in sys.modules

@@ -1,0 +1,142 @@
+"""FirstRankPerNode where there is nobody to wait for, its arguments, and the decision who is first."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_automodel.distributed import nodes
+from lightning_automodel.distributed.first_rank import FirstRankPerNode
+from lightning_automodel.distributed.nodes import Place, node_of
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def run_nested_blocks() -> list[bool]:
+    first_rank = FirstRankPerNode()
+    firsts = []
+    for _ in range(2):
+        with first_rank as outer, first_rank as inner, FirstRankPerNode(scope="global") as innermost:
+            firsts += [outer, inner, innermost]
+    return firsts
+
+
+def test_without_a_process_group_the_block_just_runs() -> None:
+    """Also nested and repeatedly; nothing is started for it."""
+    num_threads = threading.active_count()
+    with FirstRankPerNode():
+        assert threading.active_count() == num_threads
+    assert run_nested_blocks() == [True] * 6
+    assert not dist.is_initialized()
+
+
+def test_environment_of_one_rank_makes_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    with FirstRankPerNode() as is_first:
+        assert is_first
+        assert not dist.is_initialized()
+
+
+def test_in_a_world_of_one_the_block_just_runs() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert run_nested_blocks() == [True] * 6
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_exception_leaves_the_block_unchanged() -> None:
+    error = OSError("disk full")
+    with pytest.raises(OSError, match="disk full") as caught, FirstRankPerNode(), FirstRankPerNode():
+        raise error
+    assert caught.value is error
+    assert run_nested_blocks() == [True] * 6
+
+
+def test_as_a_decorator_every_call_is_a_block() -> None:
+    @FirstRankPerNode(scope="global")
+    def double(value: int, *, add: int = 0) -> int:
+        """Says what it does."""
+        return 2 * value + add
+
+    assert [double(1), double(2, add=1)] == [2, 5]
+    assert (double.__name__, double.__doc__) == ("double", "Says what it does.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"scope": "rack"}, ValueError, "scope must be 'node' or 'global', got 'rack'"),
+        ({"timeout": 0}, ValueError, "timeout must be positive"),
+        ({"timeout": timedelta(seconds=-1)}, ValueError, "timeout must be positive"),
+        ({"timeout": "30"}, TypeError, "timeout must be a timedelta or a number of minutes, got '30'"),
+        ({"group": "world"}, TypeError, "group must be a ProcessGroup or None, got 'world'"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        FirstRankPerNode(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("environments", "first_ranks"),
+    [
+        # torchrun, two nodes of two: all of its variables agree.
+        (
+            [
+                {"LOCAL_RANK": rank % 2, "GROUP_RANK": rank // 2, "LOCAL_WORLD_SIZE": 2, "NODE_RANK": rank // 2}
+                for rank in range(4)
+            ],
+            [0, 0, 2, 2],
+        ),
+        # Set by hand on one machine, below a launcher that knows of one node.
+        ([{"LOCAL_RANK": rank % 2, "GROUP_RANK": 0, "NODE_RANK": 0} for rank in range(4)], [0, 0, 2, 2]),
+        # Nodes of one, two and one rank.
+        ([{"LOCAL_RANK": local_rank} for local_rank in (0, 0, 1, 0)], [0, 1, 1, 3]),
+        # No local rank: the node's number, also where the ranks of a node are not consecutive.
+        ([{"SLURM_NODEID": rank % 2} for rank in range(4)], [0, 1, 0, 1]),
+        ([{"NODE_RANK": rank // 2, "LOCAL_WORLD_SIZE": 4} for rank in range(4)], [0, 0, 2, 2]),
+        ([{"LOCAL_WORLD_SIZE": 2}] * 4, [0, 0, 2, 2]),
+        # Nothing is known but the host.
+        ([{}] * 4, [0, 0, 0, 0]),
+    ],
+)
+def test_first_rank_of_a_node(
+    environments: list[dict[str, int]], first_ranks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {}
+    for rank, environment in enumerate(environments):
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, str(value))
+            places[rank] = Place("host", node_of(rank))
+    assert [nodes.first_rank(list(places), rank, places, "node") for rank in places] == first_ranks
+    assert [nodes.first_rank(list(places), rank, places, "global") for rank in places] == [0, 0, 0, 0]
+
+
+def test_first_rank_of_a_subgroup_and_of_several_hosts() -> None:
+    """Only members count, and ranks with different host names are never on one node."""
+    places = {1: Place("a", "0"), 2: Place("b", "0"), 3: Place("b", "0"), 5: Place("a", "0"), 6: Place("a", "1")}
+    assert [nodes.first_rank([6, 5, 3, 2, 1], rank, places, "node") for rank in places] == [1, 2, 2, 1, 6]
+    assert nodes.first_rank([6, 5, 3], 6, places, "global") == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("LOCAL_RANK", "one"), ("LOCAL_RANK", "-1"), ("NODE_RANK", "a"), ("LOCAL_WORLD_SIZE", "0")]
+)
+def test_wrong_environment(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=rf"{name} is '{value}': it must be a whole number, [01] or more"):
+        node_of(3)

@@ -1,0 +1,348 @@
+"""Who a process is by its environment and arguments, and a world of one, which needs neither of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pytest_mock import MockerFixture
+
+from lightning_automodel.distributed import process_group, rendezvous
+from lightning_automodel.distributed.process_group import DistInfo, destroy_global_state, initialize_distributed
+
+NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "LOCAL_RANK",
+    "SLURM_LOCALID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def _set(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+PLACE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "parts"),
+    [
+        ({"RANK": "1"}, ["RANK is 1 but WORLD_SIZE is not set", "torchrun"]),
+        ({"WORLD_SIZE": "2"}, ["WORLD_SIZE is 2 but RANK is not set", "torchrun"]),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ["MASTER_ADDR and MASTER_PORT must be set"]),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}, ["MASTER_PORT must be set"]),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}, ["MASTER_ADDR must be set"]),
+        ({"RANK": "2", "WORLD_SIZE": "2", **PLACE}, ["Rank 2 does not exist in a world of 2", "0 to WORLD_SIZE - 1"]),
+        ({"RANK": "0", "WORLD_SIZE": "0", **PLACE}, ["world of 0"]),
+        ({"RANK": "one", "WORLD_SIZE": "2", **PLACE}, ["RANK is 'one'", "whole number"]),
+        ({"RANK": "-1", "WORLD_SIZE": "2", **PLACE}, ["RANK is '-1'", "0 or more"]),
+        ({"RANK": "0", "WORLD_SIZE": "2.0", **PLACE}, ["WORLD_SIZE is '2.0'"]),
+        ({"RANK": "0", "WORLD_SIZE": "2", **PLACE, "MASTER_PORT": "http"}, ["MASTER_PORT is 'http'"]),
+        ({"RANK": "0", "WORLD_SIZE": "2", **PLACE, "MASTER_PORT": "70000"}, ["MASTER_PORT is 70000", "65535"]),
+    ],
+)
+def test_mistakes_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], parts: list[str]
+) -> None:
+    _set(monkeypatch, **environment)
+    with pytest.raises(ValueError, match=r".") as caught:
+        initialize_distributed("gloo")
+    assert [part for part in parts if part not in str(caught.value)] == []
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"init_method": "env://"}, "neither is known"),
+        ({"init_method": "tcp://10.0.0.1", "rank": 0, "world_size": 2}, "must be tcp://address:port"),
+        ({"init_method": "tcp://10.0.0.1:70000", "rank": 0, "world_size": 2}, "must be tcp://address:port"),
+        ({"init_method": "tcp://10.0.0.1:1?rank=x&world_size=2"}, "rank in init_method="),
+        ({"init_method": "file:///no/such/folder/file", "rank": 0, "world_size": 2}, "/no/such/folder does not exist"),
+        ({"init_method": "env://", "store": dist.HashStore()}, "not both"),
+        ({"store": dist.HashStore()}, "neither is known"),
+        ({"store": dist.HashStore(), "rank": 3, "world_size": 2}, "Rank 3 does not exist"),
+        ({"rank": 0}, "WORLD_SIZE is not set"),
+    ],
+)
+def test_mistakes_in_the_arguments(arguments: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        initialize_distributed("gloo", **arguments)
+    assert part in str(caught.value)
+
+
+def test_the_url_and_the_environment_tell_what_the_arguments_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    _set(monkeypatch, RANK="1", WORLD_SIZE="4", **PLACE)
+    assert rendezvous.locate() == rendezvous.Rendezvous(1, 4, "env://")
+    assert rendezvous.locate(rank=2) == rendezvous.Rendezvous(2, 4, "env://")
+    by_url = rendezvous.locate("tcp://10.0.0.2:7?rank=3&use_libuv=0&world_size=5")
+    assert by_url == rendezvous.Rendezvous(3, 5, "tcp://10.0.0.2:7?use_libuv=0")
+    assert rendezvous.locate().place == "10.0.0.1:29500 (env://)"
+    assert rendezvous.locate("tcp://[::1]:7").address == ("::1", 7)
+
+
+def test_rank_0_hosts_the_store_unless_the_launcher_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    _set(monkeypatch, WORLD_SIZE="2", **PLACE)
+    hosts = [rendezvous.locate(rank=rank).hosts_store for rank in (0, 1)]
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert (hosts, rendezvous.locate(rank=0).hosts_store) == ([True, False], False)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), timedelta(0)])
+def test_timeout_must_be_positive(timeout: Any) -> None:
+    with pytest.raises(ValueError, match=r"timeout must be positive and finite, got .*minutes"):
+        initialize_distributed("gloo", timeout)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "nonsense", "cpu:gloo,cuda:nccl", "cpu:nonsense"])
+def test_a_backend_that_is_not_built_in(mocker: MockerFixture, backend: str) -> None:
+    mocker.patch.object(dist, "is_backend_available", lambda name: name == "gloo")
+    missing = backend.rpartition(":")[2]
+    with pytest.raises(ValueError, match=rf"'{missing}' is not built into this torch .*available are gloo:"):
+        initialize_distributed(backend)
+
+
+@pytest.mark.parametrize("backend", ["cpu:gloo,nccl", "cpu:gloo,cpu:nccl"])
+def test_a_malformed_backend(backend: str) -> None:
+    with pytest.raises(ValueError, match="cpu:gloo,cuda:nccl"):
+        initialize_distributed(backend)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "count", "local_rank", "expected"),
+    [
+        ("gloo", "cuda", 8, 3, "cpu"),
+        ("cpu:gloo", "cuda", 8, 3, "cpu"),
+        ("nccl", "cuda", 8, 3, "cuda:3"),
+        ("nccl", "cuda", 1, 3, "cuda:0"),
+        ("cpu:gloo,cuda:nccl", "cuda", 8, 1, "cuda:1"),
+        ("xccl", "xpu", 2, 1, "xpu:1"),
+        ("ucc", "cuda", 2, 1, "cuda:1"),
+        ("ucc", None, 0, 1, "cpu"),
+    ],
+)
+def test_the_device_follows_from_backend_and_local_rank(
+    mocker: MockerFixture, backend: str, kind: str | None, count: int, local_rank: int, expected: str
+) -> None:
+    mocker.patch.object(torch.accelerator, "current_accelerator", return_value=kind and torch.device(kind))
+    mocker.patch.object(torch.accelerator, "device_count", return_value=count)
+    assert process_group.choose_device(backend, local_rank) == torch.device(expected)
+
+
+def test_a_local_rank_without_a_device(mocker: MockerFixture) -> None:
+    mocker.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("cuda"))
+    mocker.patch.object(torch.accelerator, "device_count", return_value=2)
+    with pytest.raises(ValueError, match="Local rank 2 has no cuda device: this process sees 2"):
+        process_group.choose_device("nccl", 2)
+
+
+def test_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [process_group.get_local_rank_preinit()]
+    for name, value in (("SLURM_LOCALID", "2"), ("LOCAL_RANK", "5")):
+        monkeypatch.setenv(name, value)
+        found.append(process_group.get_local_rank_preinit())
+    assert found == [0, 2, 5]
+    monkeypatch.setenv("LOCAL_RANK", "first")
+    with pytest.raises(ValueError, match="LOCAL_RANK is 'first'"):
+        process_group.get_local_rank_preinit()
+
+
+# --- A world of one ---------------------------------------------------------------------------------------------------
+
+
+def test_a_world_of_one_needs_nothing() -> None:
+    assert initialize_distributed("gloo", 0.5) == DistInfo("gloo", 0, 1, torch.device("cpu"), True)
+    ones = torch.ones(2)
+    dist.all_reduce(ones)
+    assert (ones.tolist(), dist.get_backend()) == ([1.0, 1.0], "gloo")
+    destroy_global_state()
+    destroy_global_state()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1", **PLACE}],
+    ids=["bare", "torchrun"],
+)
+def test_a_world_of_one_by_its_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    _set(monkeypatch, **environment)
+    assert initialize_distributed("gloo").world_size == 1
+    destroy_global_state()
+
+
+def test_an_existing_group_is_used_and_kept(caplog: pytest.LogCaptureFixture) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert initialize_distributed("gloo") == DistInfo("gloo", 0, 1, torch.device("cpu"), True)
+    assert caplog.records == []
+    destroy_global_state()
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+
+
+def test_another_backend_than_the_existing_groups_is_told(
+    mocker: MockerFixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mocker.patch.object(dist, "is_backend_available", return_value=True)
+    assert initialize_distributed("cpu:fake").backend == "gloo"
+    assert "exists already, with backend gloo: cpu:fake has no effect" in caplog.text
+    dist.destroy_process_group()
+
+
+def test_a_group_that_the_caller_replaced_is_kept() -> None:
+    initialize_distributed("gloo")
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    destroy_global_state()
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+
+
+def test_subgroups_go_before_the_default_group(mocker: MockerFixture) -> None:
+    initialize_distributed("gloo")
+    world, first, second = dist.group.WORLD, dist.new_group([0]), dist.new_group([0])
+    destroyed = mocker.spy(dist, "destroy_process_group")
+    destroy_global_state()
+    assert [call.args[0] for call in destroyed.call_args_list] == [second, first, world]
+
+
+def test_a_subgroup_that_fails_does_not_keep_the_others(
+    mocker: MockerFixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    initialize_distributed("gloo")
+    failing, destroy = dist.new_group([0]), dist.destroy_process_group
+
+    def destroy_or_fail(group: Any) -> None:
+        if group is failing:
+            raise RuntimeError("out of order")
+        destroy(group)
+
+    mocker.patch.object(dist, "destroy_process_group", destroy_or_fail)
+    destroy_global_state()
+    assert not dist.is_initialized()
+    assert "out of order" in caplog.text
+
+
+def _raise_and_destroy() -> None:
+    try:
+        raise KeyError("mine")
+    finally:
+        destroy_global_state()
+
+
+def test_destroying_inside_an_exception_keeps_the_exception() -> None:
+    initialize_distributed("gloo")
+    with pytest.raises(KeyError, match="mine"):
+        _raise_and_destroy()
+    assert not dist.is_initialized()
+
+
+def _handler(signum: int, frame: Any) -> None: ...
+
+
+@pytest.mark.parametrize("handler", [_handler, signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler])
+def test_sigint_is_ignored_meanwhile_and_its_handler_put_back(handler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(process_group, "_leaving_hooks", [lambda: seen.append(signal.getsignal(signal.SIGINT))])
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        initialize_distributed("gloo")
+        destroy_global_state()
+        assert (seen, signal.getsignal(signal.SIGINT)) == ([signal.SIG_IGN], handler)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_handler_is_put_back_when_a_hook_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise KeyError("hook")
+
+    before = signal.getsignal(signal.SIGINT)
+    initialize_distributed("gloo")
+    monkeypatch.setattr(process_group, "_leaving_hooks", [fail])
+    with pytest.raises(KeyError, match="hook"):
+        destroy_global_state()
+    assert signal.getsignal(signal.SIGINT) is before
+    dist.destroy_process_group()
+
+
+def test_destroying_off_the_main_thread() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    initialize_distributed("gloo")
+    errors: list[Any] = []
+    hook, threading.excepthook = threading.excepthook, errors.append
+    thread = threading.Thread(target=destroy_global_state)
+    thread.start()
+    thread.join()
+    threading.excepthook = hook
+    assert (errors, dist.is_initialized(), signal.getsignal(signal.SIGINT)) == ([], False, before)
+
+
+def test_torchs_excepthook_does_not_pile_up() -> None:
+    def depth() -> int:
+        hook, count = sys.excepthook, 0
+        while closure := getattr(hook, "__closure__", None):
+            cells = dict(zip(hook.__code__.co_freevars, closure, strict=True))
+            hook, count = cells["old_hook"].cell_contents, count + 1
+        return count
+
+    before, depths = sys.excepthook, []
+    for _ in range(3):
+        initialize_distributed("gloo")
+        destroy_global_state()
+        depths.append(depth())
+    sys.excepthook = before
+    assert depths[0] == depths[1] == depths[2] > 0
+
+
+def _destroy_in_child() -> None:
+    destroy_global_state()
+    os._exit(0 if dist.is_initialized() else 1)
+
+
+def test_a_forked_child_leaves_its_parents_group_alone() -> None:
+    initialize_distributed("gloo")
+    child = multiprocessing.get_context("fork").Process(target=_destroy_in_child)
+    child.start()
+    child.join(30)
+    assert (child.exitcode, dist.is_initialized()) == (0, True)
+    destroy_global_state()
+
+
+def _leftovers() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads and descriptors in /proc")
+@pytest.mark.parametrize("worlds", [5, pytest.param(20, marks=pytest.mark.sweep)])
+def test_nothing_is_left_after_many_worlds_of_one(worlds: int) -> None:
+    counts = []
+    for _ in range(worlds + 1):
+        initialize_distributed("gloo")
+        dist.new_group([0])
+        busy = _leftovers()
+        destroy_global_state()
+        counts.append(_leftovers())
+    assert set(counts[1:]) == {counts[0]}
+    assert all(more > less for more, less in zip(busy, counts[0], strict=True))

@@ -1,0 +1,62 @@
+"""`torchrun --max-restarts=1`, a rank fails at a random moment: the job ends with the weights of a calm one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_automodel.failure.coordinated_stop import NONE
+from tests.checkpoint.killed import expected_weights
+from tests.failure.elastic_script import NUM_STEPS
+from tests.processes import run_anew
+
+
+def run_job(folder: Path, seed: int, fault: str, how: str) -> str:
+    """What both attempts of both ranks print; the job must end well."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    meet = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    script = ["-m", "tests.failure.elastic_script", str(folder), str(seed), fault, how]
+    status, printed = run_anew([*launch, *meet, *script], folder, timeout_s=280)
+    assert status == 0, printed
+    return printed
+
+
+def check(folder: Path) -> None:
+    """The second attempt went on from the newest checkpoint, and knew nothing else of the first, in the same store."""
+    expected = expected_weights(NUM_STEPS)[-1]
+    for rank in range(2):
+        end = torch.load(folder / f"end{rank}.pt", weights_only=True)
+        assert end["attempt"] == 1, "nobody failed"
+        assert end["from"].endswith("last.ckpt"), "the second attempt began anew"
+        assert (end["world_size"], end["found"], end["threads"]) == (2, [NONE.decode()] * 2, [])
+        worst = max(float((value - expected[f"model.{name}"]).abs().max()) for name, value in end["weights"].items())
+        assert worst <= 1e-10
+
+
+@pytest.mark.timeout(300)
+def test_job_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    """In the background too."""
+    run_job(tmp_path, seed=1, fault="SIGKILL", how="in_background")
+    check(tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", ["at_once", "in_background"])
+@pytest.mark.parametrize("seed", range(2, 7))
+def test_random_moments(tmp_path: Path, seed: int, how: str) -> None:
+    """Other victims, other batches."""
+    run_job(tmp_path, seed, "SIGKILL", how)
+    check(tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(300)
+def test_exception(tmp_path: Path) -> None:
+    """All ranks leave with the cause; so they do in each default run, without torchrun, in test_faults.py."""
+    printed = run_job(tmp_path, seed=1, fault="exception", how="at_once")
+    assert "failed in on_before_backward: ValueError: no labels here" in printed
+    check(tmp_path)

@@ -1,0 +1,204 @@
+"""Faults where no step shows them: at the end of a run, between two runs, and on the way out of a failed one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from lightning_automodel.failure.supervisor import LONGEST_LEAVING_S, SIGTERM_STATUS, RunGuard
+from tests.failure.faults import Model, Ragged, become_rank, killed_at_the_end
+from tests.processes import forked
+from tests.trainer.runs import SILENT
+
+PATIENCE_S = 90.0
+
+
+def _trainer(world_size: int, timeout_s: float = 6.0, **kwargs: Any) -> pl.Trainer:
+    strategy = AutomodelStrategy(timeout=timeout_s / 60)
+    options = {"max_steps": 4, "limit_val_batches": 1, "num_sanity_val_steps": 0, **SILENT, **kwargs}
+    return pl.Trainer(accelerator="cpu", devices=world_size, strategy=strategy, **options)
+
+
+def _data() -> DataLoader:
+    return DataLoader(Ragged(lambda: None), 2)
+
+
+def _fails_in(hook: str, fail: Callable[[Model], None]) -> Model:
+    """A model on which ``fail`` is called first in ``hook``."""
+    original = getattr(Model, hook)
+
+    def broken(self: Model, *args: Any, **kwargs: Any) -> Any:
+        fail(self)
+        return original(self, *args, **kwargs)
+
+    return type("BrokenModel", (Model,), {hook: broken})()
+
+
+def _send(signum: signal.Signals) -> None:
+    os.kill(os.getpid(), signum)
+
+
+# --- What a rank does -------------------------------------------------------------------------------------------------
+
+
+def _between_two_runs(signum: signal.Signals, rank: int, world_size: int) -> None:
+    model, trainer = Model(), _trainer(world_size)
+    trainer.fit(model, _data())
+    if rank == 0:
+        _send(signum)
+    time.sleep(1)
+    trainer.validate(model, _data())
+
+
+def host_stops_between_two_runs(rank: int, world_size: int) -> None:
+    _between_two_runs(signal.SIGSTOP, rank, world_size)
+
+
+def host_dies_between_two_runs(rank: int, world_size: int) -> None:
+    _between_two_runs(signal.SIGKILL, rank, world_size)
+
+
+def host_dies_in_its_last_hook(rank: int, world_size: int) -> None:
+    def die(model: Model) -> None:
+        if rank == 0:
+            time.sleep(1)
+            _send(signal.SIGKILL)
+
+    _trainer(world_size).fit(_fails_in("on_fit_end", die), _data())
+
+
+def sigterm_in_the_last_hook(rank: int, world_size: int) -> None:
+    model, trainer = _fails_in("on_fit_end", lambda model: _send(signal.SIGTERM) if rank == 1 else None), _trainer(2)
+    trainer.fit(model, _data())
+    trainer.validate(model, _data())
+    print("validated")
+
+
+def sigterm_in_a_world_of_one(rank: int, world_size: int) -> None:
+    _trainer(world_size).fit(_fails_in("training_step", lambda model: _send(signal.SIGTERM)), _data())
+
+
+def stops_on_one_rank_alone(rank: int, world_size: int) -> None:
+    def stop(model: Model) -> None:
+        model.trainer.should_stop = model.trainer.should_stop or (rank == 1 and model.trainer.global_step == 2)
+
+    _trainer(world_size, timeout_s=2 * PATIENCE_S, max_steps=6).fit(_fails_in("on_train_batch_end", stop), _data())
+
+
+class RaisesToo(pl.Callback):
+    """Keeps Lightning from tearing down after a failure."""
+
+    def on_exception(self, *_: Any) -> None:
+        raise OSError("cannot tell anybody")
+
+
+def trains_again_after_a_failure_in_a_failure(rank: int, world_size: int) -> None:
+    def fail(model: Model) -> None:
+        if rank == 1:
+            raise ValueError("no labels here")
+
+    with pytest.raises(OSError, match="cannot tell anybody"):
+        _trainer(world_size, callbacks=[RaisesToo()]).fit(_fails_in("training_step", fail), _data())
+    _trainer(world_size).fit(Model(), _data())
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_automodel")]
+    print("trained again", names, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+
+
+# --- What comes of it -------------------------------------------------------------------------------------------------
+
+STORE_IS_GONE = "RankFailedError: rank 0 on {host} gives no sign of life, last seen in "
+LATE = "Rank 1 received SIGTERM: all ranks stop at the end of this run."
+DIVERGED = (
+    "rank 1 on {host} failed in fit: RuntimeError: it ended its run after training step 2, but rank 0 is in step 3"
+)
+EXPECTED: dict[Callable[[int, int], None], tuple[list[int | None], list[str]]] = {
+    host_stops_between_two_runs: ([None, 1], ["", STORE_IS_GONE.format(host="an unknown host")]),
+    host_dies_between_two_runs: ([-9, 1], ["", STORE_IS_GONE.format(host="an unknown host")]),
+    host_dies_in_its_last_hook: ([-9, 1], ["", STORE_IS_GONE]),
+    sigterm_in_the_last_hook: ([SIGTERM_STATUS] * 2, [LATE] * 2),
+    sigterm_in_a_world_of_one: ([SIGTERM_STATUS], [""]),
+    stops_on_one_rank_alone: ([1, 1], [DIVERGED] * 2),
+    trains_again_after_a_failure_in_a_failure: ([0, 0], ["trained again [] True"] * 2),
+}
+
+
+def _be_rank(scenario: Callable[[int, int], None], rank: int, world_size: int, port: int, folder: Path) -> None:
+    become_rank(rank, world_size, port, folder)
+    scenario(rank, world_size)
+
+
+def _run(scenario: Callable[[int, int], None], folder: Path) -> tuple[list[int | None], list[str]]:
+    """Exit status, None for a rank that is stopped, and output of each rank."""
+    world_size = len(EXPECTED[scenario][0])
+    context = forked()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    processes = [
+        context.Process(target=_be_rank, args=(scenario, rank, world_size, port, folder)) for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    with killed_at_the_end(processes):
+        ending = [p.sentinel for p, status in zip(processes, EXPECTED[scenario][0], strict=True) if status is not None]
+        deadline = time.monotonic() + PATIENCE_S
+        while ending and (ready := wait(ending, max(0.0, deadline - time.monotonic()))):
+            ending = [sentinel for sentinel in ending if sentinel not in ready]
+        for process in processes:
+            process.join(0 if process.is_alive() else None)
+        statuses = [process.exitcode for process in processes]
+    return statuses, [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(world_size)]
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, Future]]:
+    """Of each selected scenario, two at a time."""
+    items = [item for item in request.session.items if item.name.startswith("test_all_ranks_end_alike")]
+    selected = [item.callspec.params["scenario"] for item in items]
+    with ThreadPoolExecutor(max_workers=2) as executor:
+        yield {
+            scenario: executor.submit(_run, scenario, tmp_path_factory.mktemp("run"))
+            for scenario in EXPECTED
+            if scenario in selected
+        }
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("scenario", EXPECTED, ids=lambda scenario: scenario.__name__)
+def test_all_ranks_end_alike(scenario: Callable[[int, int], None], outcomes: dict[Any, Future]) -> None:
+    """Long before the timeout of `stops_on_one_rank_alone`, and nobody goes on to the next run."""
+    statuses, messages = EXPECTED[scenario]
+    found, outputs = outcomes[scenario].result()
+    assert found == statuses, outputs
+    for message, output in zip(messages, outputs, strict=True):
+        assert message.format(host=socket.gethostname()) in output
+        assert "\nvalidated" not in output
+
+
+def test_sigterm_is_ignored_on_the_way_out_but_not_for_ever() -> None:
+    """A launcher sends it to the ranks that are left; a process that lives on must still end by it."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: received.append(signum))
+    guard = RunGuard()
+    try:
+        guard._take_sigterm()
+        guard._has_failed, guard._failed_at = True, time.monotonic()
+        _send(signal.SIGTERM)
+        assert received == []
+        guard._failed_at -= LONGEST_LEAVING_S
+        _send(signal.SIGTERM)
+        assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)

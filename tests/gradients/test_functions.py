@@ -1,0 +1,302 @@
+"""The public functions in a plain PyTorch loop, without Lightning: what communicates when, and whole windows."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_automodel import get_sync_ctx, rescale_gradients
+from tests.gradients.ragged import (
+    TOLERANCE,
+    WIDTH,
+    Counts,
+    Holder,
+    Net,
+    error,
+    full,
+    micro_batch,
+    train_on_ranks,
+    train_plainly,
+)
+from tests.rank_pool import RankPool
+
+CLIP = 0.2
+# One window is ragged, in the next a rank has nothing, then nobody has anything, then it is long on one rank only.
+RAGGED: Counts = [
+    [[3, 0, 5], [1, 7, 2]],
+    [[0, 0], [4, 1]],
+    [[0, 0, 0], [0, 0, 0]],
+    [[0], [6]],
+    [[2, 2, 2, 2], [0, 13, 0, 1]],
+]
+RAGGED4: Counts = [[[3, 0], [1, 7], [0, 0], [2, 5]], [[0, 0], [0, 0], [0, 0], [0, 0]], [[4], [0], [1], [9]]]
+FLAGS = ("reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params")
+
+
+def _assert_exact(outcomes: list[Any], counts: Counts) -> None:
+    expected = train_plainly(counts, CLIP)
+    assert min(expected.norms[0], expected.norms[-1]) > CLIP
+    for outcome in outcomes:
+        assert error(outcome.weights, expected.weights) <= TOLERANCE
+        assert outcome.norms == pytest.approx(expected.norms, rel=TOLERANCE, abs=0.0)
+        assert outcome.losses == [pytest.approx(loss, rel=TOLERANCE, abs=0.0) for loss in expected.losses]
+        assert [norm == 0.0 for norm in outcome.norms] == [sum(map(sum, by_rank)) == 0 for by_rank in counts]
+        assert outcome.largest == pytest.approx(expected.largest, rel=TOLERANCE, abs=0.0)
+
+
+@pytest.mark.parametrize("defer", [True, False])
+@pytest.mark.parametrize("layout", ["one_root", "nested", "several_roots", "ddp"])
+def test_windows_equal_one_process(pool2: RankPool, layout: str, defer: bool) -> None:
+    """Deferral, rescaling, clipping and SGD give one process's weights, norms and losses, with gaps anywhere."""
+    _assert_exact(pool2.run(train_on_ranks, layout, RAGGED, CLIP, defer), RAGGED)
+
+
+@pytest.mark.parametrize("defer", [True, False, "all_reduce"])
+def test_windows_of_replicas_equal_one_process(pool4: RankPool, defer: bool | str) -> None:
+    """The same for two sharded replicas, in each mode of deferral."""
+    _assert_exact(pool4.run(train_on_ranks, "hybrid", RAGGED4, CLIP, defer), RAGGED4)
+
+
+@pytest.mark.parametrize("layout", ["nested", "ddp"])
+def test_unweighted_means_fail_the_harness(pool2: RankPool, layout: str) -> None:
+    """Means of micro-batches, as a naive loop has them, are found to be far off."""
+    expected = train_plainly(RAGGED, CLIP)
+    for outcome in pool2.run(train_on_ranks, layout, RAGGED, CLIP, True, weigh=False):
+        assert error(outcome.weights, expected.weights) > 1e-3
+
+
+def _flags(model: nn.Module) -> list[Any]:
+    flags: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            flags.append(module.require_backward_grad_sync)
+        elif isinstance(module, FSDPModule):
+            groups = module._get_fsdp_state()._fsdp_param_groups
+            flags.extend(getattr(group, flag) for group in groups for flag in FLAGS)
+    return flags
+
+
+def _flags_around(
+    layout: str, is_optim_step: bool, defer: bool | str, fail: bool
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Flags before, within and after; before, the user has turned synchronisation off for a single unit."""
+    model = Holder(layout)
+    first = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
+    if first is not None:
+        first.set_requires_gradient_sync(False, recurse=False)
+    before = _flags(model)
+    with contextlib.suppress(KeyError), get_sync_ctx(model, is_optim_step, defer):
+        within = _flags(model)
+        if fail:
+            raise KeyError
+    return before, within, _flags(model)
+
+
+@pytest.mark.parametrize("fail", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "is_optim_step", "defer", "within"),
+    [
+        ("one_root", False, True, [False, False, False]),
+        ("nested", False, False, 3 * [True, True, False]),
+        ("nested", True, True, 3 * [True, True, False]),
+        ("several_roots", False, True, 4 * [False, False, False]),
+        ("several_roots", False, "all_reduce", 4 * [True, False, False]),
+        ("nested", True, "all_reduce", 3 * [True, True, False]),
+        ("ddp", False, True, [False]),
+        ("ddp", False, False, [False]),
+        ("ddp", True, True, [True]),
+    ],
+)
+def test_flags_are_set_everywhere_and_restored(
+    pool2: RankPool, layout: str, is_optim_step: bool, defer: bool | str, fail: bool, within: list[bool]
+) -> None:
+    """All distributed modules below a plain one are governed, and get back what they had, also after an exception."""
+    for before, inside, after in pool2.run(_flags_around, layout, is_optim_step, defer, fail):
+        assert inside == within
+        assert after == before
+        assert layout == "ddp" or before[0] is False
+
+
+@pytest.mark.parametrize(
+    ("is_optim_step", "defer", "within"),
+    [
+        (False, True, 3 * [False, False, False]),
+        (False, "all_reduce", 3 * [True, False, True]),
+        (True, "all_reduce", 3 * [True, True, True]),
+    ],
+)
+def test_flags_of_replicas(pool4: RankPool, is_optim_step: bool, defer: bool | str, within: list[bool]) -> None:
+    """With replicas, "all_reduce" scatters each time, parameters without a gradient included."""
+    for before, inside, after in pool4.run(_flags_around, "hybrid", is_optim_step, defer, True):
+        assert inside == within
+        assert after == before
+
+
+@pytest.mark.parametrize("defer", [None, "allreduce", 1, "true"])
+def test_unknown_deferral_raises_at_the_call(defer: Any) -> None:
+    """A wrong argument raises where it was passed, not later where the context is entered."""
+    with pytest.raises(ValueError, match="must be True, False or 'all_reduce', got " + repr(defer)):
+        get_sync_ctx(nn.Linear(1, 1), True, defer)
+
+
+def test_nothing_distributed() -> None:
+    """On an ordinary module the context does nothing, so a loop needs no second version for one process."""
+    model = nn.Linear(2, 1)
+    with get_sync_ctx(model, False):
+        model(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.ones(1, 2))
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {
+        name.removeprefix("inner.net.").removeprefix("module."): None if p.grad is None else full(p.grad).clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def _gradients_by_micro_batch(layout: str, defer: bool | str, counts: list[list[int]]) -> list[dict[str, Any]]:
+    """Gradients of summed losses after each micro-batch of one window."""
+    model, rank = Holder(layout), dist.get_rank()
+    seen = []
+    for step, count in enumerate(counts[rank]):
+        features, labels = micro_batch(0, rank, step, count)
+        with get_sync_ctx(model, step == len(counts[rank]) - 1, defer):
+            nn.functional.cross_entropy(model(features), labels, reduction="sum").backward()
+        seen.append(_gradients(model))
+    return seen
+
+
+def _plain_gradients(counts: list[list[int]], ranks: list[int], num_steps: int, divisor: int) -> dict[str, Tensor]:
+    """Gradients of the sum over these ranks' first micro-batches, over the divisor."""
+    net = Net()
+    for rank in ranks:
+        for step, count in enumerate(counts[rank][:num_steps]):
+            features, labels = micro_batch(0, rank, step, count)
+            (nn.functional.cross_entropy(net(features), labels, reduction="sum") / divisor).backward()
+    return {name: parameter.grad for name, parameter in net.named_parameters()}
+
+
+WINDOW = [[3, 2], [1, 4], [5, 1], [2, 2]]
+
+
+@pytest.mark.parametrize("layout", ["nested", "several_roots"])
+def test_deferred_fsdp2_reduces_once(pool2: RankPool, layout: str) -> None:
+    """Nothing is reduced in mid-window; at the end every rank holds the average over both micro-batches."""
+    for middle, end in pool2.run(_gradients_by_micro_batch, layout, True, WINDOW):
+        assert set(middle.values()) == {None}
+        assert error(end, _plain_gradients(WINDOW, [0, 1], 2, divisor=2)) <= TOLERANCE
+
+
+def test_undeferred_fsdp2_reduces_each_time(pool2: RankPool) -> None:
+    """Without deferral the average of the first micro-batch is there in mid-window."""
+    for middle, end in pool2.run(_gradients_by_micro_batch, "nested", False, WINDOW):
+        assert error(middle, _plain_gradients(WINDOW, [0, 1], 1, divisor=2)) <= TOLERANCE
+        assert error(end, _plain_gradients(WINDOW, [0, 1], 2, divisor=2)) <= TOLERANCE
+
+
+def test_ddp_is_out_of_sync_until_the_end(pool2: RankPool) -> None:
+    """In mid-window each rank holds its own gradients, then all hold the average."""
+    for rank, (middle, end) in enumerate(pool2.run(_gradients_by_micro_batch, "ddp", False, WINDOW)):
+        assert error(middle, _plain_gradients(WINDOW, [rank], 1, divisor=1)) <= TOLERANCE
+        assert error(end, _plain_gradients(WINDOW, [0, 1], 2, divisor=2)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("defer", [True, "all_reduce"])
+def test_replicas_agree_at_the_end(pool4: RankPool, defer: bool | str) -> None:
+    """Two replicas hold no gradients in mid-window and the average over all four ranks at its end."""
+    for middle, end in pool4.run(_gradients_by_micro_batch, "hybrid", defer, WINDOW):
+        assert set(middle.values()) == {None}
+        assert error(end, _plain_gradients(WINDOW, [0, 1, 2, 3], 2, divisor=4)) <= TOLERANCE
+
+
+def _skip_in_last() -> dict[str, Tensor | None]:
+    """Gradients where the root of the second block takes part in the first of two micro-batches only."""
+    model = Holder("several_roots")
+    first, second = model.inner["net"].blocks
+    features = torch.full((2, WIDTH), 1.0 + dist.get_rank(), dtype=torch.float64)
+    with get_sync_ctx(model, False):
+        (first(features).sum() + second(features).sum()).backward()
+    with get_sync_ctx(model, True):
+        first(features).sum().backward()
+    return _gradients(model)
+
+
+def test_root_without_part_in_the_last_micro_batch(pool2: RankPool) -> None:
+    """What a root accumulated before is reduced with the window although its last micro-batch did not use it."""
+    for gradients in pool2.run(_skip_in_last):
+        expected = torch.full((WIDTH, WIDTH), 2 * (1 + 2) / 2, dtype=torch.float64)
+        assert gradients["blocks.0.weight"].equal(2 * expected)
+        assert gradients["blocks.1.weight"] is not None
+        assert gradients["blocks.1.weight"].equal(expected)
+
+
+class Optional(nn.Module):
+    """Runs its second layer only when asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3, bias=False).double() for _ in range(2))
+
+    def forward(self, features: Tensor, both: bool) -> Tensor:
+        hidden = self.layers[0](features)
+        return hidden + self.layers[1](features) if both else hidden
+
+
+def _optional_unit(defer: bool | str, used_in: int) -> dict[str, Tensor | None]:
+    model = Optional()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh)
+    features = torch.full((1, 3), 1.0 + dist.get_rank(), dtype=torch.float64)
+    for step in range(3):
+        with get_sync_ctx(model, step == 2, defer):
+            model(features, both=step == used_in).sum().backward()
+    return _gradients(model)
+
+
+@pytest.mark.parametrize("used_in", [0, 1])
+@pytest.mark.parametrize("defer", [True, False, "all_reduce"])
+def test_unit_without_part_in_the_last_micro_batch(pool4: RankPool, defer: bool | str, used_in: int) -> None:
+    """A unit below a root is reduced with the window, whichever micro-batch used it."""
+    mean = (1.0 + 2.0 + 3.0 + 4.0) / 4
+    for gradients in pool4.run(_optional_unit, defer, used_in):
+        assert gradients["layers.0.weight"].equal(torch.full((3, 3), 3 * mean, dtype=torch.float64))
+        assert gradients["layers.1.weight"].equal(torch.full((3, 3), mean, dtype=torch.float64))
+
+
+def _rescaled(count: int | Tensor, pairs: bool) -> tuple[Tensor, Tensor | int]:
+    """A gradient of ones, rescaled by local counts `count + rank` over the world or over {0, 2} and {1, 3}."""
+    rank, parameter = dist.get_rank(), nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    parameter.grad = torch.ones(3, dtype=torch.float64)
+    group = {index: dist.new_group([index, index + 2]) for index in (0, 1)}[rank % 2] if pairs else dist.group.WORLD
+    local = count + rank
+    rescale_gradients([parameter], local, group)
+    return parameter.grad, local
+
+
+@pytest.mark.parametrize(
+    ("count", "pairs", "totals"),
+    [
+        (5, False, [26] * 4),
+        (torch.tensor(5), False, [26] * 4),
+        (torch.tensor([5], dtype=torch.int32), False, [26] * 4),
+        (torch.tensor(5.0, dtype=torch.float64), True, [12, 14, 12, 14]),
+        (2**24 + 1, False, [4 * (2**24 + 1) + 6] * 4),
+    ],
+)
+def test_rescaling_sums_counts_over_the_group(
+    pool4: RankPool, count: int | Tensor, pairs: bool, totals: list[int]
+) -> None:
+    """Gradients become D / N of what they were, N summed over the group and D its size; the count stays as it was."""
+    divisor = 2 if pairs else 4
+    for rank, (gradient, local) in enumerate(pool4.run(_rescaled, count, pairs)):
+        assert gradient.equal(torch.full((3,), divisor / totals[rank], dtype=torch.float64))
+        assert torch.equal(torch.as_tensor(local), torch.as_tensor(count + rank))

@@ -1,0 +1,380 @@
+"""16-mixed: one gradient scaler for all ranks, shards, windows and optimizers. The same functions run on CPU and CUDA.
+
+Lightning turns `precision="16-mixed"` into bf16-mixed on a CPU, where torch computes in float16 all the same: there the
+plugin is given. Weights are compared with a loop in float16 that knows no scale, within 16 `eps` of float32: scales are
+powers of two, which round nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from lightning_automodel import AutomodelStrategy
+from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Batch, Outcome, full_weights, weight_error
+from tests.trainer.precisions import ACCUMULATE, INIT_SCALE, WideLossModule, decoder, fit, loop, precision_options
+from tests.trainer.runs import CASE, STRATEGIES, loader, make_trainer
+
+SAME = 16 * torch.finfo(torch.float32).eps
+DDP = {"data_parallel": "ddp"}
+UNUSED = {**DDP, "ddp_kwargs": {"find_unused_parameters": True}}
+SCALER = {"growth_interval": 1, "growth_factor": 2.0, "backoff_factor": 0.5}
+
+
+class Overflow(Callback):
+    """One gradient element on one rank becomes infinite in the second window."""
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        last = trainer.fit_loop.epoch_loop.batch_idx == 2 * ACCUMULATE - 1
+        if last and dist.get_rank() == 1:
+            grad = next(p.grad for p in module.parameters() if p.grad is not None)
+            local = grad._local_tensor if isinstance(grad, DTensor) else grad
+            local.view(-1)[0] = torch.inf
+
+
+def _overflow(options: dict[str, Any], agree: bool) -> tuple[dict[str, Tensor], float]:
+    module = WideLossModule(decoder())
+    trainer = make_trainer(
+        AutomodelStrategy(**options),
+        accumulate_grad_batches=ACCUMULATE,
+        callbacks=[Overflow()],
+        **precision_options("16-mixed", growth_interval=1000),
+    )
+    original = LossScaling._agree
+    if not agree:
+        LossScaling._agree = lambda self, found_inf: found_inf or {torch.device("cpu"): torch.zeros(())}
+    try:
+        trainer.fit(module, loader())
+    finally:
+        LossScaling._agree = original
+    scaler = trainer.precision_plugin.scaler
+    assert not {"unscale_", "_unscale_grads_"} & set(scaler.__dict__)
+    return full_weights(module), scaler.get_scale()
+
+
+@pytest.mark.parametrize("options", [{}, STRATEGIES["undeferred"]], ids=["deferred", "undeferred"])
+def test_overflow_in_one_shard_skips_the_step_everywhere(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Both ranks leave the second window out, lower the scale once, and train on."""
+    expected = loop("16-mixed", "fsdp2", skipped=(1,))
+    for weights, scale in pool2.run(_overflow, options, True):
+        assert scale == INIT_SCALE / 2
+        assert weight_error(Outcome(weights, None), expected) <= SAME
+    assert weight_error(loop("16-mixed", "fsdp2"), expected) > 1000 * SAME
+
+
+def test_overflow_that_ranks_do_not_agree_on(pool2: RankPool) -> None:
+    """The agreement is needed: without it the ranks would part."""
+    (_, first), (_, second) = pool2.run(_overflow, {}, False)
+    assert (first, second) == (INIT_SCALE, INIT_SCALE / 2)
+
+
+class InfiniteLoss(WideLossModule):
+    """The second window's loss is infinite on one rank."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (torch.inf if batch_idx == 2 * ACCUMULATE - 1 and dist.get_rank() == 1 else 1)
+
+
+def _fit_and_scale(
+    make_module: type[WideLossModule], options: dict[str, Any], settings: dict[str, Any], scaler: dict[str, Any]
+) -> tuple[dict[str, Tensor], float, float]:
+    module, strategy = make_module(decoder()), AutomodelStrategy(**options)
+    settings = {"accumulate_grad_batches": ACCUMULATE, **settings, **precision_options("16-mixed", **scaler)}
+    trainer = make_trainer(strategy, **settings)
+    trainer.fit(module, loader())
+    return full_weights(module), trainer.precision_plugin.scaler.get_scale(), float(strategy.last_step.grad_norm)
+
+
+@pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
+def test_overflow_of_a_loss(pool2: RankPool, options: dict[str, Any]) -> None:
+    """The same for a loss that overflows on one rank, under both engines; nothing raises."""
+    expected = loop("16-mixed", options.get("data_parallel", "fsdp2"), skipped=(1,))
+    strategy = {**options, "error_if_nonfinite": True}
+    for weights, scale, _ in pool2.run(_fit_and_scale, InfiniteLoss, strategy, {}, {"growth_interval": 1000}):
+        assert scale == INIT_SCALE / 2
+        assert weight_error(Outcome(weights, None), expected) <= SAME
+
+
+@pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
+def test_a_scale_that_changes_with_each_step(pool2: RankPool, options: dict[str, Any]) -> None:
+    """It doubles three times; clipping and the reported norm see unscaled gradients."""
+    norms: list[float] = []
+    clip = functools.partial(_clip_and_note, norms=norms)
+    expected = loop("16-mixed", options.get("data_parallel", "fsdp2"), clip=clip)
+    settings = {"gradient_clip_val": 0.1}
+    for weights, scale, norm in pool2.run(_fit_and_scale, WideLossModule, options, settings, SCALER):
+        assert scale == INIT_SCALE * 8
+        assert abs(norm - norms[-1]) <= SAME * norms[-1]
+        assert weight_error(Outcome(weights, None), expected) <= SAME
+    assert max(norms) > 0.1
+    assert weight_error(loop("16-mixed", "fsdp2"), expected) > 1000 * SAME
+
+
+def _clip_and_note(parameters: list[nn.Parameter], norms: list[float]) -> None:
+    norms.append(float(nn.utils.clip_grad_norm_(parameters, 0.1)))
+
+
+class Unfused(WideLossModule):
+    """Adam with an epsilon so large that it does not hide the size of a gradient."""
+
+    fused = False
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=LEARNING_RATE, eps=1.0, fused=self.fused)
+
+
+class Fused(Unfused):
+    """The kind of optimizer that would unscale for itself."""
+
+    fused = True
+
+
+@pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
+def test_fused_optimizers_clip_too(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Lightning refuses that, because they unscale inside of their step."""
+    settings = {"gradient_clip_val": 0.1}
+    unfused, _ = pool2.run(_fit_and_scale, Unfused, options, settings, SCALER)
+    unclipped, _ = pool2.run(_fit_and_scale, Unfused, options, {}, SCALER)
+    for weights, scale, norm in pool2.run(_fit_and_scale, Fused, options, settings, SCALER):
+        assert (scale, norm) == (unfused[1], pytest.approx(unfused[2], rel=SAME))
+        assert weight_error(Outcome(weights, None), Outcome(unfused[0], None)) <= SAME
+    assert weight_error(Outcome(unclipped[0], None), Outcome(unfused[0], None)) > 100 * SAME
+
+
+class TwoOptimizers(WideLossModule):
+    """Windows of two optimizers that lie across each other's steps: clipped first, stepped later, in turn."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.automatic_optimization = False
+        self.norms: list[float] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        for optimizer in (first, second):
+            with optimizer.toggle_model():
+                self.manual_backward(self(batch))
+        self.norms += [float(self.trainer.strategy.clip_gradients(o, 1e6)) for o in (first, second)]
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        head = list(self.model.head.parameters())
+        others = [p for name, p in self.model.named_parameters() if not name.startswith("head.")]
+        return [torch.optim.SGD(p, lr=LEARNING_RATE, momentum=MOMENTUM) for p in (others, head)]
+
+
+class UnscalesByHand(TwoOptimizers):
+    """Unscales both before either steps, which changes the scale."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        for optimizer in (first, second):
+            with optimizer.toggle_model():
+                self.manual_backward(self(batch))
+        for optimizer in (first, second):
+            self.trainer.precision_plugin.scaler.unscale_(optimizer.optimizer)
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class TwoAdams(TwoOptimizers):
+    """For which the size of a gradient matters, as for `Unfused`."""
+
+    fused = False
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        groups = [optimizer.param_groups[0]["params"] for optimizer in super().configure_optimizers()]
+        return [torch.optim.Adam(p, lr=LEARNING_RATE, eps=1.0, fused=self.fused) for p in groups]
+
+
+class TwoFusedAdams(TwoAdams):
+    fused = True
+
+
+def _fit_two(
+    options: dict[str, Any], make_module: type[TwoOptimizers] = TwoOptimizers
+) -> tuple[dict[str, Tensor], list[float], float]:
+    module = make_module(decoder())
+    settings = precision_options("16-mixed", **SCALER, init_scale=2.0**8)
+    trainer = make_trainer(AutomodelStrategy(**options), limit_train_batches=3, **settings)
+    trainer.fit(module, loader())
+    return full_weights(module), module.norms, trainer.precision_plugin.scaler.get_scale()
+
+
+@pytest.mark.parametrize("options", [{}, UNUSED], ids=["fsdp2", "ddp"])
+def test_two_optimizers(pool2: RankPool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window keeps its scale though the other optimizer's step has changed it, and is unscaled once."""
+    monkeypatch.setattr("tests.trainer.precisions.ACCUMULATE", 1)
+    norms: list[float] = []
+    engine, later = options.get("data_parallel", "fsdp2"), tuple(range(3, CASE.num_batches))
+    expected = loop("16-mixed", engine, clip=lambda p: norms.extend(_norms(p)), skipped=later)
+    for weights, seen, scale in pool2.run(_fit_two, options):
+        assert scale == 2.0 ** (8 + 2 * 3)
+        assert seen == pytest.approx(norms[: 2 * 3], rel=SAME)
+        assert weight_error(Outcome(weights, None), expected) <= SAME
+
+
+@pytest.mark.parametrize("options", [{}, UNUSED], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize(
+    ("make_module", "same_as"), [(TwoFusedAdams, TwoAdams), (UnscalesByHand, TwoOptimizers)], ids=["fused", "by hand"]
+)
+def test_gradients_are_unscaled_once(
+    pool2: RankPool, options: dict[str, Any], make_module: type[TwoOptimizers], same_as: type[TwoOptimizers]
+) -> None:
+    """Fused optimizers would do it again where another one's step made the scaler forget; users may do it first."""
+    expected = Outcome(pool2.run(_fit_two, options, same_as)[0][0], None)
+    for weights, _, scale in pool2.run(_fit_two, options, make_module):
+        assert scale == 2.0 ** (8 + 2 * 3)
+        assert weight_error(Outcome(weights, None), expected) <= SAME
+
+
+def _norms(parameters: list[nn.Parameter]) -> list[float]:
+    """Of all but the head's weight and bias, which come last, and of those."""
+    halves = (parameters[:-2], parameters[-2:])
+    return [float(torch.cat([p.grad.flatten() for p in half]).norm()) for half in halves]
+
+
+def _resume(options: dict[str, Any], folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+    """Train for two epochs of three steps at once, and for one and then another from its checkpoint."""
+    path, outcomes, scales = f"{folder}/one.ckpt", [], []
+    for max_epochs, resumes in ((2, False), (1, False), (2, True)):
+        module = WideLossModule(decoder())
+        settings = {"accumulate_grad_batches": ACCUMULATE, **precision_options("16-mixed", growth_interval=2)}
+        trainer = make_trainer(AutomodelStrategy(**options), **{**settings, "max_epochs": max_epochs})
+        trainer.fit(module, loader(), ckpt_path=path if resumes else None)
+        outcomes.append(full_weights(module))
+        scales.append(trainer.precision_plugin.scaler.get_scale())
+        if max_epochs == 1:
+            trainer.save_checkpoint(path)
+    return outcomes[0], outcomes[2], scales
+
+
+@pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
+def test_the_scale_is_in_checkpoints(pool2: RankPool, options: dict[str, Any], tmp_path: Path) -> None:
+    """What a run has learned about its scale is not lost."""
+    for at_once, resumed, scales in pool2.run(_resume, options, str(tmp_path)):
+        assert scales == [INIT_SCALE * 8, INIT_SCALE * 2, INIT_SCALE * 8]
+        assert weight_error(Outcome(resumed, None), Outcome(at_once, None)) <= SAME
+
+
+class ManyTokens(WideLossModule):
+    """Losses so large that a sum over tokens leaves float16: the gradient of each logit is up to 20000."""
+
+    factor = 20000
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        tokens = (batch["labels"] != -100).sum()
+        return {"loss": self.factor * self(batch), "num_label_tokens": tokens}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.SGD(trainable, lr=LEARNING_RATE / self.factor, momentum=MOMENTUM)
+
+
+class ManyTokensBehind(ManyTokens):
+    """So large that the gradient of a single logit leaves float16, unless it is that of a mean."""
+
+    factor = 100000
+
+
+class FrozenTail(nn.Module):
+    """A decoder in front of a frozen layer in float16."""
+
+    def __init__(self, dtype: torch.dtype = torch.float16) -> None:
+        super().__init__()
+        self.decoder = decoder()
+        self.tail = nn.ModuleList([nn.Linear(11, 11)]).requires_grad_(False)
+        with torch.no_grad():
+            self.tail[0].weight.copy_(torch.linspace(-1, 1, 121).view(11, 11))
+        self.tail.to(dtype)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.tail[0](self.decoder(input_ids).to(self.tail[0].weight.dtype)).float()
+
+
+def _fit_many_tokens(
+    options: dict[str, Any],
+    in_range: bool,
+    precision: str = "16-true",
+    make_module: type[ManyTokens] = ManyTokens,
+    make_model: Callable[[], nn.Module] = decoder,
+) -> dict[str, Tensor]:
+    original = RangeScale.__init__
+    if not in_range:
+        RangeScale.__init__ = lambda self, is_needed, per_token, device: original(self, False, per_token, device)
+    try:
+        return fit(precision, options, make_module, make_model)[0]
+    finally:
+        RangeScale.__init__ = original
+
+
+@pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
+def test_sums_of_tokens_stay_in_range(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Without a scaler, a power of two keeps the gradients of sums as small as those of means."""
+    exact = loop("64-true", "fsdp2")
+    for weights in pool2.run(_fit_many_tokens, options, True):
+        assert weight_error(Outcome(weights, None), exact) <= 2 * torch.finfo(torch.float16).eps
+    for weights in pool2.run(_fit_many_tokens, options, False):
+        assert not all(weight.isfinite().all() for weight in weights.values())
+
+
+FLOAT16_REDUCTION = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("options", "make_module", "make_model"),
+    [
+        ({"mp_policy": FLOAT16_REDUCTION}, ManyTokens, decoder),
+        ({}, ManyTokensBehind, FrozenTail),
+        (DDP, ManyTokensBehind, FrozenTail),
+    ],
+    ids=["reduced", "frozen, fsdp2", "frozen, ddp"],
+)
+def test_what_merely_passes_float16_stays_in_range(
+    pool2: RankPool, options: dict[str, Any], make_module: type[ManyTokens], make_model: Callable[[], nn.Module]
+) -> None:
+    """Under 32-true, where nothing that trains is in float16."""
+    exact = loop("64-true", "fsdp2", decoder() if make_model is decoder else FrozenTail(torch.float64))
+    arguments = ("32-true", make_module, make_model)
+    for weights in pool2.run(_fit_many_tokens, options, True, *arguments):
+        assert weight_error(Outcome(weights, None), exact) <= 8 * torch.finfo(torch.float16).eps
+    for weights in pool2.run(_fit_many_tokens, options, False, *arguments):
+        assert not all(weight.isfinite().all() for weight in weights.values())
+
+
+def _fit_on_cuda() -> tuple[dict[str, Tensor], float]:
+    module = WideLossModule(decoder())
+    settings = {"accelerator": "cuda", "devices": 1, "precision": "16-mixed", "accumulate_grad_batches": ACCUMULATE}
+    trainer = make_trainer(AutomodelStrategy(), **settings)
+    trainer.fit(module, loader())
+    return full_weights(module), trainer.precision_plugin.scaler.get_scale()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA: torch.cuda.is_available() is False")
+def test_by_name_on_cuda() -> None:
+    """The Trainer's own name for it, with Lightning's default scale: no step of the three is skipped."""
+    pool = RankPool(1)
+    try:
+        ((weights, scale),) = pool.run(_fit_on_cuda)
+    finally:
+        pool.stop()
+    exact = loop("64-true", "fsdp2", case=replace(CASE, num_ranks=1))
+    assert scale == 2.0**16
+    assert weight_error(Outcome(weights, None), exact) <= 2 * torch.finfo(torch.float16).eps

@@ -1,0 +1,157 @@
+"""Sums over ranks: losses with their denominators, replicated gradients, and waiting for everybody before logging."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_automodel import barrier_and_log, reduce_loss
+from lightning_automodel.gradients.rescale_clip import average_gradients_
+from tests.rank_pool import RankPool
+
+
+class AllReduces(TorchDispatchMode):
+    """Counts the all-reduces that run inside, and other collectives of the process group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.others = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            is_all_reduce = func.overloadpacket.__name__ == "allreduce_"
+            self.count += is_all_reduce
+            self.others += not is_all_reduce
+        return func(*args, **(kwargs or {}))
+
+
+def _reduce(losses: list[list[float]], counts: list[Any], dtype: torch.dtype, **kwargs: Any) -> tuple[Tensor, ...]:
+    """Runs on every rank: its own losses and count, over the world."""
+    rank = dist.get_rank()
+    store = [torch.tensor(loss, dtype=dtype) for loss in losses[rank]]
+    with AllReduces() as seen:
+        loss, denominator = reduce_loss(store, counts[rank], dp_group=dist.group.WORLD, **kwargs)
+    assert (seen.count, seen.others) == (1, 0)
+    assert [loss.item() for loss in store] == torch.tensor(losses[rank], dtype=dtype).tolist()
+    return loss, denominator
+
+
+LOSSES = [[1 / 3, 2.0, 5.5], [1 / 7]]
+
+
+@pytest.mark.parametrize("counts", [[5, 2], [torch.tensor(5), torch.tensor([2], dtype=torch.int32)], [5.0, 2]])
+@pytest.mark.parametrize(("per_token_loss", "denominator"), [(True, 7), (False, 4)])
+def test_losses_and_denominators_are_summed(
+    pool2: RankPool, counts: list[Any], per_token_loss: bool, denominator: int
+) -> None:
+    """Neither is divided: the sum of unequally many losses, and of tokens or of micro-batches, on every rank."""
+    for loss, total in pool2.run(_reduce, LOSSES, counts, torch.float64, per_token_loss=per_token_loss):
+        assert (loss.shape, loss.dtype, total.shape, total.dtype) == ((), torch.float64, (), torch.int64)
+        assert loss.item() == pytest.approx(sum(map(sum, LOSSES)), rel=1e-15)
+        assert total.item() == denominator
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_rank_without_losses_learns_the_same(pool2: RankPool, dtype: torch.dtype) -> None:
+    """A rank that contributes nothing returns what the others return, to the last bit."""
+    (loss0, total0), (loss1, total1) = pool2.run(_reduce, [[1 / 3], []], [4, 0], dtype)
+    assert loss0.item() == torch.tensor(1 / 3, dtype=dtype).item()
+    assert loss1.item() == loss0.item()
+    assert total0.item() == total1.item() == 4
+
+
+def test_nobody_has_losses(pool2: RankPool) -> None:
+    """An empty window is zero over zero, for the caller to judge."""
+    for loss, total in pool2.run(_reduce, [[], []], [0, 0], torch.float64):
+        assert (loss.item(), total.item()) == (0.0, 0)
+
+
+def test_large_counts_are_exact(pool2: RankPool) -> None:
+    """Counts beyond float32's integers are summed exactly."""
+    for _, total in pool2.run(_reduce, LOSSES, [2**24 + 1, torch.tensor(2**40 + 1)], torch.float32):
+        assert total.item() == 2**24 + 2**40 + 2
+
+
+def test_half_precision_losses_are_summed_wide(pool2: RankPool) -> None:
+    """The sum of many bfloat16 losses is not itself rounded to bfloat16."""
+    for loss, _ in pool2.run(_reduce, [[1.0] * 257, [1.0] * 300], [257, 300], torch.bfloat16):
+        assert (loss.item(), loss.dtype) == (557.0, torch.float32)
+
+
+def _reduce_in_pairs() -> tuple[float, int]:
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    loss, total = reduce_loss([torch.tensor(float(rank))], 10 * rank, dp_group=groups[rank % 2])
+    return loss.item(), int(total)
+
+
+def test_only_the_group_is_summed(pool4: RankPool) -> None:
+    """Ranks outside of the group (tensor-parallel peers) do not count."""
+    assert pool4.run(_reduce_in_pairs) == [(2.0, 20), (4.0, 40), (2.0, 20), (4.0, 40)]
+
+
+def _average(dtype: torch.dtype) -> list[Tensor | None]:
+    """Gradients of four parameters: used everywhere, on rank 1 only, on rank 0 only, and nowhere."""
+    rank = dist.get_rank()
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((2, 2), (3,), (), (1,))]
+    for parameter, used in zip(parameters, (True, rank == 1, rank == 0, False), strict=True):
+        if used:
+            parameter.grad = torch.full_like(parameter, 1.0 + rank)
+    with AllReduces() as seen:
+        average_gradients_(parameters, dist.group.WORLD)
+    assert (seen.count, seen.others) == (1, 0)
+    return [parameter.grad for parameter in parameters]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_replicated_gradients_are_averaged(pool2: RankPool, dtype: torch.dtype) -> None:
+    """A parameter that some ranks did not use counts as zero there; one that nobody used keeps no gradient."""
+    for gradients in pool2.run(_average, dtype):
+        expected = [torch.full((2, 2), 1.5), torch.full((3,), 1.0), torch.tensor(0.5), None]
+        for gradient, value in zip(gradients, expected, strict=True):
+            assert (gradient is None) == (value is None)
+            assert value is None or gradient.equal(value.to(dtype))
+
+
+def _log_after_a_late_rank() -> tuple[list[str], float, float]:
+    """Messages, when the first was logged, and when this rank arrived."""
+    logged: list[tuple[str, float]] = []
+
+    class Recorder(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logged.append((record.getMessage(), time.monotonic()))
+
+    logger, recorder = logging.getLogger("lightning_automodel"), Recorder()
+    level = logger.level
+    logger.addHandler(recorder)
+    logger.setLevel(logging.INFO)
+    try:
+        if dist.get_rank() == 1:
+            time.sleep(0.3)
+        arrived = time.monotonic()
+        barrier_and_log("100 % of {ranks} are here")
+    finally:
+        logger.removeHandler(recorder)
+        logger.setLevel(level)
+    return [message for message, _ in logged], logged[0][1] if logged else 0.0, arrived
+
+
+def test_barrier_and_log(pool2: RankPool) -> None:
+    """Rank 0 alone logs the message as it stands, and not before the last rank has come."""
+    (messages0, logged_at, arrived0), (messages1, _, arrived1) = pool2.run(_log_after_a_late_rank)
+    assert (messages0, messages1) == (["100 % of {ranks} are here"], [])
+    assert arrived0 < arrived1 <= logged_at
+
+
+def test_log_without_a_group(caplog: pytest.LogCaptureFixture) -> None:
+    """Alone, there is nobody to wait for."""
+    with caplog.at_level(logging.INFO, logger="lightning_automodel"):
+        barrier_and_log("ready")
+    assert caplog.messages == ["ready"]

@@ -1,0 +1,244 @@
+"""Counting label tokens, weighing losses by them, and what a window adds up; no process group."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_automodel import reduce_loss
+from lightning_automodel.gradients.token_loss import LossWindow, TokenWeighting
+
+CPU = torch.device("cpu")
+LABELS = torch.tensor([[3, -100, 5, 1], [-100, -100, -100, 2]])
+BATCH = {"labels": LABELS, "targets": torch.tensor([7, 0, 0])}
+
+
+def _number(count: Any) -> float:
+    return count.item() if isinstance(count, Tensor) else count
+
+
+@pytest.mark.parametrize(
+    ("options", "output", "count"),
+    [
+        ({}, None, 4),
+        ({}, {"loss": 0.0}, 4),
+        ({}, torch.tensor(0.5), 4),
+        ({"label_shift": 1}, None, 3),
+        ({"label_shift": 4}, None, 0),
+        ({"label_shift": 9}, None, 0),
+        ({"ignore_index": 5}, None, 7),
+        ({"label_key": "targets", "ignore_index": 0}, None, 1),
+        ({"label_key": "targets", "ignore_index": 0, "label_shift": 1}, None, 0),
+        ({"count_label_tokens": lambda batch: batch["labels"].numel()}, None, 8),
+        ({"count_label_tokens": lambda batch: torch.tensor([[6]]), "label_key": "none"}, None, 6),
+        ({}, {"num_label_tokens": 2}, 2),
+        ({"count_label_tokens": lambda batch: 8}, {"num_label_tokens": torch.tensor(9)}, 9),
+        ({}, {"num_label_tokens": 0}, 0),
+        ({"per_token_loss": False}, {"num_label_tokens": 2}, 1),
+        ({"per_token_loss": False, "count_label_tokens": lambda batch: 8}, None, 1),
+    ],
+)
+def test_ways_of_counting(options: dict[str, Any], output: Any, count: int) -> None:
+    """What is returned comes before the function of the batch, and that before the labels."""
+    assert _number(TokenWeighting(**options).count(BATCH, output)) == count
+
+
+def test_counts_stay_on_the_device() -> None:
+    """A tensor is neither read on the host nor followed by autograd; labels are counted into a tensor."""
+    told = torch.ones(1, requires_grad=True) * 3
+    count = TokenWeighting().count(BATCH, {"num_label_tokens": told})
+    assert isinstance(count, Tensor)
+    assert (count.shape, count.requires_grad) == ((), False)
+    assert isinstance(TokenWeighting().count(BATCH), Tensor)
+
+
+@pytest.mark.parametrize("batch", [{"input_ids": LABELS}, LABELS, (LABELS, LABELS), None, {}])
+@pytest.mark.parametrize("output", [None, torch.tensor(1.0), {"loss": torch.tensor(1.0)}])
+def test_no_way_of_counting(batch: Any, output: Any) -> None:
+    """Nothing is guessed: the error says what the batch is and all the ways to tell."""
+    with pytest.raises(ValueError, match="found no count") as raised:
+        TokenWeighting(label_key="y", ignore_index=-7).count(batch, output)
+    message = str(raised.value)
+    shown = f"keys {sorted(batch)}" if isinstance(batch, dict) else f"a {type(batch).__name__}"
+    assert f"(the batch is {shown})" in message
+    for way in (
+        "return {'loss': loss, 'num_label_tokens': n} from training_step",
+        "self.manual_backward(loss, num_label_tokens=n)",
+        "pass count_label_tokens=<function of the batch>",
+        "put labels under batch['y'] with -7 where the loss ignores them (label_key=, ignore_index=)",
+        "pass per_token_loss=False",
+    ):
+        assert way in message
+
+
+@pytest.mark.parametrize("labels", [[1, 2, -100], "text", None, 3])
+def test_labels_that_are_no_tensor(labels: Any) -> None:
+    """They are refused with their type and what to do."""
+    with pytest.raises(TypeError, match="must be a tensor") as raised:
+        TokenWeighting().count({"labels": labels})
+    assert str(raised.value) == (
+        f"batch['labels'] must be a tensor to count label tokens, got {type(labels).__name__};"
+        " return num_label_tokens from training_step or pass count_label_tokens instead."
+    )
+
+
+SOURCES = ["the num_label_tokens that training_step returned", "what count_label_tokens(batch) returned"]
+
+
+def _count_told(source: str, count: Any) -> Any:
+    if source == SOURCES[0]:
+        return TokenWeighting().count(BATCH, {"num_label_tokens": count})
+    return TokenWeighting(count_label_tokens=lambda batch: count).count(BATCH)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (True, "True"),
+        ("3", "'3'"),
+        (None, "None"),
+        ([3], "[3]"),
+        (torch.tensor([1, 2]), "a tensor of shape (2,), torch.int64"),
+        (torch.tensor([]), "a tensor of shape (0,), torch.float32"),
+        (torch.tensor(True), "a tensor of shape (), torch.bool"),
+    ],
+)
+def test_counts_of_a_wrong_type(source: str, count: Any, shown: str) -> None:
+    """A mask in the place of its sum is refused; the message says who told it."""
+    with pytest.raises(TypeError, match="must be") as raised:
+        _count_told(source, count)
+    assert str(raised.value).startswith(f"{source} must be a")
+    assert str(raised.value).endswith(f" tensor of one element, got {shown}.")
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("count", [-1, -2.5, math.inf, math.nan])
+def test_counts_out_of_range(source: str, count: float) -> None:
+    """The message says the value and who told it."""
+    with pytest.raises(ValueError, match="negative") as raised:
+        _count_told(source, count)
+    assert str(raised.value) == f"{source} must be finite and not negative, got {count}."
+
+
+@pytest.mark.parametrize("count", [1001, torch.tensor(1001)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_half_precision_does_not_round_the_count(dtype: torch.dtype, count: int | Tensor) -> None:
+    """1001 tokens weigh 1001, where a bfloat16 product would make them 1000."""
+    loss = torch.ones((), dtype=dtype, requires_grad=True)
+    objective = TokenWeighting().objective(loss, count)
+    assert objective.dtype == torch.promote_types(dtype, torch.float32)
+    assert objective.item() == 1001
+    objective.backward()
+    assert loss.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "objective"),
+    [({}, 6.0), ({"loss_reduction": "sum"}, 2.0), ({"per_token_loss": False}, 2.0)],
+)
+def test_objective_is_a_sum_of_token_losses(options: dict[str, Any], objective: float) -> None:
+    """A mean is multiplied by its count; a sum, or a loss that weighs one, is not."""
+    assert TokenWeighting(**options).objective(torch.tensor(2.0), 3).item() == objective
+
+
+def _window(additions: list[tuple[float, Any]]) -> LossWindow:
+    window = LossWindow()
+    for objective, count in additions:
+        window.add(torch.tensor(objective), count)
+    return window
+
+
+@pytest.mark.parametrize(
+    ("additions", "totals"),
+    [
+        ([], [0, 0, 0]),
+        ([(2.0, 4), (3.0, 1)], [5, 5, 2]),
+        ([(2.0, torch.tensor(4)), (3.0, torch.tensor(1, dtype=torch.int32))], [5, 5, 2]),
+        ([(2.0, 4), (3.0, torch.tensor(1)), (1.0, 2), (5.0, torch.tensor(7.0))], [14, 11, 4]),
+        ([(math.nan, 0), (3.0, 1)], [1, 3, 2]),
+        ([(math.nan, torch.tensor(0)), (3.0, 1)], [1, 3, 2]),
+        ([(math.nan, 0), (math.nan, torch.tensor(0))], [0, 0, 2]),
+    ],
+)
+def test_window_adds_up(additions: list[tuple[float, Any]], totals: list[float]) -> None:
+    """Counts told as numbers and as tensors mix; a mean over nothing, NaN, adds nothing but its micro-batch."""
+    assert _window(additions).totals(CPU).tolist() == totals
+
+
+def test_window_keeps_a_nan_that_has_tokens() -> None:
+    """A loss that really is NaN is not hidden."""
+    assert _window([(math.nan, 3), (1.0, torch.tensor(1))]).totals(CPU)[1].isnan()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "counts"),
+    [
+        (torch.uint8, [200, 100]),
+        (torch.int8, [100, 100]),
+        (torch.int32, [2**31 - 1, 2]),
+        (torch.bfloat16, [255, 254]),
+        (torch.float16, [2047, 2046]),
+        (torch.float32, [2**24, 1]),
+    ],
+)
+def test_narrow_counts_add_up_exactly(dtype: torch.dtype, counts: list[int]) -> None:
+    """Counts that their own dtype holds exactly neither overflow nor round when a window sums them."""
+    window = _window([(1.0, torch.tensor(count, dtype=dtype)) for count in counts])
+    assert window.totals(CPU)[0].item() == sum(counts)
+
+
+def test_large_windows_are_exact() -> None:
+    """Counts beyond float32's integers, told both ways."""
+    assert _window([(1.0, 2**40 + 1), (1.0, torch.tensor(2**40 + 2))]).totals(CPU)[0].item() == 2**41 + 3
+
+
+def test_window_resets() -> None:
+    """Counts vanish with the gradients, and so does the mark that these were rescaled."""
+    window = _window([(2.0, 4), (3.0, torch.tensor(1))])
+    window.is_rescaled = True
+    window.reset()
+    assert window.totals(CPU).tolist() == [0, 0, 0]
+    assert not window.is_rescaled
+    assert window.num_micro_batches == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "loss", "num_label_tokens"),
+    [({}, 11 / 14, 14), ({"loss_reduction": "sum"}, 11 / 14, 14), ({"per_token_loss": False}, 11 / 4, 0)],
+)
+def test_report(options: dict[str, Any], loss: float, num_label_tokens: int) -> None:
+    """The mean over tokens or over micro-batches; uncounted tokens are zero, an unmeasured norm NaN."""
+    report = TokenWeighting(**options).report(torch.tensor([14.0, 11.0, 4.0], dtype=torch.float64))
+    assert report.loss.item() == pytest.approx(loss, rel=1e-15)
+    assert (report.num_label_tokens.item(), report.num_micro_batches.item()) == (num_label_tokens, 4)
+    assert report.grad_norm.isnan()
+
+
+def test_report_of_a_window_without_tokens() -> None:
+    """There is no mean over nothing."""
+    report = TokenWeighting().report(torch.tensor([0.0, 0.0, 2.0], dtype=torch.float64))
+    assert report.loss.isnan()
+    assert report.num_label_tokens.item() == 0
+
+
+@pytest.mark.parametrize("count", [3, torch.tensor(3), torch.tensor([3], dtype=torch.int32), torch.tensor(3.0)])
+@pytest.mark.parametrize(("per_token_loss", "denominator"), [(True, 3), (False, 2)])
+def test_reduce_loss_alone(count: int | Tensor, per_token_loss: bool, denominator: int) -> None:
+    """Without a group nothing is communicated, and the inputs stay as they are."""
+    store = [torch.tensor([1.5], requires_grad=True), torch.tensor(2.0)]
+    loss, total = reduce_loss(store, count, per_token_loss)
+    assert (loss.item(), loss.shape, loss.dtype, loss.requires_grad) == (3.5, (), torch.float32, False)
+    assert (total.item(), total.shape, total.dtype) == (denominator, (), torch.int64)
+    assert [entry.item() for entry in store] == [1.5, 2.0]
+    assert torch.equal(torch.as_tensor(count).reshape(()).long(), torch.tensor(3))
+
+
+def test_reduce_loss_alone_and_empty() -> None:
+    """No loss at all is zero over zero micro-batches."""
+    assert [value.item() for value in reduce_loss([], 0)] == [0.0, 0]
+    assert [value.item() for value in reduce_loss([], 5, per_token_loss=False)] == [0.0, 0]

@@ -1,0 +1,204 @@
+"""Processes that something else has started: SLURM, torchrun, or a cluster that sets a few variables."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.environments import KubeflowEnvironment
+
+from lightning_automodel import AutomodelStrategy
+from tests.launch.launched import ACCUMULATE, PATIENCE_S, Launched, program, wait_until
+from tests.launch.test_start_methods import reference
+from tests.processes import run_anew
+from tests.trainer.exactness import relative_error
+from tests.trainer.runs import CASE, SILENT, TOLERANCE, train_plainly
+
+REPEAT = 2
+REPEATED = REPEAT * CASE.num_batches
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.launch.test_environments import fit
+fit(Path(sys.argv[1]), {"devices": 2}, "TorchElasticEnvironment")
+"""
+
+
+def fit(folder: Path, settings: dict[str, Any], environment: str, kubeflow: bool = False, **options: Any) -> None:
+    """What one rank does; the first writes the whole weights. Further options are the module's."""
+    trainer = pl.Trainer(
+        strategy=AutomodelStrategy(timeout=1),
+        accelerator="cpu",
+        max_epochs=1,
+        accumulate_grad_batches=ACCUMULATE,
+        use_distributed_sampler=False,
+        plugins=[KubeflowEnvironment()] if kubeflow else None,
+        default_root_dir=folder,
+        **settings,
+        **SILENT,
+    )
+    assert type(trainer.strategy.cluster_environment).__name__ == environment
+    module = Launched(folder, **options)
+    trainer.fit(module)
+    weights = {name: tensor.full_tensor() for name, tensor in module.model.named_parameters()}
+    if trainer.is_global_zero:
+        torch.save(weights, folder / "weights.pt")
+
+
+def fit_in(folder: Path, variables: dict[str, str], **options: Any) -> None:
+    """As `fit`, with these variables in the environment."""
+    os.environ.update(variables)
+    fit(folder.parent, **options)
+
+
+def slurm(rank: int, port: int) -> dict[str, str]:
+    """What `srun --ntasks-per-node=2 python train.py` lets a task find."""
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "SLURM_NODELIST": "localhost",
+        "MASTER_PORT": str(port),
+    }
+
+
+def kubernetes(rank: int, port: int) -> dict[str, str]:
+    """Two pods with a process each, told apart by NODE_RANK."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {**address, "LOCAL_RANK": "0", "NODE_RANK": str(rank), "WORLD_SIZE": "2"}
+
+
+def kubeflow(rank: int, port: int) -> dict[str, str]:
+    """Two pods of a PyTorchJob."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "slurm": (slurm, {"settings": {"devices": 2}, "environment": "SLURMEnvironment"}),
+    "kubernetes": (
+        kubernetes,
+        {"settings": {"devices": 1, "num_nodes": 2}, "environment": "LightningEnvironment"},
+    ),
+    "kubeflow": (
+        kubeflow,
+        {"settings": {"devices": 1, "num_nodes": 2}, "environment": "KubeflowEnvironment", "kubeflow": True},
+    ),
+}
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def start_both(
+    stack: ExitStack, folder: Path, name: str, extra: dict[str, str] | None = None, **options: Any
+) -> list[Any]:
+    """Start two ranks that find themselves in the environment of this name."""
+    variables, fixed = CASES[name]
+    port = free_port()
+    started = []
+    for rank in range(2):
+        (folder / str(rank)).mkdir(exist_ok=True)
+        told = {"variables": {**variables(rank, port), **(extra or {})}, **fixed, **options}
+        started.append(stack.enter_context(program(fit_in, folder / str(rank), **told)))
+    return started
+
+
+def logs(folder: Path) -> str:
+    """What both ranks printed."""
+    return "\n".join((folder / str(rank) / "log").read_text() for rank in range(2))
+
+
+def run_both(folder: Path, name: str, extra: dict[str, str] | None = None, **options: Any) -> list[int | None]:
+    """Exit statuses of two ranks that train in the environment of this name."""
+    with ExitStack() as stack:
+        ranks = start_both(stack, folder, name, extra, **options)
+        for process in ranks:
+            process.join(PATIENCE_S)
+        return [process.exitcode for process in ranks]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, Future]]]:
+    """Both ranks of every environment; one environment after the other."""
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        folders = {name: tmp_path_factory.mktemp(name) for name in CASES}
+        yield {name: (folder, executor.submit(run_both, folder, name)) for name, folder in folders.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_of_an_environment(runs: dict[str, tuple[Path, Future]], name: str) -> None:
+    """They find each other, and train to the weights of one process."""
+    folder, future = runs[name]
+    assert future.result() == [0, 0], logs(folder)
+    assert_exact(folder)
+
+
+def assert_exact(folder: Path) -> None:
+    """The weights in the folder are those of one process."""
+    found, (weights, _) = torch.load(folder / "weights.pt"), reference()
+    assert max(relative_error(found[name], weight) for name, weight in weights.items()) < TOLERANCE
+
+
+@pytest.mark.sweep
+def test_torchrun_on_one_node(tmp_path: Path) -> None:
+    """It keeps the store and starts two ranks; `test_elastic.py` and `test_two_nodes.py` do so in every run."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    status, printed = run_anew([*torchrun, str(script), str(tmp_path)], tmp_path, PATIENCE_S)
+    assert status == 0, printed
+    assert_exact(tmp_path)
+
+
+def test_sigterm_under_slurm(tmp_path: Path) -> None:
+    """Lightning's handlers for requeueing run before the guard's: all ranks stop after the same step, whoever asked."""
+    with ExitStack() as stack:
+        ranks = start_both(stack, tmp_path, "slurm", repeat=100000)
+        wait_until(lambda: all((tmp_path / f"rank{rank}.on").exists() for rank in range(2)))
+        os.kill(ranks[1].pid, signal.SIGTERM)
+        for process in ranks:
+            process.join(PATIENCE_S)
+        statuses = [process.exitcode for process in ranks]
+    assert statuses == [128 + signal.SIGTERM] * 2, logs(tmp_path)
+    assert "Rank 1 received SIGTERM: all ranks stop after this step." in (tmp_path / "0" / "log").read_text()
+
+
+def test_requeueing_under_slurm(tmp_path: Path) -> None:
+    """Whichever rank receives the signal, all save after the same step, rank 0 requeues the job, and that goes on."""
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f"#!/bin/sh\necho $@ > {tmp_path / 'requeued'}\n")
+    scontrol.chmod(0o755)
+    variables = {"PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
+    # Slow steps: the ranks agree on one within a second or two.
+    stopped = run_both(tmp_path, "slurm", variables, fault="SIGUSR1", repeat=REPEAT, pause_s=0.5)
+    assert stopped == [128 + signal.SIGTERM] * 2, logs(tmp_path)
+    told = "Rank 1 was told to save and requeue: all ranks stop after this step."
+    assert all(told in (tmp_path / str(rank) / "log").read_text() for rank in range(2)), logs(tmp_path)
+    assert (tmp_path / "requeued").read_text().strip() == "requeue 4711"
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt" / "meta.pt", weights_only=False)
+    assert 0 < saved["global_step"] < REPEATED // ACCUMULATE
+    assert run_both(tmp_path, "slurm", repeat=REPEAT) == [0, 0], logs(tmp_path)
+    assert "hpc_ckpt_1.ckpt" in logs(tmp_path), "the second job began anew"
+    found = torch.load(tmp_path / "weights.pt")
+    windows = [list(range(REPEATED))[start : start + ACCUMULATE] for start in range(0, REPEATED, ACCUMULATE)]
+    expected = train_plainly([[index % CASE.num_batches for index in window] for window in windows])
+    assert max(relative_error(found[name], weight) for name, weight in expected.items()) < TOLERANCE

@@ -1,0 +1,92 @@
+"""Ray Train starts the ranks and joins them; the strategy trains on them. Needs the extra `ray`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.exactness import relative_error
+from tests.trainer.runs import TOLERANCE
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -c constraints.txt -e '.[tests,ray]'")
+ROOT = Path(__file__).parents[2]
+
+
+def train(settings: dict[str, Any]) -> None:
+    """What Ray runs in each worker; `ray.train.lightning.prepare_trainer` is not called, see the next test."""
+    import lightning.pytorch as pl
+    from ray.train.lightning import RayLightningEnvironment
+
+    from lightning_automodel import AutomodelStrategy
+    from tests.launch.launched import ACCUMULATE, Launched
+    from tests.trainer.runs import SILENT
+
+    folder = Path(settings["folder"])
+    trainer = pl.Trainer(
+        strategy=AutomodelStrategy(timeout=1, **settings["options"]),
+        accelerator="cpu",
+        devices=2,
+        plugins=[RayLightningEnvironment()],
+        max_epochs=1,
+        accumulate_grad_batches=ACCUMULATE,
+        use_distributed_sampler=False,
+        **SILENT,
+    )
+    module = Launched(folder, fault=settings["fault"])
+    trainer.fit(module)
+    weights = {name: getattr(p, "full_tensor", p.clone)() for name, p in module.model.named_parameters()}
+    if trainer.is_global_zero:
+        torch.save(weights, folder / "weights.pt")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Any:
+    """A Ray of this machine alone."""
+    variables = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": variables}, _node_ip_address="127.0.0.1")
+    yield
+    ray.shutdown()
+
+
+def fit(folder: Path, options: dict[str, Any], fault: str | None = None) -> None:
+    """Train on two workers."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    TorchTrainer(
+        train,
+        train_loop_config={"folder": str(folder), "options": options, "fault": fault},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=str(folder / "ray")),
+    ).fit()
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_training(tmp_path: Path, engine: str) -> None:
+    """To the weights of one process."""
+    from tests.launch.test_start_methods import reference
+
+    fit(tmp_path, {"data_parallel": engine})
+    found, (weights, _) = torch.load(tmp_path / "weights.pt"), reference()
+    assert max(relative_error(found[name], weight) for name, weight in weights.items()) < TOLERANCE
+
+
+def test_failure(tmp_path: Path) -> None:
+    """Ray raises what happened on the rank that failed."""
+    with pytest.raises(Exception, match="no labels here"):
+        fit(tmp_path, {}, fault="exception")
+
+
+def test_ray_accepts_its_own_strategies_only() -> None:
+    """`prepare_trainer`, which only checks, refuses every other class: the documentation says to leave it out."""
+    import lightning.pytorch as pl
+    from ray.train.lightning import prepare_trainer
+
+    from lightning_automodel import AutomodelStrategy
+
+    trainer = pl.Trainer(strategy=AutomodelStrategy(), accelerator="cpu", devices=2, logger=False)
+    with pytest.raises(RuntimeError, match="Invalid strategy class"):
+        prepare_trainer(trainer)

@@ -1,0 +1,79 @@
+"""Every kind of training loader goes on where it stood when the checkpoint was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rank_pool import RankPool
+from tests.resume.resuming import Learner, Saver, Setting, StatefulDataLoader, compare, run
+
+WINDOWS = {"precision": "64-true", "accumulate_grad_batches": 2}
+STOPS = (("on_train_batch_end", 3), ("on_train_batch_end", 4), ("on_train_epoch_end", 1), ("on_train_batch_end", 9))
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        "single rows",
+        pytest.param("workers", marks=pytest.mark.sweep),  # a rank of the pool waits seconds for each worker to end
+        pytest.param("persistent workers", marks=pytest.mark.sweep),
+        "max_size_cycle",
+        "min_size",
+        "stateful sampler",
+        "generator of the dataset",
+        "own iteration",
+        "stream and rows",
+        "stream",
+        "iterable",
+        "stateful",
+        "stateful stream",
+    ],
+)
+@pytest.mark.timeout(700)
+def test_loader(pool2: RankPool, loader: str, tmp_path: Path) -> None:
+    if loader.startswith("stateful") and StatefulDataLoader is None:
+        pytest.skip("torchdata is not installed")
+    stops = STOPS[:3] if loader in ("min_size",) else (*STOPS, ("on_train_batch_start", 8))
+    setting = Setting({"data_parallel": "ddp"}, WINDOWS, loader=loader)
+    for differing in pool2.run(compare, setting, tmp_path, *stops, timeout_s=600):
+        assert differing == []
+
+
+class Drawing(Learner):
+    """Draws its batches itself."""
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> dict[str, Any]:
+        batch, _, _ = next(dataloader_iter)
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=1)
+        return {"loss": loss, "num_label_tokens": int((batch["labels"] != -100).sum())}
+
+
+@pytest.mark.parametrize("loader", ["own generator", "stream"])
+@pytest.mark.timeout(400)
+def test_step_that_draws_its_batches(pool2: RankPool, loader: str, tmp_path: Path) -> None:
+    setting = Setting({"data_parallel": "ddp"}, {"precision": "64-true"}, module=Drawing, loader=loader)
+    for differing in pool2.run(compare, setting, tmp_path, *STOPS, timeout_s=300):
+        assert differing == []
+
+
+def resumed_with_fewer(kind: str, folder: Path) -> str:
+    """Runs on every rank: how a fit ends that goes on with loaders which have not as many batches as were used."""
+    setting, path = Setting({"data_parallel": "ddp"}, loader=kind), folder / "stopped.ckpt"
+    run(setting, Saver("on_train_batch_end", 5, path))
+    try:
+        run(replace(setting, loader=f"short {kind}"), ckpt_path=path)
+    except Exception as error:
+        return str(error)
+    return "resumed"
+
+
+@pytest.mark.parametrize("loader", ["own generator", "stream"])
+def test_fewer_batches(pool2: RankPool, loader: str, tmp_path: Path) -> None:
+    for told in pool2.run(resumed_with_fewer, loader, tmp_path, timeout_s=120):
+        assert told.startswith("The checkpoint was written after batch 5 of an epoch, and a training loader has 2 now")

@@ -1,0 +1,292 @@
+"""Whatever stops a fit, it goes on as if nothing had: an error, SIGTERM, a limit, a callback, dying ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, WeightAveraging
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from torch import Tensor
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.resume.resuming import (
+    Learner,
+    Quiet,
+    Recorder,
+    Saver,
+    Setting,
+    Stop,
+    collate,
+    compare,
+    compare_stop,
+    disturb,
+    make_trainer,
+    run,
+    training_loader,
+)
+from tests.trainer import launched
+from tests.trainer.exactness import full_weights
+
+DDP, FSDP2 = {"data_parallel": "ddp"}, {"data_parallel": "fsdp2"}
+WINDOWS = {"precision": "64-true", "accumulate_grad_batches": 3, "val_check_interval": 2}
+
+
+class Ends(Callback):
+    """Ends the run in a hook, when it is called for the `when`-th time."""
+
+    def __init__(self, hook: str, when: int, end: str) -> None:
+        self.when, self.end, self.calls = when, end, 0
+        setattr(self, hook, self._called)
+
+    def _called(self, trainer: Trainer, *args: Any) -> None:
+        self.calls += not trainer.sanity_checking
+        if self.end == "SIGTERM" and self.calls > self.when:
+            time.sleep(0.2)  # for the ranks to agree in time
+        if self.calls != self.when or trainer.sanity_checking:
+            return
+        if self.end == "error":
+            raise Stop
+        if self.end == "SIGTERM" and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.end == "should_stop":
+            trainer.should_stop = True
+
+
+def stopped_by(end: str, engine: dict[str, Any], hook: str, when: int, folder: Path) -> list[str]:
+    """Runs on every rank: what differs after a run was ended in a hook."""
+    setting = Setting(engine, WINDOWS)
+    saves = [] if end == "should_stop" else [OnExceptionCheckpoint(folder, "stopped")]
+    return compare_stop(setting, setting, folder / "stopped.ckpt", Ends(hook, when, end), *saves)
+
+
+@pytest.mark.parametrize(
+    ("engine", "end", "hook", "when"),
+    [
+        (FSDP2, "error", "on_after_backward", 5),
+        (DDP, "error", "on_train_batch_end", 3),
+        (FSDP2, "error", "on_validation_batch_end", 3),
+        (FSDP2, "SIGTERM", "on_train_batch_start", 3),
+        (DDP, "SIGTERM", "on_train_batch_start", 4),
+        (FSDP2, "should_stop", "on_train_batch_end", 3),
+        (FSDP2, "should_stop", "on_train_batch_end", 10),
+    ],
+)
+@pytest.mark.timeout(400)
+def test_stopped(pool2: RankPool, engine: dict[str, Any], end: str, hook: str, when: int, tmp_path: Path) -> None:
+    for differing in pool2.run(stopped_by, end, engine, hook, when, tmp_path, timeout_s=300):
+        assert differing == []
+
+
+def limited(limit: dict[str, Any], folder: Path) -> list[str]:
+    """Runs on every rank: what differs where a limit was reached, and the fit goes on without it."""
+    setting = Setting(FSDP2, WINDOWS)
+    return compare_stop(setting, replace(setting, trainer={**WINDOWS, **limit}), folder / "stopped.ckpt")
+
+
+@pytest.mark.parametrize(
+    "limit", [{"max_steps": 2}, {"max_epochs": 1}, {"max_steps": 4}, {"max_time": {"seconds": 0}}], ids=str
+)
+@pytest.mark.timeout(400)
+def test_saved_after_fit(pool2: RankPool, limit: dict[str, Any], tmp_path: Path) -> None:
+    """At an early end within an epoch, the rest of it is trained when more is allowed."""
+    for differing in pool2.run(limited, limit, tmp_path, timeout_s=300):
+        assert differing == []
+
+
+class Taught(Learner):
+    """Keeps an average of its head where Lightning saves before."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register_buffer("teacher", torch.zeros(()))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.teacher.mul_(0.5).add_(self.trainer.global_step)
+
+
+class ByHand(Learner):
+    """Accumulates two batches by hand."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        output = super().training_step(batch, batch_idx)
+        with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
+            self.manual_backward(output["loss"], num_label_tokens=output["num_label_tokens"])
+            if batch_idx % 2 == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def saved_by_checkpoint_callback(folder: Path) -> list[str]:
+    """Runs on every rank: what differs where ModelCheckpoint saves each third step."""
+    setting = Setting(FSDP2, {"precision": "64-true"}, module=Taught)
+    saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    return compare_stop(setting, setting, folder / "step=3.ckpt", saves)
+
+
+@pytest.mark.timeout(400)
+def test_module_hook_comes_before_checkpoint(pool2: RankPool, tmp_path: Path) -> None:
+    for differing in pool2.run(saved_by_checkpoint_callback, tmp_path, timeout_s=300):
+        assert differing == []
+
+
+def patient() -> list[Callback]:
+    return [EarlyStopping("val_loss", patience=9)]
+
+
+def early_stopping() -> list[Callback]:
+    return [EarlyStopping("val_loss", patience=1), WeightAveraging()]
+
+
+@pytest.mark.parametrize(
+    ("setting", "stops"),
+    [
+        (
+            Setting(FSDP2, {"precision": "64-true"}, module=ByHand),
+            (("on_train_batch_end", 3), ("on_train_batch_end", 4)),
+        ),
+        (
+            Setting(DDP, WINDOWS, callbacks=patient),
+            (("on_validation_end", 1), ("on_train_batch_end", 2)),
+        ),
+        (
+            Setting(FSDP2, {"max_epochs": 5}, {"schedule": "plateau"}, callbacks=early_stopping),
+            (("on_train_batch_end", 4), ("on_validation_end", 1), ("on_train_epoch_end", 2)),
+        ),
+    ],
+    ids=["by hand", "stopping", "callbacks"],
+)
+@pytest.mark.timeout(400)
+def test_with(pool2: RankPool, setting: Setting, stops: Any, tmp_path: Path) -> None:
+    for differing in pool2.run(compare, setting, tmp_path, *stops, timeout_s=300):
+        assert differing == []
+
+
+class CountingLoop(Callback):
+    """Lets the loop of batches be the user's own, with a state."""
+
+    class Loop(_TrainingEpochLoop):
+        counted = 0
+
+        def advance(self, data_fetcher: Any) -> None:
+            super().advance(data_fetcher)
+            self.counted += 1
+
+        def on_save_checkpoint(self) -> dict[str, Any]:
+            return {**super().on_save_checkpoint(), "counted": self.counted}
+
+        def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+            super().on_load_checkpoint(state_dict)
+            self.counted = state_dict["counted"]
+
+    def setup(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        trainer.fit_loop.epoch_loop.__class__ = self.Loop
+
+
+def count_batches(folder: Path) -> int:
+    """Runs on every rank: batches that a loop of the user's has counted, before and after a stop."""
+    setting, path = Setting(DDP, callbacks=lambda: [CountingLoop()]), folder / "stopped.ckpt"
+    run(setting, Saver("on_train_batch_start", 5, path))
+    return run(setting, ckpt_path=path)[0].fit_loop.epoch_loop.counted
+
+
+def test_loop_of_the_user(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(count_batches, tmp_path, timeout_s=120) == [14] * 2
+
+
+class Exact(Learner):
+    """Draws no random numbers and has no batch statistics: what it computes does not depend on the ranks."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"optimizer": "sgd", **options})
+        self.dropout, self.statistics = torch.nn.Identity(), torch.nn.Identity()
+
+
+def fit_exact(accumulate: int, folder: Path, saves: bool) -> dict[str, Tensor]:
+    """Runs on every rank: weights after two epochs, of which half of one may have been trained by others."""
+    disturb(torch.distributed.get_rank())
+    path = folder / "shared.ckpt"
+    setting = Setting(FSDP2, {"precision": "64-true", "accumulate_grad_batches": accumulate}, loader="distributed")
+    trainer, learner = make_trainer(setting, [Saver("on_train_batch_end", 2, path)] if saves else []), Exact()
+    rows = torch.utils.data.Subset(Quiet(), range(24))
+    loader = torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True, collate_fn=collate)
+    trainer.fit(learner, loader, ckpt_path=None if saves else path)
+    return full_weights(learner)
+
+
+@pytest.mark.timeout(400)
+def test_other_ranks(pool2: RankPool, pool4: RankPool, tmp_path: Path) -> None:
+    """Stopped on four ranks and resumed on two, with windows twice as long: the same data, exactly."""
+    expected = pool4.run(fit_exact, 1, tmp_path, True, timeout_s=200)[0]
+    found = pool2.run(fit_exact, 2, tmp_path, False, timeout_s=200)[0]
+    assert max(float((found[name] - weight).abs().max()) for name, weight in expected.items()) < 1e-12
+
+
+class Writes(Callback):
+    """Seeds each rank at the beginning, and writes what it has at the end."""
+
+    def __init__(self, folder: Path, name: str, seed: int) -> None:
+        self.folder, self.name, self.seed = folder, name, seed
+
+    def setup(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        disturb(1000 * self.seed + trainer.global_rank)
+
+    def on_train_end(self, trainer: Trainer, module: Learner) -> None:
+        weights = {name: parameter.to_local().clone() for name, parameter in module.named_parameters()}
+        path = self.folder / f"{self.name}-{trainer.global_rank}.pt"
+        torch.save({"weights": weights, "lines": trainer.logger.lines, "random": torch.rand(3)}, path)
+
+
+class Dies(Saver):
+    """Saves, and ends the process without a word."""
+
+    def _called(self, trainer: Trainer, *args: Any) -> None:
+        super()._called(trainer, *args)
+        if self.logged >= 0:
+            os._exit(7)
+
+
+def train(folder: Path, name: str, ckpt_path: Path | None = None, dies: bool = False) -> None:
+    """A program: fit on two ranks that it starts."""
+    callbacks: list[Callback] = [Dies("on_train_batch_end", 3, folder / "died.ckpt")] if dies else []
+    trainer = Trainer(
+        strategy=AutomodelStrategy(start_method="fork", timeout=1),
+        accelerator="cpu",
+        devices=2,
+        precision="64-true",
+        max_epochs=2,
+        logger=Recorder(),
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[*callbacks, Writes(folder, name, seed=1 if ckpt_path is None else 2)],
+    )
+    trainer.fit(Learner(), training_loader("distributed", 0, 2), ckpt_path=ckpt_path)
+
+
+@pytest.mark.timeout(400)
+def test_new_processes(tmp_path: Path) -> None:
+    """All ranks die after a save; other processes take up what they left."""
+    assert launched.run(train, tmp_path, name="whole") == 0
+    assert launched.run(train, tmp_path, name="died", dies=True) != 0
+    assert launched.run(train, tmp_path, name="resumed", ckpt_path=tmp_path / "died.ckpt") == 0
+    for rank in range(2):
+        whole, resumed = (torch.load(tmp_path / f"{name}-{rank}.pt") for name in ("whole", "resumed"))
+        assert all(torch.equal(weight, resumed["weights"][name]) for name, weight in whole["weights"].items())
+        assert torch.equal(whole["random"], resumed["random"])
+        assert 0 < len(resumed["lines"]) < len(whole["lines"])
+        assert resumed["lines"] == whole["lines"][-len(resumed["lines"]) :]

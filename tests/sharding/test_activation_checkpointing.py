@@ -1,0 +1,370 @@
+"""Activation checkpointing: the weights of one process, computed from fewer kept activations by more forwards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from lightning_automodel import AutomodelStrategy
+from lightning_automodel.sharding.activation_checkpointing import RecomputedBlocks
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import VOCABULARY, WIDTH, Block, Outcome, TinyDecoder, full_weights, weight_error
+from tests.trainer.plain import ModelModule, fill, filled_decoder, plain_weights, prefixed
+from tests.trainer.runs import STRATEGIES, TOLERANCE, loader, make_trainer
+
+ACCUMULATE = 3
+FLOAT32_TOLERANCE = 1e-5  # a layer norm of Hugging Face's computes in float32, whatever its input
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{name: STRATEGIES[name] for name in ("kept", "resharded", "undeferred", "ddp")},
+    "offloaded": {"cpu_offload": True},
+}
+
+
+class Counts(Callback):
+    """Forwards of the blocks' linear layers, and bytes that autograd keeps from the training steps."""
+
+    def __init__(self) -> None:
+        self.forwards = self.kept_bytes = 0
+        self._handles: list[Any] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        for block in module.model.blocks:
+            self._handles.append(block.linear.register_forward_hook(self._count))
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept)
+        self._hooks.__enter__()
+
+    def on_before_backward(self, *args: Any) -> None:
+        self._hooks.__exit__()
+
+    def _count(self, *args: Any) -> None:
+        self.forwards += 1
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self.kept_bytes += tensor.numel() * tensor.element_size()
+        return tensor
+
+
+class Run(NamedTuple):
+    """What a fit left behind."""
+
+    weights: Outcome
+    forwards: int
+    kept_bytes: int
+    described: list[str]
+    keys: list[str]
+
+
+def fit(
+    options: dict[str, Any],
+    choice: Any,
+    make_model: Callable[[], nn.Module] = filled_decoder,
+    make_module: Callable[[nn.Module], ModelModule] = ModelModule,
+) -> Run:
+    """Train with `activation_checkpointing=choice`."""
+    return fit_module(make_module(make_model()), options, choice)
+
+
+def fit_module(module: ModelModule, options: dict[str, Any], choice: Any) -> Run:
+    """Train `module`, whatever it has gone through before."""
+    counts = Counts()
+    strategy = AutomodelStrategy(**options, activation_checkpointing=choice)
+    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, callbacks=[counts]).fit(module, loader())
+    described = strategy.describe()["activation_checkpointing"]
+    outcome = Outcome(full_weights(module), None)
+    return Run(outcome, counts.forwards, counts.kept_bytes, described, list(module.state_dict()))
+
+
+BLOCKS = [f"model.blocks.{i} (Block)" for i in range(3)]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_blocks_are_recomputed(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Exact; each block's layers run twice a micro-batch, less is kept for the backward, no name changes."""
+    model = filled_decoder()
+    keys = [f"model.{name}" for name in model.state_dict()]
+    expected = prefixed(plain_weights(model, ACCUMULATE))
+    without = pool2.run(fit, options, False)
+    for before, run in zip(without, pool2.run(fit, options, True), strict=True):
+        assert weight_error(run.weights, expected) <= TOLERANCE
+        assert run.forwards == 2 * before.forwards > 0
+        assert run.kept_bytes < 0.8 * before.kept_bytes
+        assert (before.described, run.described) == ([], BLOCKS)
+        assert before.keys == run.keys == keys
+
+
+@pytest.mark.parametrize("options", [OPTIONS["resharded"], OPTIONS["ddp"]], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize(
+    ("choice", "described", "factor"),
+    [
+        # Hooks of a recomputed module itself, the one that counts among them, run once.
+        ({nn.Linear}, [*(f"model.blocks.{i}.linear (Linear)" for i in range(3)), "model.head (Linear)"], 1),
+        ({Block, nn.LayerNorm}, [*BLOCKS, "model.norm (LayerNorm)"], 2),
+        ({nn.Embedding}, ["model.embedding (Embedding)"], 1),
+        ({TinyDecoder}, ["model (TinyDecoder)"], 2),
+    ],
+    ids=["layers", "blocks", "embedding", "everything"],
+)
+def test_chosen_classes(
+    pool2: RankPool, options: dict[str, Any], choice: set[type], described: list[str], factor: int
+) -> None:
+    """The outermost instances of the classes are meant, units or not, and what lies within a unit or around units."""
+    expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
+    forwards = 8 * 3
+    for run in pool2.run(fit, options, choice):
+        assert weight_error(run.weights, expected) <= TOLERANCE
+        assert run.described == described
+        assert run.forwards == factor * forwards
+
+
+class Sharing(TinyDecoder):
+    """A block that stands in the list twice, a frozen one that is called twice, one that is tied to the root."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=1)
+        self.blocks.append(self.blocks[0])
+        self.adapter = nn.Linear(WIDTH, WIDTH)
+        self.blocks[2].linear.weight = self.adapter.weight
+        fill(self)
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = torch.tanh(self.adapter(self.embedding(input_ids)))
+        for block in (*self.blocks, self.blocks[1]):
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+@pytest.mark.parametrize("options", [OPTIONS["kept"], OPTIONS["ddp"]], ids=["fsdp2", "ddp"])
+def test_shared_and_frozen_blocks(pool2: RankPool, options: dict[str, Any]) -> None:
+    """A block that is used several times is recomputed as often; one that is tied to the outside is no unit."""
+    expected = prefixed(plain_weights(Sharing(), ACCUMULATE))
+    for run in pool2.run(fit, options, True, Sharing):
+        assert weight_error(run.weights, expected) <= TOLERANCE
+        assert run.described == BLOCKS[:2]
+
+
+class Dropping(TinyDecoder):
+    """Drops a part of what each block gets."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=1)
+        for block in self.blocks:
+            block.norm = nn.Sequential(block.norm, nn.Dropout(0.5))
+        fill(self)
+
+
+def _fit_dropping(options: dict[str, Any], choice: bool, seed: int) -> Run:
+    torch.manual_seed(seed)
+    return fit(options, choice, Dropping)
+
+
+@pytest.mark.parametrize("options", [OPTIONS["kept"], OPTIONS["ddp"]], ids=["fsdp2", "ddp"])
+def test_dropout_draws_the_same_again(pool2: RankPool, options: dict[str, Any]) -> None:
+    """The second forward drops what the first did, and leaves the generator where it was."""
+    runs = {args: pool2.run(_fit_dropping, options, *args)[0] for args in ((False, 1), (True, 1), (True, 2))}
+    assert weight_error(runs[True, 1].weights, runs[False, 1].weights) <= TOLERANCE
+    assert weight_error(runs[True, 2].weights, runs[False, 1].weights) > 1e-3
+
+
+class Remembering(TinyDecoder):
+    """Blocks that write buffers in their forward: statistics, a counter that is replaced, what they compute with."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=1)
+        for block in self.blocks:
+            block.norm = RunningNorm()
+        fill(self)
+        torch.manual_seed(3)
+        for block in self.blocks:
+            nn.utils.parametrizations.spectral_norm(block.linear)
+        self.double()
+
+
+class RunningNorm(nn.Module):
+    """Normalises [b, s, d] by batch and by position, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_batch, self.by_position = nn.BatchNorm1d(WIDTH), nn.InstanceNorm1d(WIDTH, track_running_stats=True)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        hidden = hidden.transpose(1, 2)
+        return (self.by_batch(hidden) + self.by_position(hidden)).transpose(1, 2)
+
+
+def _weights_and_buffers(options: dict[str, Any], choice: bool) -> tuple[Outcome, dict[str, Tensor]]:
+    module = ModelModule(Remembering())
+    run = fit_module(module, options, choice)
+    return run.weights, {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+@pytest.mark.parametrize("options", [OPTIONS["kept"], OPTIONS["ddp"]], ids=["fsdp2", "ddp"])
+def test_buffers_are_written_once(pool2: RankPool, options: dict[str, Any]) -> None:
+    """The second forward finds the buffers that the first one found, and leaves them as the first one did."""
+    expected = pool2.run(_weights_and_buffers, options, False)
+    for (weights, buffers), (others, wanted) in zip(
+        pool2.run(_weights_and_buffers, options, True), expected, strict=True
+    ):
+        assert weight_error(weights, others) <= TOLERANCE
+        assert wanted["model.blocks.0.norm.calls"] == 8
+        assert all(torch.equal(buffer, wanted[name]) for name, buffer in buffers.items())
+
+
+class ShardedByHand(ModelModule):
+    """Two of its blocks are FSDP units of its own making."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.model.blocks[:2]:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
+
+def test_units_of_the_user(pool2: RankPool) -> None:
+    """Where the model comes sharded, its units are recomputed."""
+    expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
+    for run in pool2.run(fit, {}, True, filled_decoder, ShardedByHand):
+        assert weight_error(run.weights, expected) <= TOLERANCE
+        assert run.described == BLOCKS[:2]
+
+
+def _fit_again_and_again(options: dict[str, Any]) -> list[int]:
+    module = ModelModule(filled_decoder())
+    return [fit_module(module, options, choice).forwards for choice in (True, True, False, {Block}, {TinyDecoder})]
+
+
+@pytest.mark.parametrize("options", [OPTIONS["kept"], OPTIONS["ddp"]], ids=["fsdp2", "ddp"])
+def test_each_fit_chooses_anew(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Nothing is left of an earlier fit: no block is recomputed twice, none that is not to be."""
+    for forwards in pool2.run(_fit_again_and_again, options):
+        assert forwards == [48, 48, 24, 48, 48]
+
+
+def _outputs_of_a_copy() -> tuple[float, float]:
+    module = ModelModule(filled_decoder())
+    blocks = RecomputedBlocks(module, True, None, True)
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    hidden = torch.ones(1, 2, WIDTH, dtype=torch.float64, requires_grad=True)
+    outputs = [model.blocks[0](hidden).sum().item() for model in (copied.model, module.model)]
+    blocks.undo()
+    return outputs[0], outputs[1]
+
+
+def test_a_copy_computes_with_its_own_weights() -> None:
+    """Averaging callbacks copy the module in mid-fit."""
+    copied, original = _outputs_of_a_copy()
+    assert copied == 2 * WIDTH
+    assert original != copied
+
+
+def test_undone_blocks_are_as_before() -> None:
+    """No attribute of theirs stays."""
+    module = ModelModule(filled_decoder())
+    before = [dict(block.__dict__) for block in module.model.blocks]
+    RecomputedBlocks(module, True, None, True).undo()
+    assert [dict(block.__dict__) for block in module.model.blocks] == before
+
+
+class WithoutBlocks(nn.Module):
+    """Nothing in it is repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.embedding(input_ids))
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (True, "activation_checkpointing finds no repeated blocks in ModelModule; pass a set of classes that are:"),
+        (
+            {Block, nn.Dropout},
+            "activation_checkpointing names Block, Dropout, of which there is no instance in ModelModule; pass a set of"
+            " classes that are:",
+        ),
+        (set(), "activation_checkpointing names no class, of which there is no instance in ModelModule; pass a set of"),
+    ],
+)
+def test_nothing_to_recompute_raises(choice: Any, message: str) -> None:
+    """The classes that there are stand in the message."""
+    with pytest.raises(ValueError, match="activation_checkpointing") as raised:
+        RecomputedBlocks(ModelModule(WithoutBlocks()), choice, None, True)
+    assert str(raised.value).startswith(message)
+    assert str(raised.value).endswith(" Embedding, Linear, WithoutBlocks.")
+
+
+def llama() -> nn.Module:
+    """A tiny decoder of Hugging Face's, that keeps a cache unless it is told otherwise."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 3, "vocab_size": VOCABULARY}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, use_cache=True)
+    torch.manual_seed(0)
+    return Logits(transformers.LlamaForCausalLM(config).double())
+
+
+class Logits(nn.Module):
+    """[b, s] ids to [b, s, v] logits; blocks stand where the callback looks for them."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @property
+    def blocks(self) -> list[Any]:
+        return [SimpleNamespace(linear=layer.mlp.up_proj) for layer in self.inner.model.layers]
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.inner(input_ids=input_ids).logits
+
+
+@pytest.mark.parametrize("options", [OPTIONS["kept"], OPTIONS["ddp"]], ids=["fsdp2", "ddp"])
+def test_hugging_face_layers(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Their own switch is used: the cache that they would fill twice is left out, and the switch is turned back."""
+    expected = prefixed(plain_weights(llama(), ACCUMULATE))
+    for without, first, second in pool2.run(_fit_llama, options):
+        assert weight_error(first.weights, without.weights) <= TOLERANCE
+        assert weight_error(first.weights, expected) <= FLOAT32_TOLERANCE
+        assert first.described == [f"model.inner.model.layers.{i} (LlamaDecoderLayer)" for i in range(3)]
+        assert (first.forwards, second.forwards) == (48, 24)
+
+
+def _fit_llama(options: dict[str, Any]) -> tuple[Run, Run, Run]:
+    module = ModelModule(llama())
+    return fit(options, False, llama), fit_module(module, options, True), fit_module(module, options, False)
+
+
+def test_hugging_face_layers_in_evaluation_mode_raise() -> None:
+    """They would keep every activation without a word. Those before them are left as they were."""
+    module = ModelModule(llama())
+    layers = module.model.inner.model.layers
+    layers[1].eval()
+    before = [dict(vars(layer)) for layer in layers]
+    with pytest.raises(ValueError, match=r"has no effect on model\.inner\.model\.layers\.1 .*Call \.train"):
+        RecomputedBlocks(module, True, None, True)
+    assert [dict(vars(layer)) for layer in layers] == before
+    layers[1].train()
+    before[1] = dict(vars(layers[1]))
+    RecomputedBlocks(module, True, None, True).undo()
+    assert [dict(vars(layer)) for layer in layers] == before

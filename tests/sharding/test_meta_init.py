@@ -1,0 +1,345 @@
+"""Values for models without any: those that the constructor would have given, and a complaint about the rest.
+
+No process group: what sharding adds stands in `tests/trainer/test_meta_init.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_automodel.sharding.meta_init import check_filled, left_empty, materialize, waiting
+
+CPU = torch.device("cpu")
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def filled(make: Callable[[], nn.Module], convert: Callable[[nn.Module], Any] = lambda model: None) -> nn.Module:
+    """The model from the meta device, with values."""
+    model = on_meta(make)
+    created_as = waiting(model)
+    convert(model)
+    assert materialize(model, created_as, CPU, offload=False) == []
+    assert waiting(model) == {}
+    return model
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict([*model.named_parameters(), *model.named_buffers()])
+
+
+def assert_same(model: nn.Module, expected: nn.Module) -> None:
+    found, wanted = tensors(model), tensors(expected)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].requires_grad == tensor.requires_grad, name
+        assert torch.equal(found[name], tensor), name
+
+
+class Tied(nn.Module):
+    """The embedding comes first; the layer that shares its matrix would initialise it otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5)
+        self.head.weight = self.embedding.weight
+
+
+class ScalesChildren(nn.Module):
+    """Changes what its children have initialised, and one of them it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.first.weight.data.mul_(0.5)
+        self.second[0].weight.data = torch.full_like(self.first.weight, 2.0)
+        self.second[1].bias = nn.Parameter(torch.full((2,), 3.0), requires_grad=False)
+
+
+class Applies(nn.Module):
+    """Initialises by module, after construction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+
+
+class ReadsValues(nn.Module):
+    """An initialiser that a meta device cannot follow, with parameters of its own and a child's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.empty(()))
+        self.register_buffer("mask", torch.empty(2, 2, dtype=torch.bool), persistent=False)
+        if not self.scale.is_meta:
+            self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        self.scale.fill_(self.child.weight.abs().max().item())
+        self.mask[:] = torch.eye(2).bool()
+
+
+class DrawsThenReads(nn.Module):
+    """An initialiser that draws random numbers before it comes to what a meta device cannot follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(2, 2)
+        self.gain = nn.Parameter(torch.empty(2))
+        if not self.gain.is_meta:
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.child.weight.normal_()
+        self.gain.copy_(torch.rand(2) * self.child.weight.abs().max().item())
+
+
+class AsksForDevice(nn.Module):
+    """An initialiser that leaves its child alone while there are no values, and initialises it otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(2))
+        self.child = nn.Linear(2, 2)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.gain.is_meta:
+            return
+        nn.init.uniform_(self.gain)
+        nn.init.normal_(self.child.weight)
+
+
+class Tagged(nn.Module):
+    """Tells its initialiser, and others, by attributes of parameters what to leave alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.layer.bias.keeps_its_values = True
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear) and not hasattr(module.bias, "keeps_its_values"):
+            nn.init.zeros_(module.bias)
+
+
+class SharesBuffer(nn.Module):
+    """Two parts that hold one buffer, which a conversion of the model tears apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = torch.empty(3)
+        self.parts = nn.ModuleList([HoldsBuffer(shared), HoldsBuffer(shared)])
+
+
+class HoldsBuffer(nn.Module):
+    def __init__(self, buffer: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("angles", buffer)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.angles.copy_(torch.linspace(0.1, 0.3, 3))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "layers": lambda: nn.Sequential(nn.Embedding(5, 4, padding_idx=1), nn.Conv1d(2, 3, 3), nn.LayerNorm(4)),
+    "batch-norm": lambda: nn.BatchNorm1d(4),
+    "recurrent": lambda: nn.GRU(4, 5, 2, bidirectional=True),
+    "attention": lambda: nn.TransformerEncoderLayer(8, 2, 16),
+    "tied": Tied,
+    "scales-children": ScalesChildren,
+    "applies": Applies,
+    "reads-values": ReadsValues,
+    "draws-then-reads": DrawsThenReads,
+    "asks-for-device": AsksForDevice,
+    "tagged": Tagged,
+    "shares-buffer": SharesBuffer,
+    "complex": lambda: HoldsBuffer(torch.empty(3, dtype=torch.complex64)),
+    "frozen": lambda: nn.Linear(3, 2).requires_grad_(False),
+    "empty": lambda: nn.Linear(3, 0, bias=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_same_values_as_the_constructor(make: Callable[[], nn.Module]) -> None:
+    """Bit for bit, from the same random state, which is left as it was."""
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    model = filled(make)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same(model, make())
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 4), AsksForDevice])
+def test_values_are_drawn_in_the_dtype_of_creation(make: Callable[[], nn.Module]) -> None:
+    """Precision plugins convert the model before it has values; no initialiser meets the converted tensors."""
+    torch.manual_seed(3)
+    model = filled(make, convert=lambda model: model.double())
+    assert_same(model, make().double())
+
+
+def test_a_buffer_that_a_conversion_tears_apart() -> None:
+    """Both halves are filled, each in the dtype of creation."""
+    assert_same(filled(SharesBuffer, convert=lambda model: model.double()), SharesBuffer().double())
+
+
+def test_attributes_of_parameters_stay() -> None:
+    assert filled(Tagged).layer.bias.keeps_its_values
+
+
+def test_tied_parameters_stay_tied() -> None:
+    model = filled(Tied)
+    assert model.head.weight is model.embedding.weight
+
+
+def test_recurrent_layers_know_their_new_parameters() -> None:
+    """They keep a list of them beside."""
+    model = filled(lambda: nn.GRU(4, 5))
+    assert torch.isfinite(model(torch.zeros(2, 1, 4))[0]).all()
+
+
+class MetaHead(nn.Module):
+    """A part with values, a part without, and an initialiser for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Linear(3, 3)
+        self.head = on_meta(lambda: nn.Linear(3, 2))
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+
+def test_what_has_values_keeps_them() -> None:
+    """Only what has none is initialised."""
+    model = MetaHead()
+    before = model.backbone.weight.clone()
+    assert materialize(model, waiting(model), CPU, offload=False) == []
+    assert torch.equal(model.backbone.weight, before)
+    assert bool((model.head.weight == 1).all())
+
+
+class Forgetful(nn.Module):
+    """Initialises a parameter, and forgets another, a buffer, and a tensor beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+        self.register_buffer("mask", torch.ones(2, dtype=torch.bool), persistent=False)
+        self.cached = torch.ones(2)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+def _untouched() -> tuple[nn.Module, list[str]]:
+    model = on_meta(
+        lambda: nn.Sequential(nn.Linear(2, 2), Forgetful(), nn.ModuleList([nn.ParameterList([torch.ones(2)])]))
+    )
+    return model, materialize(model, waiting(model), CPU, offload=False)
+
+
+def test_what_nobody_initialises_is_named() -> None:
+    """Parameters, buffers and plain attributes; with a class each, and what to do."""
+    model, untouched = _untouched()
+    assert untouched == ["1.scale", "2.0.0", "1.mask", "1.cached"]
+    with pytest.raises(ValueError, match="nobody gave them values") as raised:
+        check_filled(model, untouched, CPU)
+    assert str(raised.value) == (
+        "4 parameters, buffers or tensor attributes of Sequential were created on the meta device and nobody gave them"
+        " values: 1.scale (Forgetful), 2.0.0 (ParameterList), 1.mask (Forgetful), 1.cached (Forgetful). Give their"
+        " classes a reset_parameters() that fills them, as torch's layers have, load a checkpoint that holds them, or"
+        " create them on a real device."
+    )
+
+
+def test_values_that_come_later_count() -> None:
+    """What a checkpoint or the user fills after the initialisers is no error; the rest still is."""
+    model, untouched = _untouched()
+    model.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()})
+    with pytest.raises(ValueError, match=r"^2 parameters.*values: 1\.mask \(Forgetful\), 1\.cached \(Forgetful\)\."):
+        check_filled(model, untouched, CPU)
+    model[1].mask.fill_(False)
+    model[1].cached = torch.zeros(2)
+    check_filled(model, untouched, CPU)
+
+
+class Fails(Forgetful):
+    def reset_parameters(self) -> None:
+        raise RuntimeError("on purpose")
+
+
+def test_what_an_earlier_run_left_without_values_is_known() -> None:
+    """Whoever catches the error and tries again is told again, until there are values."""
+    model, untouched = _untouched()
+    assert left_empty(model) == ["1.mask", "1.scale", "2.0.0"]
+    model.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()})
+    with pytest.raises(ValueError, match="nobody gave them values"):
+        check_filled(model, untouched, CPU)
+    assert left_empty(model) == ["1.mask"]
+
+
+def test_an_initialiser_that_fails_leaves_no_garbage() -> None:
+    """Nor does it draw random numbers, here or anywhere."""
+    state, model = torch.get_rng_state(), on_meta(lambda: nn.Sequential(Fails(), nn.Linear(2, 2)))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        materialize(model, waiting(model), CPU, offload=False)
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ValueError, match=r"^5 parameters.*0\.mask \(Fails\), 0\.scale \(Fails\), 0\.weight"):
+        check_filled(model, left_empty(model), CPU)
+
+
+SIZES = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "vocab_size": 11, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_hugging_face_decoders(tied: bool) -> None:
+    """The same as from their constructor, non-persistent buffers of the rotary embedding included."""
+    transformers = pytest.importorskip("transformers")
+
+    def make() -> nn.Module:
+        config = transformers.LlamaConfig(**SIZES, num_key_value_heads=1, tie_word_embeddings=tied)
+        return transformers.LlamaForCausalLM(config)
+
+    torch.manual_seed(3)
+    model = filled(make)
+    assert "model.rotary_emb.inv_freq" in dict(model.named_buffers())
+    assert_same(model, make())
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+def test_hugging_face_models_that_draw_elsewhere() -> None:
+    """A layer whose constructor draws is initialised by its model; random numbers come in another order then."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=64, n_positions=8, eos_token_id=0)
+    config.bos_token_id = 0
+    torch.manual_seed(3)
+    model = filled(lambda: transformers.GPT2LMHeadModel(config))
+    assert 0.018 < model.transformer.h[0].attn.c_attn.weight.std().item() < 0.022

@@ -1,0 +1,124 @@
+"""Which dtypes come of which precision, and the arithmetic that keeps half-precision gradients right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_automodel import AutomodelStrategy
+from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
+from lightning_automodel.gradients.rescale_clip import scale_gradients_
+from lightning_automodel.gradients.token_loss import LossWindow
+from lightning_automodel.sharding.precision import cast_around, resolve_policy
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+MIXED = {"reduce_dtype": FP32, "output_dtype": FP32}
+OWN: dict[str, Any] = {"cast_forward_inputs": False}
+
+
+@pytest.mark.parametrize(
+    ("plugin", "dtype", "expected"),
+    [
+        (Precision(), FP32, OWN),
+        (Precision(), FP64, OWN),
+        (Precision(), BF16, {**OWN, "reduce_dtype": FP32}),
+        (DoublePrecision(), FP64, OWN),
+        (HalfPrecision("bf16-true"), BF16, {**OWN, "reduce_dtype": FP32}),
+        (HalfPrecision("16-true"), FP16, {**OWN, "reduce_dtype": FP32}),
+        (MixedPrecision("bf16-mixed", "cpu"), FP32, {**MIXED, "param_dtype": BF16}),
+        (MixedPrecision("16-mixed", "cpu"), FP32, {**MIXED, "param_dtype": FP16}),
+    ],
+)
+def test_policy_of_each_precision(plugin: Precision, dtype: torch.dtype, expected: dict[str, Any]) -> None:
+    """Half precision is reduced in float32; only mixed precision casts."""
+    parameters = [nn.Parameter(torch.zeros(1, dtype=dtype)), nn.Parameter(torch.zeros(1), requires_grad=False)]
+    assert resolve_policy(plugin, None, parameters) == MixedPrecisionPolicy(**expected)
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "message"),
+    [
+        ("bf16", TypeError, "mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got 'bf16'."),
+        (
+            MixedPrecisionPolicy(reduce_dtype=torch.int8),
+            ValueError,
+            "mp_policy: reduce_dtype must be None or one of torch.float16, torch.bfloat16, torch.float32,"
+            " torch.float64, got torch.int8.",
+        ),
+    ],
+)
+def test_policy_that_is_none(policy: Any, error: type[Exception], message: str) -> None:
+    """Found out when the strategy is made."""
+    with pytest.raises(error) as raised:
+        AutomodelStrategy(mp_policy=policy)
+    assert str(raised.value) == message
+
+
+def test_casting_around_a_module() -> None:
+    """Floating tensors in any container, going in and coming out; integers stay."""
+    seen: list[torch.dtype] = []
+
+    class Module(nn.Module):
+        def forward(self, ids: torch.Tensor, *, more: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+            seen.extend([ids.dtype, more["x"].dtype])
+            return [more["x"], ids]
+
+    module = Module()
+    cast_around([module], MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP64))
+    outputs = module(torch.tensor([1]), more={"x": torch.ones(1)})
+    assert seen == [torch.int64, BF16]
+    assert [output.dtype for output in outputs] == [FP64, torch.int64]
+    untouched = Module()
+    cast_around([untouched], MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False))
+    assert untouched(torch.tensor([1]), more={"x": torch.ones(1)})[0].dtype == FP32
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_rescaling_rounds_once(dtype: torch.dtype) -> None:
+    """Each gradient is off by half a unit in the last place at most, and the factor by none: errors have no bias."""
+    parameter = nn.Parameter(torch.zeros(10_000, dtype=dtype))
+    before = torch.rand(10_000, dtype=FP64).add(0.5).to(dtype)
+    parameter.grad = before.clone()
+    scale_gradients_([parameter], torch.tensor(1 / 3, dtype=FP64))
+    relative = parameter.grad.double() / (before.double() / 3) - 1
+    eps = torch.finfo(dtype).eps
+    assert relative.abs().max() <= eps / 2 * 1.01
+    assert relative.mean().abs() < eps / 50
+    rounded_factor = torch.tensor(1 / 3, dtype=dtype).double() * 3 - 1
+    assert rounded_factor.abs() > eps / 10
+
+
+def _scaling(is_needed: bool, per_token: bool = True) -> LossScaling:
+    device = torch.device("cpu")
+    return LossScaling(None, RangeScale(is_needed, per_token, device), lambda _: LossWindow(), device, False)
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_range_of_sums(per_token: bool) -> None:
+    """A guess at first, then the rank's share of the window before, in powers of two; a window keeps what it has."""
+    scaling, window = _scaling(True, per_token), LossWindow()
+    loss = torch.tensor(3.0)
+    first = 2.0**-10 if per_token else 1.0
+    assert scaling.apply(loss, window) == 3.0 * first
+    window.add(loss, 1)
+    scaling.follow(torch.tensor(3000.0, dtype=FP64), 2)
+    assert scaling.apply(loss, window) == 3.0 * first
+    assert scaling.correction(window) == 1 / first
+    later = LossWindow()
+    assert scaling.apply(loss, later) == 3.0 * 2.0**-11  # 1500 tokens a rank
+    scaling.follow(torch.tensor(0.0, dtype=FP64), 2)
+    assert scaling.apply(loss, LossWindow()) == 3.0 * 2.0**-11
+    scaling.follow(torch.tensor(1.0, dtype=FP64), 2)
+    assert scaling.apply(loss, LossWindow()) == 3.0
+
+
+def test_no_range_to_keep() -> None:
+    """Without float16 nothing is multiplied."""
+    scaling, window, loss = _scaling(False), LossWindow(), torch.tensor(3.0)
+    assert scaling.apply(loss, window) is loss
+    assert scaling.correction(window) == 1.0

@@ -1,0 +1,280 @@
+"""Every message about options, sizes and timeouts, word for word: what was given, and what is valid."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lightning_automodel import AutomodelStrategy
+from lightning_automodel.distributed.mesh import MeshSizes, resolve_sizes
+from lightning_automodel.distributed.process_group import parse_timeout
+from lightning_automodel.options import StrategyOptions
+
+SIZE = "must be an integer of at least 1 or 'auto', got"
+RECOMPUTED = "activation_checkpointing must be True, False or a set of nn.Module classes, got"
+POLICY = "auto_wrap_policy must be a set of nn.Module classes or a function of a module, got"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data_parallel": "fsdp"}, "data_parallel must be one of 'fsdp2', 'ddp', got 'fsdp'."),
+        ({"data_parallel": None}, "data_parallel must be one of 'fsdp2', 'ddp', got None."),
+        ({"loss_reduction": "none"}, "loss_reduction must be one of 'mean', 'sum', got 'none'."),
+        (
+            {"reshard_during_accumulation": 1},
+            "reshard_during_accumulation must be one of True, False, 'auto', got 1.",
+        ),
+        (
+            {"defer_fsdp_grad_sync": "allreduce"},
+            "defer_fsdp_grad_sync must be True, False or 'all_reduce', got 'allreduce'.",
+        ),
+        ({"data_parallel_size": 0}, f"data_parallel_size {SIZE} 0."),
+        ({"data_parallel_size": "two"}, f"data_parallel_size {SIZE} 'two'."),
+        ({"data_parallel_size": True}, f"data_parallel_size {SIZE} True."),
+        ({"data_parallel_replicate_size": -1}, f"data_parallel_replicate_size {SIZE} -1."),
+        ({"data_parallel_replicate_size": 2.0}, f"data_parallel_replicate_size {SIZE} 2.0."),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1, got 0."),
+        ({"label_shift": -1}, "label_shift must be an integer of at least 0, got -1."),
+        ({"label_shift": True}, "label_shift must be an integer of at least 0, got True."),
+        ({"per_token_loss": 1}, "per_token_loss must be one of True, False, got 1."),
+        ({"cpu_offload": "yes"}, "cpu_offload must be one of True, False, got 'yes'."),
+        ({"track_grad_norm": None}, "track_grad_norm must be one of True, False, got None."),
+        ({"error_if_nonfinite": 0}, "error_if_nonfinite must be one of True, False, got 0."),
+        ({"reshard_after_forward": 1}, "reshard_after_forward must be an integer of at least 2, got 1."),
+        ({"reshard_after_forward": "auto"}, "reshard_after_forward must be an integer of at least 2, got 'auto'."),
+        (
+            {"timeout": 0},
+            "timeout must be positive and finite, got 0; pass a timedelta or a number of minutes, e.g. 30.",
+        ),
+    ],
+)
+def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
+    """A ValueError, before anything runs, with the value and the valid ones."""
+    with pytest.raises(ValueError, match="must be") as raised:
+        AutomodelStrategy(**options)
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"device_mesh": (2, 2)},
+            "device_mesh must be a DeviceMesh (init_device_mesh makes one), got (2, 2).",
+        ),
+        ({"ddp_kwargs": ["x"]}, "ddp_kwargs must be a dictionary of keywords for DistributedDataParallel, got ['x']."),
+        ({"label_key": 3}, "label_key must be the name of an entry of the batch, got 3."),
+        ({"ignore_index": None}, "ignore_index must be a label value, such as -100, got None."),
+        ({"ignore_index": True}, "ignore_index must be a label value, such as -100, got True."),
+        (
+            {"process_group_backend": 1},
+            "process_group_backend must be the name of a backend, such as 'gloo', got 1.",
+        ),
+        ({"count_label_tokens": 3}, "count_label_tokens must be a function of the batch, got 3."),
+        ({"auto_wrap_policy": nn.Linear}, f"{POLICY} <class 'torch.nn.modules.linear.Linear'>."),
+        ({"auto_wrap_policy": {"Linear"}}, f"{POLICY} {{'Linear'}}."),
+        ({"auto_wrap_policy": [nn.Linear]}, f"{POLICY} [<class 'torch.nn.modules.linear.Linear'>]."),
+        ({"auto_wrap_policy": {int}}, f"{POLICY} {{<class 'int'>}}."),
+        ({"activation_checkpointing": "all"}, f"{RECOMPUTED} 'all'."),
+        ({"activation_checkpointing": 1}, f"{RECOMPUTED} 1."),
+        ({"activation_checkpointing": {"Linear"}}, f"{RECOMPUTED} {{'Linear'}}."),
+        ({"activation_checkpointing": nn.Linear}, f"{RECOMPUTED} <class 'torch.nn.modules.linear.Linear'>."),
+        ({"timeout": "30"}, "timeout must be a timedelta or a number of minutes, got '30'."),
+        ({"timeout": True}, "timeout must be a timedelta or a number of minutes, got True."),
+        ({"timeout": None}, "timeout must be a timedelta or a number of minutes, got None."),
+    ],
+)
+def test_wrong_types(options: dict[str, Any], message: str) -> None:
+    """A TypeError, before anything runs, with the value and what is expected."""
+    with pytest.raises(TypeError, match="must be") as raised:
+        AutomodelStrategy(**options)
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}},
+        {"data_parallel_size": 8, "data_parallel_replicate_size": 2},
+        {"data_parallel_replicate_size": "auto", "defer_fsdp_grad_sync": "all_reduce"},
+        {"reshard_after_forward": 2},
+        {"reshard_after_forward": False},
+        {"reshard_during_accumulation": False},
+        {"auto_wrap_policy": {nn.Linear}},
+        {"auto_wrap_policy": frozenset({nn.Linear, nn.Embedding})},
+        {"auto_wrap_policy": set()},
+        {"auto_wrap_policy": lambda module: True},
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": {nn.Linear}},
+        {"timeout": 0.5},
+        {"timeout": timedelta(seconds=1)},
+        {"count_label_tokens": len, "label_shift": 0},
+    ],
+)
+def test_valid_options(options: dict[str, Any]) -> None:
+    """What is in range is taken as it is."""
+    described = AutomodelStrategy(**options).describe()["options"]
+    assert {name: described[name] for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("timeout", "parsed"),
+    [(30, timedelta(minutes=30)), (0.5, timedelta(seconds=30)), (timedelta(hours=2), timedelta(hours=2))],
+)
+def test_timeout_is_in_minutes(timeout: timedelta | float, parsed: timedelta) -> None:
+    """Numbers are minutes, as in NeMo Automodel."""
+    assert parse_timeout(timeout) == parsed
+
+
+@pytest.mark.parametrize("timeout", [0, -1, timedelta(0), timedelta(seconds=-1), 1e-12])
+def test_timeout_that_is_not_positive(timeout: Any) -> None:
+    """Nothing can be done in no time; a number too small for a timedelta is named as it was given."""
+    with pytest.raises(ValueError, match="timeout must be positive") as raised:
+        parse_timeout(timeout)
+    assert (
+        str(raised.value)
+        == f"timeout must be positive and finite, got {timeout!r}; pass a timedelta or a number of minutes, e.g. 30."
+    )
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), 1e18])
+def test_timeout_that_no_clock_can_hold(timeout: float) -> None:
+    """A ValueError that names the option, as for every other value out of range."""
+    with pytest.raises(ValueError, match=r"timeout must be .*got " + repr(timeout).replace("+", r"\+")):
+        parse_timeout(timeout)
+
+
+@pytest.mark.parametrize(
+    ("engine", "size", "replicas", "tensor", "world_size", "num_nodes", "sizes"),
+    [
+        ("fsdp2", "auto", 1, 1, 8, 2, MeshSizes(replicate=1, shard=8)),
+        ("fsdp2", 8, 2, 1, 8, 1, MeshSizes(replicate=2, shard=4)),
+        ("fsdp2", "auto", "auto", 1, 8, 2, MeshSizes(replicate=2, shard=4)),
+        ("fsdp2", "auto", 8, 1, 8, 1, MeshSizes(replicate=8, shard=1)),
+        ("fsdp2", "auto", "auto", 1, 1, 1, MeshSizes(replicate=1, shard=1)),
+        ("fsdp2", "auto", 1, 2, 8, 1, MeshSizes(replicate=1, shard=4, tensor=2)),
+        ("fsdp2", 4, "auto", 2, 8, 2, MeshSizes(replicate=2, shard=2, tensor=2)),
+        ("fsdp2", "auto", 1, 8, 8, 1, MeshSizes(replicate=1, shard=1, tensor=8)),
+        ("ddp", "auto", 1, 1, 4, 2, MeshSizes(replicate=4, shard=1)),
+    ],
+)
+def test_sizes(
+    engine: Any, size: Any, replicas: Any, tensor: int, world_size: int, num_nodes: int, sizes: MeshSizes
+) -> None:
+    """`auto` and numbers become sizes that multiply to the world; replicas hold different data too."""
+    resolved = resolve_sizes(engine, size, replicas, tensor, world_size, num_nodes)
+    assert resolved == sizes
+    assert resolved.data_parallel * resolved.tensor == world_size
+
+
+@pytest.mark.parametrize(
+    ("size", "tensor", "message"),
+    [
+        (
+            3,
+            1,
+            "data_parallel_size=3 does not match the world size 4: pass data_parallel_size=4 or 'auto', or start 3"
+            " processes.",
+        ),
+        (
+            4,
+            2,
+            "data_parallel_size=4 times tensor_parallel_size=2 does not match the world size 4: pass"
+            " data_parallel_size=2 or 'auto', or start 8 processes.",
+        ),
+        ("auto", 3, "tensor_parallel_size=3 does not divide the world size 4; valid sizes are 1, 2, 4."),
+    ],
+)
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_sizes_that_are_not_the_world(engine: Any, size: Any, tensor: int, message: str) -> None:
+    """The message says both ways out."""
+    with pytest.raises(ValueError, match="does not") as raised:
+        resolve_sizes(engine, size, 1, tensor, world_size=4, num_nodes=1)
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(("replicas", "num_nodes", "shown"), [(4, 1, 4), ("auto", 5, 5), (12, 1, 12)])
+def test_replicas_that_do_not_divide(replicas: Any, num_nodes: int, shown: int) -> None:
+    """The message lists the sizes that do."""
+    with pytest.raises(ValueError, match="does not divide") as raised:
+        resolve_sizes("fsdp2", "auto", replicas, 1, world_size=6, num_nodes=num_nodes)
+    assert str(raised.value) == (
+        f"data_parallel_replicate_size={shown} does not divide the 6 data-parallel ranks; valid sizes are 1, 2, 3, 6."
+    )
+
+
+def _without_effect(**options: Any) -> list[str]:
+    return StrategyOptions(**{**AutomodelStrategy().describe()["options"], **options}).without_effect()
+
+
+UNREPLICATED = (
+    "defer_fsdp_grad_sync='all_reduce' reduces after every micro-batch, as False does, without replicas"
+    " (data_parallel_replicate_size=1)."
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "notes"),
+    [
+        ({}, []),
+        ({"data_parallel": "ddp", "ddp_kwargs": {"bucket_cap_mb": 1}}, []),
+        (
+            {"data_parallel": "ddp", "cpu_offload": True, "defer_fsdp_grad_sync": False},
+            [
+                "defer_fsdp_grad_sync has no effect with data_parallel='ddp'.",
+                "cpu_offload has no effect with data_parallel='ddp'.",
+            ],
+        ),
+        (
+            {
+                "data_parallel": "ddp",
+                "data_parallel_replicate_size": 2,
+                "reshard_during_accumulation": True,
+                "auto_wrap_policy": {nn.Linear},
+                "reshard_after_forward": False,
+            },
+            [
+                f"{name} has no effect with data_parallel='ddp'."
+                for name in (
+                    "data_parallel_replicate_size",
+                    "reshard_during_accumulation",
+                    "auto_wrap_policy",
+                    "reshard_after_forward",
+                )
+            ],
+        ),
+        ({"data_parallel": "ddp", "activation_checkpointing": True, "auto_wrap_policy": {nn.Linear}}, []),
+        (
+            {"data_parallel": "ddp", "activation_checkpointing": {nn.Linear}, "auto_wrap_policy": {nn.Linear}},
+            ["auto_wrap_policy has no effect with data_parallel='ddp'."],
+        ),
+        ({"ddp_kwargs": {"bucket_cap_mb": 1}}, ["ddp_kwargs has no effect with data_parallel='fsdp2'."]),
+        ({"defer_fsdp_grad_sync": "all_reduce"}, [UNREPLICATED]),
+        ({"defer_fsdp_grad_sync": "all_reduce", "data_parallel_replicate_size": 2}, []),
+        (
+            {"per_token_loss": False, "label_key": "y", "label_shift": 1, "ignore_index": 0, "count_label_tokens": len},
+            [
+                f"{name} has no effect with per_token_loss=False."
+                for name in ("label_key", "ignore_index", "label_shift", "count_label_tokens")
+            ],
+        ),
+        (
+            {"count_label_tokens": len, "label_key": "y", "label_shift": 1, "ignore_index": 0},
+            [
+                f"{name} has no effect beside count_label_tokens."
+                for name in ("label_key", "ignore_index", "label_shift")
+            ],
+        ),
+        (
+            {"per_token_loss": False, "loss_reduction": "sum"},
+            ["loss_reduction has no effect with per_token_loss=False."],
+        ),
+    ],
+)
+def test_options_without_effect(options: dict[str, Any], notes: list[str]) -> None:
+    """One sentence for each choice that changes nothing, and none for one that does."""
+    assert _without_effect(**options) == notes
