@@ -1,0 +1,38 @@
+"""The undo stack for what is replaced on foreign objects."""
+
+from lightning_automodel.patching import PatchStack
+
+
+class Target:
+    def step(self) -> str:
+        return "class"
+
+
+def test_restores_what_was_there_last_first() -> None:
+    target, patches = Target(), PatchStack()
+    target.own = "mine"  # type: ignore[attr-defined]
+    patches.set(target, "step", lambda: "first")
+    patches.set(target, "step", lambda: "second")
+    patches.set(target, "own", "replaced")
+    assert (target.step(), target.own) == ("second", "replaced")  # type: ignore[attr-defined]
+    patches.restore()
+    assert target.step() == "class"
+    assert vars(target) == {"own": "mine"}
+
+
+def test_restore_twice_and_after_a_foreign_removal() -> None:
+    target, patches = Target(), PatchStack()
+    patches.set(target, "step", lambda: "ours")
+    del target.step
+    patches.restore()
+    patches.restore()
+    assert target.step() == "class"
+
+
+def test_stack_can_be_used_again() -> None:
+    target, patches = Target(), PatchStack()
+    patches.restore()
+    patches.set(target, "step", lambda: "again")
+    assert target.step() == "again"
+    patches.restore()
+    assert vars(target) == {}
