@@ -34,7 +34,7 @@ from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.caller_mesh import adopt_mesh
 from lightning_automodel.distributed.first_rank import FirstRankPerNode
 from lightning_automodel.distributed.mesh import RunMesh, build_mesh, resolve_sizes
-from lightning_automodel.failure.supervisor import RunGuard
+from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
 from lightning_automodel.gradients.precision_plugin import adapt_plugin, give_back_plugin
@@ -99,7 +99,7 @@ class AutomodelStrategy(ParallelStrategy):
             is rank 0 and runs the script again for each other one. ``"fork"`` (also in notebooks), ``"spawn"`` and
             ``"forkserver"``: as its children, which end with the run; trained weights and metrics come back. A forked
             rank computes with one CPU thread.
-        timeout: How long a collective may wait, and a rank give no sign of life: ``timedelta`` or minutes.
+        timeout: How long a collective may wait, and a rank miss its heartbeats: ``timedelta`` or minutes.
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
         save_distributed_checkpoint: Whether a checkpoint is a directory of shards; otherwise one file, which takes the
             host memory of rank 0 for the whole state. None: a directory where the model is sharded.
@@ -190,7 +190,7 @@ class AutomodelStrategy(ParallelStrategy):
             label_shift=label_shift,
             count_label_tokens=count_label_tokens,
         )
-        self._guard = RunGuard(before_telling=self._checkpoints.linger)
+        self._guard = Supervisor(before_telling=self._checkpoints.linger)
         self._setup_turn: FirstRankPerNode | None = None
         self._averages = AverageCopies()
         self._evaluation_steps = 0
@@ -409,7 +409,7 @@ class AutomodelStrategy(ParallelStrategy):
 
         Args:
             scope: ``"node"`` where each node has a disk of its own, ``"global"`` for a shared file system.
-            timeout: How long a rank that works may give no sign of life. None: the strategy's.
+            timeout: How long a rank that works may miss its heartbeats. None: the strategy's.
         """
         return FirstRankPerNode(scope=scope, timeout=self._options.timeout if timeout is None else timeout)
 

@@ -464,7 +464,7 @@ SCRIPT = """
 import atexit
 atexit.register(lambda: print("in a group at exit:", dist.is_initialized()))
 import torch.distributed as dist
-from lightning_automodel.process_group import initialize_distributed
+from lightning_automodel.distributed.process_group import initialize_distributed
 initialize_distributed("gloo")
 print("in a group:", dist.is_initialized())
 raise KeyError("mine")
