@@ -226,9 +226,7 @@ def open_store(found: Rendezvous, backend: str, timeout: timedelta, deadline: fl
         # An unknown world size: with a known one, rank 0 would not return before all have come, nor say who has not.
         return _make_store(found, -1, timeout)
     except (RuntimeError, OSError) as error:
-        is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        cause = "EADDRINUSE" if is_taken else str(error).splitlines()[0]
-        raise RuntimeError(no_store(found, backend, timeout, cause)) from error
+        raise RuntimeError(no_store(found, backend, timeout, str(error).splitlines()[0])) from error
 
 
 def _make_store(found: Rendezvous, world_size: int, timeout: timedelta) -> dist.Store:
@@ -250,7 +248,8 @@ def _host_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
         try:
             listener = socket.create_server((address, port), family=family)
         except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
+            # In use: by a store of this process, which serves the next group as well, else torch tells.
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
                 raise
     return dist.TCPStore(
         address,
@@ -258,6 +257,7 @@ def _host_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
         is_master=True,
         wait_for_workers=False,
         timeout=timeout,
+        multi_tenant=True,
         master_listen_fd=None if listener is None else listener.detach(),
     )
 

@@ -238,7 +238,7 @@ class StoreChannel:
                 ranks = self.call(pending)
                 silent = self.call(lambda store, ranks=ranks: self.silent(store, ranks))  # type: ignore[misc]
                 if silent or clock() > limit_s:
-                    raise RankFailedError(self._missing(silent or list(ranks), clock(), is_late=not silent))
+                    raise RankFailedError(self._missing(silent or list(ranks), clock()))
             time.sleep(self._pause(clock()))
 
     def close(self) -> None:
@@ -292,13 +292,15 @@ class StoreChannel:
         beat = self.heartbeats.get(0, Heartbeat(NONE, 0.0))
         return RankFailure(0, beat.host, beat.where, MISSED_HEARTBEATS, f"its process, {message}")
 
-    def _missing(self, ranks: list[int], waited_s: float, is_late: bool) -> RankFailure:
+    def _missing(self, ranks: list[int], waited_s: float) -> RankFailure:
         beats = {rank: self.heartbeats[rank] for rank in ranks}
         listed = ", ".join(f"{rank} ({beat.host}, in {beat.where})" for rank, beat in beats.items())
-        why = "they are alive, but did not come" if is_late else "stopped, dead, cut off, or not come yet"
+        rank, beat = next(iter(beats.items()))
+        is_alive = beat.value != NONE and self._clock() - beat.changed_at <= self.timeout_s
+        why = "alive, but did not come" if is_alive else "stopped, dead, cut off, or not come yet"
         message = f"rank {self.rank} waited {waited_s:.1f} s for ranks {listed}: {why}"
-        first = beats[ranks[0]]
-        return RankFailure(ranks[0], first.host, first.where, STUCK if is_late else MISSED_HEARTBEATS, message)
+        where = f"code before {self._where()}" if beat.value == NONE else beat.where
+        return RankFailure(rank, beat.host, where, STUCK if is_alive else MISSED_HEARTBEATS, message)
 
     # --- The thread ---------------------------------------------------------------------------------------------------
 

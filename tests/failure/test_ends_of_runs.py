@@ -235,7 +235,7 @@ def test_all_ranks_end_alike(scenario: Callable[[int, int], None], outcomes: dic
     """Long before the timeout of `stops_on_one_rank_alone`, and nobody goes on to the next run."""
     statuses, messages = EXPECTED[scenario]
     found, outputs = outcomes[scenario].result()
-    assert found == statuses, outputs
+    assert found == statuses, "\n".join(outputs)
     for message, output in zip(messages, outputs, strict=True):
         assert message.format(host=socket.gethostname()) in output
         assert "\nvalidated" not in output
