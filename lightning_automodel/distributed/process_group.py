@@ -6,7 +6,6 @@ import logging
 import multiprocessing.util
 import os
 import signal
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -224,7 +223,6 @@ class _Membership:
 
 _membership: _Membership | None = None
 _leaves_at_exit: int | None = None
-_excepthooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 _leaving_hooks: list[Callable[[], None]] = []
 _inherited: list[Any] = []
 
@@ -332,7 +330,7 @@ def _join(found: rendezvous.Rendezvous, backend: str, timeout: timedelta, device
     _leave_at_exit()
     join_round = join.meet(found, backend, timeout)
     try:
-        with connections.recording(), _one_excepthook():
+        with connections.recording():
             dist.init_process_group(
                 backend,
                 store=join_round.group_store,
@@ -350,19 +348,6 @@ def _join(found: rendezvous.Rendezvous, backend: str, timeout: timedelta, device
     _membership = _Membership(os.getpid(), join_round, weakref.ref(group))
     if found.rank == 0:
         log.info("%d ranks have joined at %s (backend %s).", found.world_size, found.place, backend)
-
-
-@contextlib.contextmanager
-def _one_excepthook() -> Iterator[None]:
-    """Keep torch from wrapping its own ``sys.excepthook``, which it installs anew with every default group."""
-    global _excepthooks
-    if _excepthooks is not None and sys.excepthook is _excepthooks[1]:
-        sys.excepthook = _excepthooks[0]
-    before = sys.excepthook
-    try:
-        yield
-    finally:
-        _excepthooks = (before, sys.excepthook)
 
 
 # --- Leaving ----------------------------------------------------------------------------------------------------------
@@ -428,8 +413,9 @@ def _destroy_groups(membership: _Membership) -> None:
         dist.destroy_process_group()
     except Exception:
         log.warning("The process groups could not be destroyed.", exc_info=True)
-    # Meshes refer to each other in cycles, too.
-    gc.collect()
+    if membership.group() is not None:
+        # A mesh that was in use until now refers to it, in a cycle with other meshes.
+        gc.collect()
 
 
 def _leave_at_exit() -> None:

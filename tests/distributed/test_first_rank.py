@@ -475,7 +475,9 @@ def test_group_without_all_ranks_is_an_error_that_names_them(tmp_path: Path, ran
     assert output.endswith("initialised: False\n")
 
 
-@pytest.mark.parametrize(("fault", "text"), [("SIGSTOP", "has not answered for 3 s"), ("SIGKILL", "ended or is out of reach (Dist")])
+@pytest.mark.parametrize(
+    ("fault", "text"), [("SIGSTOP", "has not answered for 3 s"), ("SIGKILL", "ended or is out of reach (Dist")]
+)
 def test_lost_store_is_an_error_that_says_so(tmp_path: Path, fault: str, text: str) -> None:
     """The host of the store stops or dies in its block."""
     with ranks_without_a_group(tmp_path, "lose", fault) as (host, other):

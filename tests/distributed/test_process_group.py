@@ -388,12 +388,12 @@ def test_nothing_is_left_after_many_groups(host: str, cycles: int) -> None:
 
 
 def _read_late(linger_s: float) -> str:
-    """Rank 0 leaves at once, rank 1 reads from the store that lives in rank 0 a second later."""
+    """Rank 0 leaves at once, rank 1 reads from the store that lives in rank 0 some seconds later."""
     info = initialize_distributed("gloo", TIMEOUT)
     if info.is_main:
         destroy_global_state(linger_s)
         return ""
-    time.sleep(1.0)
+    time.sleep(3.0)
     store = dist.distributed_c10d._get_default_store()
     store.set("last", "words")
     value = store.get("last").decode()

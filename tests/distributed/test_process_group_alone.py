@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -363,23 +362,6 @@ def test_destroying_off_the_main_thread() -> None:
     thread.join()
     threading.excepthook = hook
     assert (errors, dist.is_initialized(), signal.getsignal(signal.SIGINT)) == ([], False, before)
-
-
-def test_torchs_excepthook_does_not_pile_up() -> None:
-    def depth() -> int:
-        hook, count = sys.excepthook, 0
-        while closure := getattr(hook, "__closure__", None):
-            cells = dict(zip(hook.__code__.co_freevars, closure, strict=True))
-            hook, count = cells["old_hook"].cell_contents, count + 1
-        return count
-
-    before, depths = sys.excepthook, []
-    for _ in range(3):
-        initialize_distributed("gloo")
-        destroy_global_state()
-        depths.append(depth())
-    sys.excepthook = before
-    assert depths[0] == depths[1] == depths[2] > 0
 
 
 def _destroy_in_child() -> None:
