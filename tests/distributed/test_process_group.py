@@ -24,6 +24,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from lightning_automodel.distributed import rendezvous
 from lightning_automodel.distributed.process_group import (
     DistInfo,
     destroy_global_state,
@@ -301,6 +302,16 @@ def test_a_store_serves_another_try_after_a_failed_one() -> None:
     assert [outcome.error for outcome in outcomes] == ["", ""]
     assert "Rank 1 of 2 did not come" in outcomes[0].value[0]
     assert [outcome.value[1] for outcome in outcomes] == [1.0, 1.0]
+
+
+def test_a_secret_stands_before_all_keys() -> None:
+    """Who reaches the store and does not know it cannot write what the ranks read."""
+    store = _host_store()
+    told = {"TORCHELASTIC_USE_AGENT_STORE": "True", rendezvous.SECRET: "5ecret"}
+    ranks = [Launched(_join_by, {}, **_place(store.port, rank, 2), **told) for rank in (0, 1)]
+    assert [rank.outcome().error for rank in ranks] == ["", ""]
+    left = "lightning_automodel/joining/0/left/0"
+    assert (store.check([f"5ecret/{left}"]), store.check([left])) == (True, False)
 
 
 def _claim_and_die() -> None:
