@@ -15,8 +15,6 @@ from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as Fsspec
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store as default_store
-from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
@@ -45,7 +43,6 @@ __all__ = [
     "cast_floating",
     "check_ddp_backward_is_complete",
     "clear_accumulated_gradients",
-    "default_store",
     "discard_partial_reduction",
     "finish_backward",
     "flatten_mesh",
@@ -61,7 +58,6 @@ __all__ = [
     "has_post_accumulate_hook",
     "initialise_fsdp_root",
     "is_compiled",
-    "is_file_store",
     "is_fsdp_root",
     "is_replicated",
     "lacks_accumulator",
@@ -72,10 +68,8 @@ __all__ = [
     "own_shard_changed",
     "park_gathered",
     "patch_unscaling",
-    "process_groups",
     "reduction_dtype",
     "set_element",
-    "set_group_timeout",
     "sharded_and_gathered",
     "sharded_versions",
     "start_accumulator",
@@ -127,11 +121,6 @@ def storage_records(reader: torch.PyTorchFileReader) -> dict[str, int]:
     names = [name for name in reader.get_all_records() if name.startswith("data/")]
     names.sort(key=lambda name: int(name.removeprefix("data/")))
     return {name: reader.get_record_offset(name) for name in names}  # type: ignore[attr-defined]
-
-
-def process_groups() -> list[dist.ProcessGroup]:
-    """Every group that this process is in, in the order in which they were made: the default one first."""
-    return list(dist.distributed_c10d._world.pg_map)
 
 
 def forget_process_groups() -> list[Any]:
@@ -458,10 +447,3 @@ def flush_static_graph(ddp: DistributedDataParallel) -> None:
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Flatten ``mesh`` into one dimension called ``name``. A collective over the world where it makes a new group."""
     return mesh._flatten(name)
-
-
-def is_file_store(store: dist.Store) -> bool:
-    """Whether a file is at the bottom of ``store``."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, dist.FileStore)
