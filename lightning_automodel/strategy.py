@@ -40,7 +40,7 @@ from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
 from lightning_automodel.gradients.precision_plugin import adapt_plugin, give_back_plugin
 from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting
 from lightning_automodel.gradients.windows import GradientFinisher, OptimizerWindows, optimizer_parameters, unwrap
-from lightning_automodel.launch.launchers import InPlaceLauncher, make_launcher
+from lightning_automodel.launch.launchers import make_launcher
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume, schedule_callbacks
 from lightning_automodel.sharding import apply, meta_init, precision, units, weight_averaging
@@ -317,7 +317,7 @@ class AutomodelStrategy(ParallelStrategy):
             get_report=self._tell_parent,
             set_report=self._hear_children,
         )
-        if isinstance(self._launcher, InPlaceLauncher) and start_method != "popen":
+        if self.cluster_environment.creates_processes_externally and start_method != "popen":
             self._advice.say_once(
                 f"start_method={start_method!r} has no effect: {type(self.cluster_environment).__name__} says that"
                 " something else has started the processes."
