@@ -187,7 +187,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         parts = {"the module" if isinstance(value, pl.LightningModule) else "the data": value for value in data}
         parts |= {f"the callback {type(callback).__name__}": callback for callback in trainer.callbacks}  # type: ignore[attr-defined]
         parts |= {f"the logger {type(logger).__name__}": logger for logger in trainer.loggers}
-        found = find_unpicklable({**parts, "the strategy": trainer.strategy, "the Trainer": trainer}, set())
+        found = find_unpicklable({**parts, "the strategy": trainer.strategy, "the Trainer": trainer})
         if found is not None:
             where, value, cause = found
             raise TypeError(

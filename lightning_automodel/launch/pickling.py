@@ -4,7 +4,6 @@ import io
 import pickle
 from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
-from types import MethodType
 from typing import Any
 
 
@@ -35,22 +34,25 @@ def _load(data: bytes) -> ByValue:
     return ByValue(pickle.loads(data))
 
 
-def find_unpicklable(parts: Mapping[str, Any], seen: set[int]) -> tuple[str, Any, Exception] | None:
-    """The innermost part that cannot be pickled: where it is, what, and what pickling says of it; None if all can.
+def find_unpicklable(parts: Mapping[str, Any]) -> tuple[str, Any, Exception] | None:
+    """The first part that cannot be pickled, or rather its attribute: where it is, what, and what pickling says of it.
 
     Args:
         parts: Values, by how to write where they are.
-        seen: Ids of values that were looked into already; parts refer to each other in cycles.
     """
     for where, value in parts.items():
         error = _error(value)
-        if error is None or id(value) in seen:
-            continue
-        seen.add(id(value))
-        inner = {name: part for name, part in _parts_of(where, value).items() if _error(part) is not None}
-        found = find_unpicklable(inner, seen) if inner else (where, value, error)
-        if found is not None:
-            return found
+        if error is not None:
+            try:
+                # Not `vars`: a class may leave out what could not be pickled, and asking may fail as pickling did.
+                attributes = value.__getstate__()
+            except Exception:
+                attributes = None
+            inner = attributes if isinstance(attributes, dict) and not isinstance(value, type) else {}
+            for name, part in inner.items():
+                if (inner_error := _error(part)) is not None:
+                    return f"{where}.{name}", part, inner_error
+            return where, value, error
     return None
 
 
@@ -60,18 +62,3 @@ def _error(value: Any) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _parts_of(where: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, MethodType):
-        return {where: value.__self__}
-    if isinstance(value, Mapping):
-        return {f"{where}[{key!r}]": part for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return {f"{where}[{index}]": part for index, part in enumerate(value)}
-    try:
-        # Not `vars`: a class may leave out what could not be pickled, and asking may fail as pickling did.
-        attributes = {} if isinstance(value, type) else value.__getstate__()
-    except Exception:
-        return {}
-    return {f"{where}.{name}": part for name, part in attributes.items()} if isinstance(attributes, dict) else {}

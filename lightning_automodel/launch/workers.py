@@ -1,4 +1,4 @@
-"""Workers: ranks that the launching process, itself no rank, has started: what each tells the other, and the waiting."""
+"""Workers: ranks that the launching process, itself no rank, started; what each tells the other, and the waiting."""
 
 import contextlib
 import logging

@@ -67,7 +67,7 @@ def fit(folder: Path, options: dict[str, Any], fault: str | None = None) -> None
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
 def test_training(tmp_path: Path, engine: str) -> None:
     """To the weights of one process."""
-    from tests.launch.test_start_methods import reference
+    from tests.launch.launched import reference
 
     fit(tmp_path, {"data_parallel": engine})
     found, (weights, _) = torch.load(tmp_path / "weights.pt"), reference()
