@@ -106,7 +106,7 @@ def use_threads() -> None:
 def make_trainer(folder: Path, **options: Any) -> pl.Trainer:
     """A Trainer of two ranks; further options are the strategy's."""
     return pl.Trainer(
-        strategy=AutomodelStrategy(timeout=TIMEOUT_S / 60, **options),
+        strategy=AutomodelStrategy(**{"timeout": TIMEOUT_S / 60, **options}),
         accelerator="cpu",
         devices=2,
         max_epochs=1,
@@ -261,7 +261,8 @@ if __name__ == "__main__":
 def script(folder: Path, function: Callable[..., None], **options: Any) -> list[str]:
     """Command of a script that does `function(folder, **options)`, to be run in `folder`."""
     (folder / "script.py").write_text(SCRIPT)
-    return [sys.executable, "script.py", function.__name__, json.dumps(options)]
+    # Each rank imports everything anew, which takes longer on a busy machine than forked ranks ever wait.
+    return [sys.executable, "script.py", function.__name__, json.dumps({"timeout": PATIENCE_S / 60, **options})]
 
 
 class Terminal:

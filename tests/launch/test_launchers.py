@@ -127,10 +127,10 @@ def test_ctrl_c(tmp_path: Path, method: str) -> None:
             cwd=tmp_path,
             **dict.fromkeys(("stdin", "stdout", "stderr"), terminal.slave),
         )
-        status = _press_ctrl_c(tmp_path, terminal, process.wait)
+        status = _press_ctrl_c(tmp_path, terminal, process.poll, process.wait)
     else:
         with program(fail, tmp_path, terminal.name, **options) as launching:
-            _press_ctrl_c(tmp_path, terminal, launching.join)
+            _press_ctrl_c(tmp_path, terminal, lambda: launching.exitcode, launching.join)
             status = launching.exitcode
     output = terminal.close()
     assert status == 1, output
@@ -139,8 +139,9 @@ def test_ctrl_c(tmp_path: Path, method: str) -> None:
     assert "Error" not in output
 
 
-def _press_ctrl_c(folder: Path, terminal: Terminal, wait: Any) -> Any:
-    wait_until(lambda: all((folder / f"rank{rank}.on").exists() for rank in range(2)))
+def _press_ctrl_c(folder: Path, terminal: Terminal, poll: Any, wait: Any) -> Any:
+    wait_until(lambda: len(list(folder.glob("rank*.on"))) == 2 or poll() is not None)
+    assert poll() is None, terminal.close()
     pressed_at = time.monotonic()
     terminal.press_ctrl_c()
     status = wait(PATIENCE_S)
