@@ -50,7 +50,8 @@ def find_unpicklable(parts: Mapping[str, Any]) -> tuple[str, Any, Exception] | N
                 attributes = None
             inner = attributes if isinstance(attributes, dict) and not isinstance(value, type) else {}
             for name, part in inner.items():
-                if (inner_error := _error(part)) is not None:
+                # A private attribute says nothing to the user, and may fail only because it refers back to its owner.
+                if not name.startswith("_") and (inner_error := _error(part)) is not None:
                     return f"{where}.{name}", part, inner_error
             return where, value, error
     return None

@@ -145,8 +145,8 @@ def _press_ctrl_c(folder: Path, terminal: Terminal, poll: Any, wait: Any) -> Any
     pressed_at = time.monotonic()
     terminal.press_ctrl_c()
     status = wait(PATIENCE_S)
-    # Two or three seconds on an idle machine, as under Lightning's ddp.
-    assert time.monotonic() - pressed_at < 20
+    # Some three seconds on an idle machine; any of the limits for a rank that does not answer would be longer.
+    assert time.monotonic() - pressed_at < 60
     wait_until(lambda: not any(is_running(pid) for pid in ranks(folder)))
     return status
 

@@ -88,5 +88,5 @@ def test_unpicklable_class_and_option_are_found() -> None:
 
     with pytest.raises(TypeError, match=r"but the module \(Local\) cannot be pickled"):
         make_trainer("spawn").fit(Local(), DataLoader([1]))
-    with pytest.raises(TypeError, match=r"the strategy\._options \(StrategyOptions\) cannot be pickled: .*<lambda>"):
+    with pytest.raises(TypeError, match=r"but the strategy \(AutomodelStrategy\) cannot be pickled: .*<lambda>"):
         make_trainer("spawn", count_label_tokens=lambda batch: 1).fit(LabelledModule(), DataLoader([1]))
