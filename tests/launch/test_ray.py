@@ -64,7 +64,7 @@ def fit(folder: Path, options: dict[str, Any], fault: str | None = None) -> None
     ).fit()
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("ddp", marks=pytest.mark.sweep)])
 def test_training(tmp_path: Path, engine: str) -> None:
     """To the weights of one process."""
     from tests.launch.launched import reference
@@ -74,6 +74,7 @@ def test_training(tmp_path: Path, engine: str) -> None:
     assert max(relative_error(found[name], weight) for name, weight in weights.items()) < TOLERANCE
 
 
+@pytest.mark.sweep
 def test_failure(tmp_path: Path) -> None:
     """Ray raises what happened on the rank that failed."""
     with pytest.raises(Exception, match="no labels here"):
