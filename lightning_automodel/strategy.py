@@ -433,7 +433,7 @@ class AutomodelStrategy(ParallelStrategy):
                 self.root_device,
                 self._run.state,
                 self._run.load_state,
-                lambda: self._required_run.windows.any_open,
+                lambda: bool(self._required_run.windows.open_windows),
                 partial(self._advice.say_once, say=rank_zero_info),
             )
         self._log_description()
@@ -631,7 +631,7 @@ class AutomodelStrategy(ParallelStrategy):
         if not self._checkpoints.names_parameters:
             return super().optimizer_state(optimizer)
         assert self.lightning_module is not None
-        with self._required_run.windows.suspended():
+        with self._required_run.watch.suspended():
             return optimizer_state(self._module, unwrap(optimizer))
 
     @override

@@ -18,6 +18,7 @@ from lightning_automodel.advice import Advice
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients.clipping import GradientClipper
 from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
+from lightning_automodel.gradients.optimizer_watch import OptimizerWatch
 from lightning_automodel.gradients.precision_plugin import patch_clipping
 from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting
 from lightning_automodel.gradients.windows import GradientWindows
@@ -96,19 +97,19 @@ class TrainingRun:
             self._is_sharded,
             self.patches,
         )
+        parameters = list(module.parameters())
         self.windows = GradientWindows(
             self.engine,
             self._weighting,
             self._scaling,
             mesh,
             device,
-            list(module.parameters()),
+            parameters,
             reuses_buffers=bool((options.ddp_kwargs or {}).get("gradient_as_bucket_view")),
         )
-        has_scaler = self._scaling.scaler is not None
-        self.clipper = GradientClipper(
-            self.windows, mesh, options.track_grad_norm, options.error_if_nonfinite and not has_scaler
-        )
+        self.watch = OptimizerWatch(self.windows, parameters)
+        raises_if_nonfinite = options.error_if_nonfinite and self._scaling.scaler is None
+        self.clipper = GradientClipper(self.windows, self.watch, mesh, options.track_grad_norm, raises_if_nonfinite)
         self._draws_its_batches = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
         # The batch and the count of the training step that runs, until its backward.
         self._batch: Any = None
@@ -158,7 +159,7 @@ class TrainingRun:
 
     def watch_optimizers(self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer]) -> None:
         """Follow these optimizers from now on, instead of those before."""
-        self.windows.watch(optimizers, wrappers, self._is_misplaced_zero_grad)
+        self.watch.watch(optimizers, wrappers, self._is_misplaced_zero_grad)
 
     def watch_module(self) -> None:
         """Follow what the user does in manual optimization, and ``module.zero_grad``.
@@ -166,10 +167,10 @@ class TrainingRun:
         Raises:
             ValueError: For optimizers that would train something else than the distributed model.
         """
-        self.windows.watch_module(self.module, self.patches, self.engine.release)
+        self.watch.watch_module(self.module, self.patches, self.engine.release)
         # Under automatic optimization every backward is the strategy's.
         if not (self._is_sharded or self.module.automatic_optimization) and self._mesh.sizes.data_parallel > 1:
-            self.windows.watch_stray_backwards()
+            self.watch.watch_stray_backwards()
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 
@@ -199,7 +200,7 @@ class TrainingRun:
     ) -> Tensor:
         """See :meth:`AutomodelStrategy.backward`."""
         module, plugin, ends = self.module, self.plugin, self._ends_window
-        if optimizer is not None and not self.windows.any_open:
+        if optimizer is not None and not self.windows.open_windows:
             self._zero_if_skipped(optimizer)
         count, accumulate = self._take_count(kwargs)
         window = self.windows.open()
@@ -222,7 +223,7 @@ class TrainingRun:
         if self.module.automatic_optimization and self._count is not None:
             count, self._count = self._count, None
             return count, self.module.trainer.accumulate_grad_batches
-        self.windows.check_known(kwargs.pop("optimizer", None))
+        self.watch.check_known(kwargs.pop("optimizer", None))
         told = {"num_label_tokens": kwargs.pop("num_label_tokens")} if "num_label_tokens" in kwargs else None
         return self._weighting.count(self._batch, told), 1
 
@@ -253,7 +254,7 @@ class TrainingRun:
         else:
             with self.micro_batch(is_last=True):
                 result = closure()
-        self.windows.check_step(optimizer)
+        self.watch.check_step(optimizer)
         if result is not None or not self.module.automatic_optimization:
             self._scaling.look_for_overflow(optimizer)
         return result
@@ -305,7 +306,8 @@ class TrainingRun:
 
     def close(self) -> None:
         """Drop open windows, restore what was replaced, leave the model to itself. Calling it again does nothing."""
-        self.windows.close()
+        self.windows.reset()
+        self.watch.close()
         self.patches.restore()
         precision.give_back_casting(self.plugin)
         self.engine.close()

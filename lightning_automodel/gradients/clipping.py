@@ -6,6 +6,7 @@ from torch import Tensor
 
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
+from lightning_automodel.gradients.optimizer_watch import OptimizerWatch
 from lightning_automodel.gradients.windows import GradientWindows, OneOptimizer, optimizer_parameters, unwrap
 
 
@@ -17,13 +18,21 @@ class GradientClipper:
 
     Args:
         windows: Where norms are reported.
+        watch: Refuses to clip what is not final.
         mesh: Mesh of the run.
         track_norm: Measure the norm before each step, also where no clipping does.
         error_if_nonfinite: Likewise, and raise where it is not finite.
     """
 
-    def __init__(self, windows: GradientWindows, mesh: RunMesh, track_norm: bool, error_if_nonfinite: bool) -> None:
-        self._windows, self._mesh = windows, mesh
+    def __init__(
+        self,
+        windows: GradientWindows,
+        watch: OptimizerWatch,
+        mesh: RunMesh,
+        track_norm: bool,
+        error_if_nonfinite: bool,
+    ) -> None:
+        self._windows, self._watch, self._mesh = windows, watch, mesh
         self._track_norm, self._error_if_nonfinite = track_norm, error_if_nonfinite
 
     def clip(self, optimizer: OneOptimizer, clip_val: float, algorithm: Literal["norm", "value"]) -> Tensor:
@@ -31,7 +40,7 @@ class GradientClipper:
         rescale_clip.check_clip_value(clip_val)
         if algorithm not in ("norm", "value"):
             raise ValueError(f"algorithm must be 'norm' or 'value', got {algorithm!r}.")
-        self._windows.check_step(unwrap(optimizer))
+        self._watch.check_step(unwrap(optimizer))
         if algorithm == "norm":
             return self.clip_by_norm(optimizer, clip_val)
         norm = self.norm(optimizer)

@@ -1,23 +1,20 @@
 """Accumulation windows: what their backwards compute is held back, and written to ``.grad`` once it is final."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, WindowSums
-from lightning_automodel.patching import PatchStack
 
 OneOptimizer = Optimizer | LightningOptimizer
 
@@ -113,110 +110,25 @@ class GradientWindows:
         self._engine, self._weighting, self._scaling = engine, weighting, scaling
         self._mesh, self._device, self._parameters = mesh, device, parameters
         self._reuses_buffers = reuses_buffers
-        self._optimizers: list[Optimizer] = []
         self._open: dict[Optimizer | None, Window] = {}
         self._held: dict[nn.Parameter, Tensor] = {}
-        self._toggled: Optimizer | None = None
-        self._is_suspended = False
-        self._in_backward = False
-        self._stray: set[nn.Parameter] = set()
-        self._patches = PatchStack()
-        self._step_handles: list[RemovableHandle] = []
-        self._stray_handles: list[RemovableHandle] = []
+        # Kept up to date by `OptimizerWatch`.
+        self.optimizers: list[Optimizer] = []
+        self.toggled: Optimizer | None = None
+        self.in_backward = False
 
-    # --- What users do to gradients and optimizers meanwhile ----------------------------------------------------------
-
-    def watch(
-        self,
-        optimizers: list[Optimizer],
-        wrappers: list[LightningOptimizer],
-        is_misplaced: Callable[[], bool],
-    ) -> None:
-        """Follow steps of these optimizers, and what zeroes their gradients, from now on instead of those before.
-
-        Torch has hooks for steps, and none for ``zero_grad``.
-
-        Args:
-            optimizers: The user's.
-            wrappers: Lightning's, which have a ``zero_grad`` of their own.
-            is_misplaced: Asked before each ``zero_grad``; True leaves gradients as they are.
-        """
-        self._unwatch()
-        self._optimizers = optimizers
-        for optimizer, wrapper in zip(optimizers, wrappers, strict=True):
-            self._step_handles.append(optimizer.register_step_pre_hook(self._before_raw_step))
-            self._step_handles.append(optimizer.register_step_post_hook(lambda optimizer, *_: self.stepped(optimizer)))
-            for watched in (optimizer, wrapper):
-                self._patches.set(watched, "zero_grad", self._dropping(watched.zero_grad, optimizer, is_misplaced))
-
-    def _unwatch(self) -> None:
-        self._patches.restore()
-        while self._step_handles:
-            self._step_handles.pop().remove()
-
-    def watch_module(self, module: pl.LightningModule, patches: PatchStack, on_toggle: Callable[[], None]) -> None:
-        """Follow ``module.zero_grad`` and which optimizer is toggled; ``on_toggle`` follows each change."""
-        zero_grad, toggle, untoggle = module.zero_grad, module.toggle_optimizer, module.untoggle_optimizer
-
-        def zero_and_drop(*args: Any, **kwargs: Any) -> None:
-            zero_grad(*args, **kwargs)
-            self.drop(self._parameters)
-
-        def toggle_optimizer(optimizer: OneOptimizer) -> None:
-            toggle(optimizer)
-            self._toggled = unwrap(optimizer)
-            on_toggle()
-
-        def untoggle_optimizer(optimizer: OneOptimizer) -> None:
-            untoggle(optimizer)
-            self._toggled = None
-            on_toggle()
-
-        patches.set(module, "zero_grad", zero_and_drop)
-        patches.set(module, "toggle_optimizer", toggle_optimizer)
-        patches.set(module, "untoggle_optimizer", untoggle_optimizer)
-
-    def watch_stray_backwards(self) -> None:
-        """Notice gradients of a ``loss.backward()`` by hand, which the engine would leave unsynchronised (DDP)."""
-        for parameter in self._parameters:
-            if parameter.requires_grad:
-                self._stray_handles.append(parameter.register_post_accumulate_grad_hook(self._note_accumulation))
-
-    def _note_accumulation(self, parameter: Tensor) -> None:
-        if not self._in_backward:
-            self._stray.add(parameter)  # type: ignore[arg-type]
-
-    def _dropping(
-        self, zero_grad: Callable[..., None], optimizer: Optimizer, is_misplaced: Callable[[], bool]
-    ) -> Callable[..., None]:
-        def zero_and_drop(*args: Any, **kwargs: Any) -> None:
-            if is_misplaced():
-                return
-            zero_grad(*args, **kwargs)
-            if not self._is_suspended:
-                self.drop(optimizer_parameters(optimizer))
-
-        return zero_and_drop
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Context in which steps and ``zero_grad`` are not the user's: torch uses both to make optimizer state."""
-        self._is_suspended = True
-        try:
-            yield
-        finally:
-            self._is_suspended = False
+    @property
+    def open_windows(self) -> list[Window]:
+        """The windows that have begun and not ended."""
+        return list(self._open.values())
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
         """Forget what open windows hold for these parameters: their gradients have been zeroed."""
-        dropped = set(parameters)
-        self._stray -= dropped
         if not self._open:
             return
+        dropped = set(parameters)
         # A window of which nothing is left is over, its count too.
-        for key, window in list(self._open.items()):
-            if window.owned <= dropped:
-                del self._open[key]
+        self._open = {key: window for key, window in self._open.items() if not window.owned <= dropped}
         if not self._open:
             dropped.update(self._parameters)
         for parameter in dropped:
@@ -225,69 +137,13 @@ class GradientWindows:
 
     def reset(self) -> None:
         """Forget all windows, and what they hold: a run begins or ends, or a backward has failed."""
-        self._open, self._held, self._toggled, self._stray = {}, {}, None, set()
-        self.since_step = {}
+        self._open, self._held, self.toggled, self.since_step = {}, {}, None, {}
         self._engine.discard()
-
-    def close(self) -> None:
-        """Forget what is open, and stop following optimizers and parameters."""
-        self.reset()
-        self._unwatch()
-        self._optimizers = []
-        while self._stray_handles:
-            self._stray_handles.pop().remove()
-
-    def check_known(self, named: OneOptimizer | Iterable[OneOptimizer] | None) -> None:
-        """Raise ValueError if ``manual_backward(optimizer=...)`` names an optimizer that is none of the module's."""
-        several: Iterable[Any] = named if isinstance(named, (list, tuple)) else [named]
-        for optimizer in several:
-            if optimizer is not None and unwrap(optimizer) not in self._optimizers:
-                raise ValueError(
-                    f"manual_backward(optimizer=...) got {type(unwrap(optimizer)).__name__}, which is none of the"
-                    f" {len(self._optimizers)} optimizers that configure_optimizers returned; pass one of"
-                    " self.optimizers()."
-                )
-
-    @property
-    def any_open(self) -> bool:
-        """Whether a window has begun and not ended."""
-        return bool(self._open)
-
-    def _before_raw_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # With a closure the backward is still to come: then the strategy checks after it. (`args` holds the optimizer.)
-        if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
-            self.check_step(optimizer)
-
-    def check_step(self, optimizer: Optimizer) -> None:
-        """Refuse a step with gradients that are not final.
-
-        Raises:
-            RuntimeError: If an open window holds parameters of ``optimizer``, or if ``loss.backward()`` has left
-                gradients that nobody synchronised.
-        """
-        if self._is_suspended or not (self._open or self._stray):
-            return
-        parameters, name = optimizer_parameters(optimizer), type(optimizer).__name__
-        for window in self._open.values():
-            if not window.owned.isdisjoint(parameters):
-                raise RuntimeError(
-                    f"{name}.step() in the middle of an accumulation window: {window.sums.num_micro_batches}"
-                    " backward(s) have accumulated and none has synchronised. Step after a backward outside of"
-                    " `optimizer.toggle_model(sync_grad=False)`, or call optimizer.zero_grad() to give the window up."
-                )
-        stray = sum(parameter.grad is not None for parameter in self._stray.intersection(parameters))
-        if stray:
-            raise RuntimeError(
-                f"{stray} parameters of {name} have gradients of a plain loss.backward(), which"
-                " DistributedDataParallel does not synchronise under manual optimization, so ranks would drift apart."
-                " Call self.manual_backward(loss) instead."
-            )
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped, or a gradient scaler has skipped its step: the next report begins anew."""
-        if not self._is_suspended:
-            self.since_step.pop(optimizer, None)
-            self._scaling.stepped(optimizer)
+        self.since_step.pop(optimizer, None)
+        self._scaling.stepped(optimizer)
 
     # --- One backward -------------------------------------------------------------------------------------------------
 
@@ -299,10 +155,10 @@ class GradientWindows:
         Raises:
             RuntimeError: If several are open and none is toggled, or if two windows would hold the same parameter.
         """
-        key = self._toggled
+        key = self.toggled
         if key is not None and key in self._open:
             return self._open[key]
-        optimizers = self._optimizers if key is None else [key]
+        optimizers = self.optimizers if key is None else [key]
         owned = {parameter for optimizer in optimizers for parameter in optimizer_parameters(optimizer)}
         if key is None and len(self._open) == 1:
             window = next(iter(self._open.values()))
@@ -335,7 +191,7 @@ class GradientWindows:
         Ending is a collective over the data-parallel group: every rank must end the same window.
         """
         stood_before = self._swap_in()
-        self._in_backward = True
+        self.in_backward = True
         try:
             yield
             final = self._finalise(window) if ends else None
@@ -346,7 +202,7 @@ class GradientWindows:
             self._engine.recover()
             raise
         finally:
-            self._in_backward = False
+            self.in_backward = False
         self._swap_out(stood_before, final)
 
     def _swap_in(self) -> dict[nn.Parameter, Tensor]:
