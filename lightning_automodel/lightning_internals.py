@@ -6,18 +6,11 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
-from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork as check_bad_cuda_fork
-from lightning.fabric.strategies.launchers.multiprocessing import _check_missing_main_guard as check_missing_main_guard
-from lightning.fabric.strategies.launchers.multiprocessing import (
-    _disable_module_memory_sharing as disable_module_memory_sharing,
-)
 from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
 from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper as DatasetSamplerWrapper
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend_for_device,
 )
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
 from lightning.fabric.utilities.load import _METADATA_FILENAME as CHECKPOINT_METADATA_FILENAME
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
@@ -36,8 +29,6 @@ from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
 from lightning.pytorch.overrides.distributed import prepare_for_backward as prepare_ddp_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
-from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
-from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalStateSnapshot
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
@@ -52,14 +43,11 @@ from torch.optim.swa_utils import AveragedModel
 
 __all__ = [
     "CHECKPOINT_METADATA_FILENAME",
-    "IS_INTERACTIVE",
     "BaseProgress",
     "DDPForwardRedirection",
     "DatasetSamplerWrapper",
     "EvaluationLoop",
     "FitLoop",
-    "GlobalStateSnapshot",
-    "Launcher",
     "Loop",
     "MockOptimizer",
     "MultiProcessingLauncher",
@@ -74,11 +62,8 @@ __all__ = [
     "TunerExitException",
     "averaged_model",
     "call_and_handle_interrupt",
-    "check_bad_cuda_fork",
-    "check_missing_main_guard",
     "collect_rng_states",
     "default_backend_for_device",
-    "disable_module_memory_sharing",
     "failing_hook",
     "give_back_model_checkpoints",
     "give_back_sigterm",
@@ -87,7 +72,6 @@ __all__ = [
     "replace_loading_of_directories",
     "reset_seed",
     "save_and_requeue",
-    "set_num_threads_if_needed",
     "set_rng_states",
     "set_sampler_epoch",
     "take_over_model_checkpoints",

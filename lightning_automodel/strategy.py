@@ -36,7 +36,7 @@ from lightning_automodel.distributed.mesh import RunMesh, build_mesh, resolve_si
 from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.gradients.windows import unwrap
-from lightning_automodel.launch.launchers import InPlaceLauncher, make_launcher
+from lightning_automodel.launch.launchers import make_launcher
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume, schedule_callbacks
 from lightning_automodel.sharding import apply, weight_averaging
@@ -90,7 +90,7 @@ class AutomodelStrategy(ParallelStrategy):
         init_method: Where the ranks meet: ``"tcp://host:port"`` or ``"file:///path"``. None: as the environment says.
         start_method: How the ranks of a node come about where nothing else has started them. ``"popen"``: this process
             is rank 0 and runs the script again for each other one. ``"fork"`` (also in notebooks), ``"spawn"`` and
-            ``"forkserver"``: as its children, which end with the run; trained weights and metrics come back. A forked
+            ``"forkserver"``: as workers, which end with the run; trained weights and metrics come back. A forked
             rank computes with one CPU thread.
         timeout: How long a collective may wait, and a rank miss its heartbeats: ``timedelta`` or minutes.
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
@@ -184,7 +184,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._run: TrainingRun | None = None
         self._advice = Advice()
         self._resume: Resume | None = None
-        self._report_of_children: Mapping[str, Any] = {}
+        self._reported_by_workers: Mapping[str, Any] = {}
 
     @classmethod
     @override
@@ -223,9 +223,9 @@ class AutomodelStrategy(ParallelStrategy):
     def last_step(self) -> StepReport | None:
         """Report on the newest optimizer step; None before the first. Its tensors stay on the device.
 
-        In a process that started the ranks as its children, it is on the CPU and of the newest run that has ended.
+        In a process that started the ranks as workers, it is on the CPU and of the newest run that has ended.
         """
-        return self._report_of_children.get("last_step") if self._run is None else self._run.last_step
+        return self._reported_by_workers.get("last_step") if self._run is None else self._run.last_step
 
     @property
     def num_processes(self) -> int:
@@ -290,22 +290,22 @@ class AutomodelStrategy(ParallelStrategy):
             self.num_processes,
             self.num_nodes,
             self._guard,
-            get_report=self._tell_parent,
-            set_report=self._hear_children,
+            get_report=self._worker_report,
+            set_report=self._take_worker_report,
         )
-        if isinstance(self._launcher, InPlaceLauncher) and start_method != "popen":
+        if self.cluster_environment.creates_processes_externally and start_method != "popen":
             self._advice.say_once(
                 f"start_method={start_method!r} has no effect: {type(self.cluster_environment).__name__} says that"
                 " something else has started the processes."
             )
 
-    def _tell_parent(self) -> dict[str, Any]:
+    def _worker_report(self) -> dict[str, Any]:
         """What a rank sends to the process that started it."""
         described = {name: value for name, value in self.describe().items() if name != "options"}
         return {"last_step": self.last_step, "description": described}
 
-    def _hear_children(self, report: Mapping[str, Any]) -> None:
-        self._report_of_children = report
+    def _take_worker_report(self, report: Mapping[str, Any]) -> None:
+        self._reported_by_workers = report
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and the rank-zero helpers which rank this process is."""
@@ -648,7 +648,7 @@ class AutomodelStrategy(ParallelStrategy):
             # Ranks that go on without saving would otherwise meet those that save in one collective.
             collectives.named_barrier("save_checkpoint", process_group.parse_timeout(self._options.timeout))
         checkpoint.update(describe_models(module))
-        ranks = self._those_who_save()
+        ranks = self._saving_group()
         if self._resume is not None and "optimizer_states" in checkpoint:
             checkpoint["callbacks"].update(self._resume.states_of_callbacks())
             checkpoint[CHECKPOINT_KEY] = self._resume.state(self._joined_mesh().sizes_by_name(), ranks)
@@ -659,7 +659,7 @@ class AutomodelStrategy(ParallelStrategy):
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         self._checkpoints.save(checkpoint, filepath, self.root_device, self.checkpoint_io, goes_on, storage_options)
 
-    def _those_who_save(self) -> dist.ProcessGroup | None:
+    def _saving_group(self) -> dist.ProcessGroup | None:
         """All ranks, on the host; None for this one alone, where others have left after a failure."""
         if self.world_size == 1 or (
             self._guard.has_failed and not collectives.everybody_comes(_PATIENCE_AFTER_FAILURE)
@@ -768,7 +768,7 @@ class AutomodelStrategy(ParallelStrategy):
         """
         options = {field.name: getattr(self._options, field.name) for field in dataclasses.fields(self._options)}
         if self._run is None:
-            return {"options": options, **self._report_of_children.get("description", {})}
+            return {"options": options, **self._reported_by_workers.get("description", {})}
         return {"options": options, **self._run.describe()}
 
     def _log_description(self) -> None:

@@ -24,12 +24,17 @@ def forked() -> ForkServerContext:
     return context
 
 
+def fresh_environment() -> dict[str, str]:
+    """That of a program that no launcher has started."""
+    environment = {name: value for name, value in os.environ.items() if name not in NOT_FROM_OUTSIDE}
+    return {**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+
+
 def run_anew(command: Sequence[str], folder: Path, timeout_s: float) -> tuple[int, str]:
     """Exit status of a program that no launcher has started, in `folder`, and what it prints on both streams."""
-    environment = {name: value for name, value in os.environ.items() if name not in NOT_FROM_OUTSIDE}
     done = subprocess.run(
         command,
-        env={**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)},
+        env=fresh_environment(),
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

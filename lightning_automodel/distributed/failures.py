@@ -11,8 +11,6 @@ MAX_MESSAGE_CHARACTERS = 4000
 LAUNCHER = -1
 MISSED_HEARTBEATS = "missed heartbeats"
 STUCK = "stuck"
-NO_SIGN_OF_LIFE = MISSED_HEARTBEATS
-"""The former name, until the launchers use the new one."""
 COMMUNICATION = ("gloo", "NCCL", "XCCL", "monitoredBarrier")
 
 

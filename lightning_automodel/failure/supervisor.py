@@ -272,7 +272,3 @@ def _interrupt_main_thread() -> None:
     """Let the main thread run its handler of SIGTERM, also while it sleeps in a system call."""
     if hasattr(signal, "pthread_kill"):
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-
-
-RunGuard = Supervisor
-"""The former name, until the launchers use the new one."""

@@ -1,16 +1,15 @@
-"""What the launching process gets of a run that its children did: weights, metrics, paths of checkpoints."""
+"""What the launching process gets of a run that workers did: weights, metrics, paths of checkpoints."""
 
 import io
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn, TrainerState
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -19,24 +18,7 @@ from lightning_automodel import checkpoint as checkpoints
 _OF_CHECKPOINT_CALLBACKS = ("best_model_path", "best_model_score", "last_model_path")
 
 
-@dataclass(frozen=True)
-class RunResults:
-    """Results of a run, small but for a file. They travel through a pipe, so tensors are bytes.
-
-    Attributes:
-        returned: What the Trainer's function returned on rank 0.
-        state: The Trainer's.
-        weights: File with the whole trained weights, on this machine; None where nothing was trained.
-        tensors: The callback metrics, the attributes of checkpoint callbacks and the strategy's own report.
-    """
-
-    returned: Any
-    state: TrainerState
-    weights: Path | None
-    tensors: bytes
-
-
-def collect(trainer: "pl.Trainer", returned: Any, report: Mapping[str, Any]) -> RunResults | None:
+def collect(trainer: "pl.Trainer", returned: Any, report: Mapping[str, Any]) -> bytes | None:
     """Collect the results of this rank's run. A collective: every rank must call it, the model still being sharded.
 
     After a fit, sharded weights are gathered, one tensor after the other, into the host memory of the first rank of
@@ -48,32 +30,34 @@ def collect(trainer: "pl.Trainer", returned: Any, report: Mapping[str, Any]) -> 
         report: What the strategy wants to find in the launching process.
 
     Returns:
-        The results; None on all ranks but the first of each node.
+        The results, for :func:`restore`; None on all ranks but the first of each node.
     """
     is_first = trainer.strategy.local_rank == 0  # type: ignore[attr-defined]
     weights = None
     if trainer.state.fn == TrainerFn.FITTING:
         state = checkpoints.whole(checkpoints.model_state(trainer.lightning_module), keep=is_first)
-        if is_first:
-            weights = write_weights(state)
+        weights = write_weights(state) if is_first else None
     if not is_first:
         return None
-    metrics = {name: value.cpu() for name, value in trainer.callback_metrics.items()}
-    callbacks = [
-        {name: getattr(callback, name) for name in _OF_CHECKPOINT_CALLBACKS if hasattr(callback, name)}
-        for callback in trainer.checkpoint_callbacks
-    ]
+    # As bytes: a pipe would pass tensors in shared memory, which is gone once this process ends.
     buffer = io.BytesIO()
-    torch.save({"metrics": metrics, "checkpoint_callbacks": callbacks, "report": dict(report)}, buffer)
-    return RunResults(returned, trainer.state, weights, buffer.getvalue())
+    results = {
+        "returned": returned,
+        "state": trainer.state,
+        "weights": weights,
+        "metrics": {name: value.cpu() for name, value in trainer.callback_metrics.items()},
+        "checkpoint_callbacks": [
+            {name: getattr(callback, name) for name in _OF_CHECKPOINT_CALLBACKS if hasattr(callback, name)}
+            for callback in trainer.checkpoint_callbacks
+        ],
+        "report": dict(report),
+    }
+    torch.save(results, buffer)
+    return buffer.getvalue()
 
 
 def write_weights(state: dict[str, Any]) -> Path:
-    """Write whole weights to a file of their own, in the folder for temporary files.
-
-    Raises:
-        RuntimeError: If there is no space for it; nothing is left behind then.
-    """
+    """Write whole weights to a file of their own; if that fails, nothing is left behind."""
     folder = Path(tempfile.mkdtemp(prefix="lightning_automodel-"))
     try:
         torch.save(state, folder / "weights.pt")
@@ -86,52 +70,47 @@ def write_weights(state: dict[str, Any]) -> Path:
     return folder / "weights.pt"
 
 
-def hand_over(results: RunResults, trainer: "pl.Trainer") -> dict[str, Any]:
-    """Give the launching process's Trainer and module what its children did. Not a collective.
+def restore(results: bytes, trainer: "pl.Trainer") -> tuple[Any, Mapping[str, Any]]:
+    """Give the launching process's Trainer and module what the workers did. Not a collective.
 
     Returns:
-        The strategy's own report.
+        What the run returned, and the strategy's report.
 
     Raises:
-        RuntimeError: If trained weights have no place in the module; their file is then kept and named.
+        RuntimeError: If trained weights are unmatched in the module; their file is then kept and named.
     """
-    tensors = torch.load(io.BytesIO(results.tensors), map_location="cpu", weights_only=False)
-    trainer.state = results.state
+    found = torch.load(io.BytesIO(results), map_location="cpu", weights_only=False)
+    trainer.state = found["state"]
     trainer.callback_metrics.clear()
-    trainer.callback_metrics.update(tensors["metrics"])
-    for callback, attributes in zip(trainer.checkpoint_callbacks, tensors["checkpoint_callbacks"], strict=False):
+    trainer.callback_metrics.update(found["metrics"])
+    for callback, attributes in zip(trainer.checkpoint_callbacks, found["checkpoint_callbacks"], strict=False):
         for name, value in attributes.items():
             setattr(callback, name, value)
-    if results.weights is not None:
+    if found["weights"] is not None:
         trainer.precision_plugin.convert_module(trainer.lightning_module)
-        load_trained_weights(trainer.lightning_module, results.weights)
-        shutil.rmtree(results.weights.parent)
-    return tensors["report"]
+        load_trained_weights(trainer.lightning_module, found["weights"])
+        shutil.rmtree(found["weights"].parent)
+    return found["returned"], found["report"]
 
 
 def load_trained_weights(module: "pl.LightningModule", path: Path) -> None:
-    """Load whole weights into a module that lives in this process alone, made by ``configure_model`` where need be.
-
-    Args:
-        module: Module that was handed to the ranks, as it was before they trained theirs.
-        path: File with the whole state of theirs.
+    """Load whole weights into a module of this process alone; ``configure_model`` makes what it lacks for them.
 
     Raises:
-        RuntimeError: If the module has no place for some of them: it would otherwise seem trained.
+        RuntimeError: If some of them are unmatched: the module would otherwise seem trained.
     """
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     reason: Exception | None = None
-    if _without_place(module, state) and is_overridden("configure_model", module):
+    if _unmatched(module, state) and is_overridden("configure_model", module):
         try:
             module.configure_model()
         except Exception as error:
             reason = error
-    homeless = _without_place(module, state)
-    if homeless:
+    if unmatched := _unmatched(module, state):
         raise RuntimeError(
-            f"{type(module).__name__} is trained, but in this process it has no place for {len(homeless)} of the"
-            f" {len(state)} trained tensors ({', '.join(homeless[:3])}{', ...' if len(homeless) > 3 else ''}): they are"
-            f" in {path}, which torch.load reads. Create these layers, in the shapes that they have in training, in"
+            f"{type(module).__name__} is trained, but in this process it has no place for {len(unmatched)} of the"
+            f" {len(state)} trained tensors ({', '.join(unmatched[:3])}{', ...' if len(unmatched) > 3 else ''}): they"
+            f" are in {path}, which torch.load reads. Create these layers, in the shapes that they have in training, in"
             " __init__, or in a configure_model that also works without self.device_mesh, or load a checkpoint that was"
             " saved in training."
         ) from reason
@@ -139,13 +118,12 @@ def load_trained_weights(module: "pl.LightningModule", path: Path) -> None:
         set_model_state_dict(module, state, options=StateDictOptions(strict=False))
 
 
-def _without_place(module: "pl.LightningModule", state: Mapping[str, Any]) -> list[str]:
+def _unmatched(module: "pl.LightningModule", state: Mapping[str, Any]) -> list[str]:
     """Names in ``state`` that ``module`` has not, or has on the meta device, or in another shape."""
-    known = checkpoints.whole(checkpoints.model_state(module), keep=True) if module.state_dict() else {}
-    return [name for name, value in state.items() if name not in known or not _can_hold(known[name], value)]
+    known = checkpoints.model_state(module) if module.state_dict() else {}
 
+    def can_hold(place: Any, value: Any) -> bool:
+        both_are_tensors = isinstance(place, torch.Tensor) and isinstance(value, torch.Tensor)
+        return not both_are_tensors or (not place.is_meta and place.shape == value.shape)
 
-def _can_hold(place: Any, value: Any) -> bool:
-    if not (isinstance(place, torch.Tensor) and isinstance(value, torch.Tensor)):
-        return True
-    return not place.is_meta and place.shape == value.shape
+    return [name for name, value in state.items() if name not in known or not can_hold(known[name], value)]

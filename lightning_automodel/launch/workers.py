@@ -1,6 +1,8 @@
-"""Ranks that are children of the launching process: what each tells the other, and waiting for all of them to end."""
+"""Workers: ranks that the launching process, itself no rank, started; what each tells the other, and the waiting."""
 
 import contextlib
+import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -8,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -17,166 +20,168 @@ from typing import Any
 from torch.multiprocessing import ProcessRaisedException
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.distributed.failures import LAUNCHER, NO_SIGN_OF_LIFE, RankFailedError, RankFailure
-from lightning_automodel.failure.supervisor import SIGTERM_STATUS, RunGuard
+from lightning_automodel.distributed.failures import LAUNCHER, MISSED_HEARTBEATS, RankFailedError, RankFailure
+from lightning_automodel.failure.supervisor import SIGTERM_STATUS, Supervisor
 
-LONGEST_LEAVING_S = 60.0
+log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Finished:
-    """A rank is through.
-
-    Attributes:
-        results: What the launching process is to get of it.
-    """
-
-    results: Any
+# An `on_exception` hook may write a checkpoint; who presses Ctrl-C wants the prompt.
+TIME_TO_END_S = 60.0
+TIME_TO_END_AFTER_INTERRUPT_S = 10.0
 
 
 @dataclass(frozen=True)
-class Left:
-    """A rank left with an exception.
+class WorkerReport:
+    """What a worker tells the launching process before it ends.
 
     Attributes:
-        failure: Why; None where all ranks stopped together after SIGTERM.
-        traceback: Of the exception.
+        results: Of the run, from the first rank of the node.
+        traceback: Of the exception that the worker left with; empty where the run ended well.
+        failure: Why it left; None where the run ended well, or all ranks stopped together after SIGTERM.
     """
 
-    failure: RankFailure | None
-    traceback: str
+    results: bytes | None = None
+    traceback: str = ""
+    failure: RankFailure | None = None
+
+    @classmethod
+    def from_exception(cls, exception: BaseException, rank: int) -> "WorkerReport":
+        """Report what this worker, which is ``rank``, leaves with."""
+        text = "".join(traceback.format_exception(exception))
+        if isinstance(exception, lightning_internals.SIGTERMException):
+            return cls(traceback=text)
+        if isinstance(exception, RankFailedError):
+            return cls(traceback=text, failure=exception.failure)
+        # Lightning turns an interrupt into SystemExit.
+        cause = (isinstance(exception, SystemExit) and exception.__context__) or exception
+        where = lightning_internals.failing_hook(exception) or "set-up"
+        return cls(traceback=text, failure=RankFailure.from_exception(cause, rank, where))
 
 
-def ended_with(status: int) -> str:
+def describe_exit(status: int) -> str:
     """What an exit status of a process says; negative is the number of a signal."""
+    names = {known.value: known.name for known in signal.Signals}
     if status < 0:
-        known = -status in {*signal.Signals}
-        return f"was ended by {signal.Signals(-status).name if known else f'signal {-status}'}"
+        return f"was ended by {names.get(-status, f'signal {-status}')}"
     return f"ended with exit status {status}"
 
 
-# --- In a rank --------------------------------------------------------------------------------------------------------
-
-
-def listen_to_parent(line: Connection) -> None:
-    """Start a thread that makes this rank leave when another ends badly or the launching process does.
-
-    Args:
-        line: This rank's end of its pipe to the launching process.
-    """
-    threading.Thread(target=_listen, args=(line,), name="lightning_automodel parent", daemon=True).start()
-
-
-def _listen(line: Connection) -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    while True:
-        ready = wait([line, parent.sentinel])
-        try:
-            rank, how = line.recv() if line in ready else (LAUNCHER, "which started the ranks, ended")
-        except (EOFError, OSError):
-            rank, how = LAUNCHER, "which started the ranks, ended"
-        _leave_since(rank, how)
-        if rank == LAUNCHER:
-            return
-
-
-def _leave_since(rank: int, how: str) -> None:
-    if RunGuard.report_launcher(how) if rank == LAUNCHER else RunGuard.report_end(rank, how):
-        return
-    who = "the launcher," if rank == LAUNCHER else f"rank {rank}"
+def report_end(rank: int, how: str) -> bool:
+    """Tell the guard that the process of another rank, or of ``LAUNCHER``, ended; False before this one has joined."""
+    if Supervisor.report_launcher(how) if rank == LAUNCHER else Supervisor.report_end(rank, how):
+        return True
+    who = "the launching process," if rank == LAUNCHER else f"rank {rank}"
     with contextlib.suppress(OSError):
         print(f"{who} {how} before this rank had joined the others.", file=sys.stderr)
-    os.kill(os.getpid(), signal.SIGTERM)
+    return False
 
 
-# --- In the launching process -----------------------------------------------------------------------------------------
+def follow_launching_process(connection: Connection) -> None:
+    """In a thread of a worker: leave when another one ends badly, or the launching process does.
+
+    Args:
+        connection: This worker's end of its pipe to the launching process.
+    """
+    parent, rank = multiprocessing.parent_process(), None
+    assert parent is not None
+    while rank != LAUNCHER:
+        # A forked sibling has a copy of the pipe's other end: only the sentinel tells that the launching process ended.
+        ready = wait([connection, parent.sentinel])
+        rank, how = LAUNCHER, "which started the ranks, ended"
+        with contextlib.suppress(EOFError, OSError):
+            if connection in ready:
+                rank, how = connection.recv()
+        if not report_end(rank, how):
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Children:
-    """The ranks of this node, seen from the process that started them and is no rank itself.
+class Workers:
+    """The ranks of this node, seen from the launching process.
 
     Args:
         processes: One for each local rank.
-        lines: This process's ends of the pipes to them, in the same order.
+        connections: This process's ends of the pipes to them, in the same order.
         first_rank: Global rank of the first.
     """
 
-    def __init__(self, processes: Sequence[BaseProcess], lines: Sequence[Connection], first_rank: int) -> None:
-        self._running = dict(enumerate(processes))
+    def __init__(self, processes: Sequence[BaseProcess], connections: Sequence[Connection], first_rank: int) -> None:
         self._process_ids = [process.pid or 0 for process in processes]
-        self._lines = dict(enumerate(lines))
+        self._running = dict(enumerate(processes))
+        self._connections = dict(enumerate(connections))
         self._first_rank = first_rank
-        self._said: dict[int, Finished | Left] = {}
+        self._reports: dict[int, WorkerReport] = {}
         self._first_bad_end: tuple[int, str] | None = None
-        self._kill_at: float | None = None
+        self._kill_at = math.inf
 
-    def wait(self) -> Any:
-        """Wait until all have ended; if one ends badly, tell the others at once. SIGTERM is passed on to all of them.
+    def wait(self) -> bytes | None:
+        """Wait until all have ended. When one ends badly, the others learn of it at once.
 
-        Whatever makes this process leave earlier, such as an interrupt, makes the ranks leave as well.
+        Training takes as long as it takes; once one worker has reported or ended, the others have a minute. SIGTERM is
+        passed on to all. Whatever makes this process leave earlier, such as an interrupt, makes the workers leave too.
 
         Returns:
-            The results that the first rank sent.
+            The results that the first one reported.
 
         Raises:
-            RankFailedError: If a rank failed, from the traceback that it sent.
+            RankFailedError: If a rank failed, from the traceback that it reported.
             SIGTERMException: If all ranks stopped together since one of them received SIGTERM.
         """
         try:
             with self._sigterm_passed_on():
                 self._wait_for_all()
         except BaseException as exception:
+            is_interrupt = isinstance(exception, KeyboardInterrupt)
             self._tell(LAUNCHER, f"which started the ranks, left with {type(exception).__name__}")
-            self._kill_at = time.monotonic() + LONGEST_LEAVING_S
+            self._limit(TIME_TO_END_AFTER_INTERRUPT_S if is_interrupt else TIME_TO_END_S)
             self._wait_for_all()
             raise
         finally:
-            self._kill()
-        self._raise_bad_end()
-        first = self._said.get(0)
-        return first.results if isinstance(first, Finished) else None
+            # Some still run only where that wait was interrupted as well: Ctrl-C or SIGTERM came twice.
+            for process in self._running.values():
+                process.kill()
+                process.join()
+        self._raise_failure()
+        return self._reports[0].results
 
     def _wait_for_all(self) -> None:
         while self._running:
-            left_s = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
-            sentinels = [process.sentinel for process in self._running.values()]
-            ready = wait([*sentinels, *self._lines.values()], left_s)
-            if not ready:
-                self._kill()
-            self._receive()
+            left_s = None if self._kill_at == math.inf else max(0.0, self._kill_at - time.monotonic())
+            ready = wait([*(p.sentinel for p in self._running.values()), *self._connections.values()], left_s)
+            self._receive_reports()
             for index, process in list(self._running.items()):
-                if process.sentinel in ready:
-                    self._note_end(index, process)
-        self._receive()
+                if not ready:
+                    log.warning("Rank %s does not end: its process is killed.", self._first_rank + index)
+                    process.kill()
+                if not ready or process.sentinel in ready:
+                    process.join()
+                    self._note_end(index, process.exitcode or 0, was_killed=not ready)
 
-    def _receive(self) -> None:
-        for index, line in list(self._lines.items()):
+    def _receive_reports(self) -> None:
+        for index, connection in list(self._connections.items()):
             try:
-                while line.poll():
-                    self._said[index] = line.recv()
+                while connection.poll():
+                    self._reports[index] = connection.recv()
+                    # A run ends on all ranks together, so the others are about to report, too.
+                    self._limit(TIME_TO_END_S)
             except (EOFError, OSError):
-                del self._lines[index]
+                del self._connections[index]
 
-    def _note_end(self, index: int, process: BaseProcess) -> None:
-        """Whatever its status, a process that ends without a word (``os._exit(0)``) ends badly."""
-        process.join()
+    def _note_end(self, index: int, status: int, was_killed: bool) -> None:
         del self._running[index]
-        if self._first_bad_end is None and (process.exitcode or index not in self._said):
-            how = ended_with(process.exitcode or 0)
-            self._first_bad_end = index, how
-            self._kill_at = time.monotonic() + LONGEST_LEAVING_S
-            self._tell(self._first_rank + index, how)
+        # A process that ends without a report (`os._exit(0)`) ends badly, whatever its status.
+        is_bad = index not in self._reports or (status != 0 and not was_killed)
+        if is_bad and self._first_bad_end is None:
+            self._first_bad_end = index, "did not end in time" if was_killed else describe_exit(status)
+            self._limit(TIME_TO_END_S)
+            self._tell(self._first_rank + index, self._first_bad_end[1])
+
+    def _limit(self, seconds: float) -> None:
+        self._kill_at = min(self._kill_at, time.monotonic() + seconds)
 
     def _tell(self, rank: int, how: str) -> None:
         for index in self._running:
             with contextlib.suppress(OSError, KeyError):
-                self._lines[index].send((rank, how))
-
-    def _kill(self) -> None:
-        for process in self._running.values():
-            process.kill()
-            process.join()
+                self._connections[index].send((rank, how))
 
     @contextlib.contextmanager
     def _sigterm_passed_on(self) -> Iterator[None]:
@@ -184,15 +189,14 @@ class Children:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        here, is_asked = os.getpid(), threading.Event()
+        is_asked = threading.Event()
 
         def pass_on(signum: int, frame: Any) -> None:
             if is_asked.is_set():
                 raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
             is_asked.set()
-            for process in self._running.values() if os.getpid() == here else ():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid or 0, signum)
+            for process in self._running.values():
+                process.terminate()
 
         previous = signal.signal(signal.SIGTERM, pass_on)
         try:
@@ -200,20 +204,17 @@ class Children:
         finally:
             signal.signal(signal.SIGTERM, previous if previous is not None else signal.SIG_DFL)
 
-    def _raise_bad_end(self) -> None:
+    def _raise_failure(self) -> None:
         if self._first_bad_end is None:
             return
-        index, how = self._first_bad_end
-        left = {index: said for index, said in self._said.items() if isinstance(said, Left)}
-        failed = {index: said for index, said in left.items() if said.failure is not None}
-        if left and not failed:
+        failures = {index: report.failure for index, report in self._reports.items() if report.failure is not None}
+        if not failures and any(report.traceback for report in self._reports.values()):
             raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
-        own = (i for i, said in failed.items() if said.failure and said.failure.rank == self._first_rank + i)
-        chosen = next(own, next(iter(failed), None))
-        if chosen is None:
+        if not failures:
+            index, how = self._first_bad_end
             rank, host = self._first_rank + index, socket.gethostname()
-            raise RankFailedError(RankFailure(rank, host, "set-up", NO_SIGN_OF_LIFE, f"its process {how}"))
-        failure = failed[chosen].failure
-        assert failure is not None
-        traceback = f"\n\nrank {self._first_rank + chosen} left with:\n{failed[chosen].traceback}"
-        raise RankFailedError(failure) from ProcessRaisedException(traceback, chosen, self._process_ids[chosen])
+            raise RankFailedError(RankFailure(rank, host, "set-up", MISSED_HEARTBEATS, f"its process {how}"))
+        # The report of the rank that failed says more than those of the ranks that left because of it.
+        index = min(failures, key=lambda index: failures[index].rank != self._first_rank + index)
+        text = f"\n\nrank {self._first_rank + index} left with:\n{self._reports[index].traceback}"
+        raise RankFailedError(failures[index]) from ProcessRaisedException(text, index, self._process_ids[index])

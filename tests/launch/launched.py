@@ -1,16 +1,18 @@
 """What a user's program does, for tests of how its processes come about: it trains, and writes what came back.
 
-The program runs in a process that is forked from one that has imported everything, so that it starts at once; the
-processes that the strategy starts in turn come about as they do for a user.
+The program runs in a process that is forked from one that has imported everything, so that it starts at once, or as a
+script, which takes seconds for each rank. The processes that the strategy starts come about as they do for a user.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.process import BaseProcess
@@ -26,7 +28,8 @@ from torchmetrics import SumMetric
 
 from lightning_automodel import AutomodelStrategy
 from tests.processes import NOT_FROM_OUTSIDE, ROOT, forked
-from tests.trainer.exactness import Batch, micro_batches
+from tests.trainer.exactness import Batch, TinyDecoder, full_weights, micro_batches
+from tests.trainer.plain import train_model_plainly
 from tests.trainer.runs import CASE, SILENT, LabelledModule, mean_loss
 
 ACCUMULATE = 3
@@ -61,7 +64,7 @@ class Launched(LabelledModule):
         (self.folder / f"rank{self.global_rank}.pid").write_text(str(os.getpid()))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        if self.fault and batch_idx == FAULT_AT_STEP and self.global_rank == FAILING_RANK:
+        if self.fault and batch_idx >= FAULT_AT_STEP and self.global_rank == FAILING_RANK:
             happen(self.fault, self.folder)
         if batch_idx == FAULT_AT_STEP + 1:
             (self.folder / f"rank{self.global_rank}.on").touch()
@@ -80,6 +83,9 @@ class Launched(LabelledModule):
 
 def happen(fault: str, folder: Path) -> None:
     """Make the fault happen to this process."""
+    if fault == "slow":
+        time.sleep(0.3)
+        return
     if fault == "hang":
         (folder / "hanging").touch()
         time.sleep(1e6)
@@ -100,7 +106,7 @@ def use_threads() -> None:
 def make_trainer(folder: Path, **options: Any) -> pl.Trainer:
     """A Trainer of two ranks; further options are the strategy's."""
     return pl.Trainer(
-        strategy=AutomodelStrategy(timeout=TIMEOUT_S / 60, **options),
+        strategy=AutomodelStrategy(**{"timeout": TIMEOUT_S / 60, **options}),
         accelerator="cpu",
         devices=2,
         max_epochs=1,
@@ -111,8 +117,13 @@ def make_trainer(folder: Path, **options: Any) -> pl.Trainer:
     )
 
 
+def is_launching() -> bool:
+    """Whether this process is the one that the user has started."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def train(folder: Path, engines: Iterable[str], tests: bool, **options: Any) -> None:
-    """Train under each engine; write what this process has of it."""
+    """Train under each engine; write what the launching process has of it."""
     found = {}
     torch.set_num_threads(2)
     use_threads()
@@ -120,7 +131,7 @@ def train(folder: Path, engines: Iterable[str], tests: bool, **options: Any) -> 
         module, trainer = Launched(folder), make_trainer(folder / engine, data_parallel=engine, **options)
         trainer.fit(module)
         found[engine] = {
-            "weights": {name: tensor.clone() for name, tensor in module.model.state_dict().items()},
+            "weights": full_weights(module.model),
             "loss": float(trainer.callback_metrics["loss"]),
             "micro_batches": float(trainer.callback_metrics["micro_batches"]),
             "num_label_tokens": float(trainer.strategy.last_step.num_label_tokens),
@@ -130,7 +141,8 @@ def train(folder: Path, engines: Iterable[str], tests: bool, **options: Any) -> 
         if tests:
             found[engine]["tested"] = _test(module, trainer)
             found[engine]["metrics"] = list(trainer.callback_metrics)
-    torch.save(found, folder / "found.pt")
+    if is_launching():
+        torch.save(found, folder / "found.pt")
 
 
 def _test(module: Launched, trainer: pl.Trainer) -> list[float]:
@@ -158,9 +170,15 @@ def fail(folder: Path, fault: str | None = None, **options: Any) -> None:
     try:
         trainer.fit(module)
     except BaseException as error:
-        causes = f"{type(error).__name__}: {error}\n{error.__cause__}"
-        (folder / "error").write_text(causes)
+        if is_launching():
+            (folder / "error").write_text(f"{type(error).__name__}: {error}\n{error.__cause__}")
         raise
+
+
+def train_and_fail(folder: Path, fault: str, **options: Any) -> None:
+    """Train exactly, and then for long, in processes that exist by then."""
+    train(folder, ["fsdp2"], tests=False, **options)
+    fail(folder, fault, **options)
 
 
 def tune(folder: Path) -> None:
@@ -173,10 +191,23 @@ def tune(folder: Path) -> None:
         (folder / "error").write_text(str(error))
 
 
-def _as_program(function: Callable[..., None], folder: Path, options: dict[str, Any]) -> None:
-    with open(folder / "log", "wb", buffering=0) as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+def reference() -> tuple[dict[str, torch.Tensor], float]:
+    """Weights of one process that trains on whole windows, and its summed loss on the same data afterwards."""
+    model = TinyDecoder(CASE.seed).double()
+    train_model_plainly(model, ACCUMULATE)
+    with torch.no_grad():
+        loss = sum(mean_loss(model, batch, "sum").item() for rank in micro_batches(CASE) for batch in rank)
+    return full_weights(model), loss
+
+
+def _as_program(function: Callable[..., None], folder: Path, options: dict[str, Any], terminal: str | None) -> None:
+    if terminal is not None:
+        os.setsid()  # so that the terminal that is opened next becomes this program's
+    # A terminal that is only written to would not.
+    output = os.open(terminal or folder / "log", os.O_RDWR | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
     sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", 1, closefd=False) for descriptor in (1, 2))
     os.chdir(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores it
@@ -190,10 +221,15 @@ def _as_program(function: Callable[..., None], folder: Path, options: dict[str, 
 
 
 @contextlib.contextmanager
-def program(function: Callable[..., None], folder: Path, **options: Any) -> Iterator[BaseProcess]:
-    """Run `function(folder, **options)` as a program; its output goes to `folder / "log"`. Killed at the end."""
+def program(
+    function: Callable[..., None], folder: Path, terminal: str | None = None, **options: Any
+) -> Iterator[BaseProcess]:
+    """Run `function(folder, **options)` as a program; its output goes to `folder / "log"`, or to a terminal.
+
+    Killed at the end.
+    """
     context = forked()
-    process = context.Process(target=_as_program, args=(function, folder, options))
+    process = context.Process(target=_as_program, args=(function, folder, options, terminal))
     process.start()
     try:
         yield process
@@ -210,6 +246,57 @@ def run(function: Callable[..., None], folder: Path, **options: Any) -> int | No
         return process.exitcode
 
 
+SCRIPT = """
+import json, os, sys
+if sys.argv[3:] == ["broken"] and os.environ.get("LOCAL_RANK") == "1":
+    raise ImportError("no such module")
+from pathlib import Path
+from tests.launch import launched
+if __name__ == "__main__":
+    launched.torch.set_num_threads(1)
+    getattr(launched, sys.argv[1])(Path.cwd(), **json.loads(sys.argv[2]))
+"""
+
+
+def script(folder: Path, function: Callable[..., None], **options: Any) -> list[str]:
+    """Command of a script that does `function(folder, **options)`, to be run in `folder`."""
+    (folder / "script.py").write_text(SCRIPT)
+    # Each rank imports everything anew, which takes longer on a busy machine than forked ranks ever wait.
+    return [sys.executable, "script.py", function.__name__, json.dumps({"timeout": PATIENCE_S / 60, **options})]
+
+
+class Terminal:
+    """A terminal in which one program runs, with all that it prints.
+
+    Attributes:
+        name: What a program opens to run there.
+        slave: The same, open.
+    """
+
+    def __init__(self) -> None:
+        self._here, self.slave = os.openpty()
+        self.name = os.ttyname(self.slave)
+        self._printed = bytearray()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # once nobody has it open any more
+            while data := os.read(self._here, 65536):
+                self._printed += data
+
+    def press_ctrl_c(self) -> None:
+        """Interrupt all processes in its foreground."""
+        os.write(self._here, b"\x03")
+
+    def close(self) -> str:
+        """What was printed until every process has left it."""
+        os.close(self.slave)
+        self._reader.join(PATIENCE_S)
+        os.close(self._here)
+        return self._printed.decode().replace("\r\n", "\n")
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     """Return once the condition holds.
 
@@ -221,3 +308,22 @@ def wait_until(condition: Callable[[], bool]) -> None:
         if time.monotonic() > end:
             raise TimeoutError
         time.sleep(0.05)
+
+
+def ranks(folder: Path) -> list[int]:
+    """Process ids of the ranks."""
+    return [int(path.read_text()) for path in folder.glob("rank*.pid")]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def assert_gone(folder: Path) -> None:
+    """No rank is left."""
+    assert len(ranks(folder)) == 2
+    assert not any(is_running(pid) for pid in ranks(folder))

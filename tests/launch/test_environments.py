@@ -18,8 +18,7 @@ import torch
 from lightning.pytorch.plugins.environments import KubeflowEnvironment
 
 from lightning_automodel import AutomodelStrategy
-from tests.launch.launched import ACCUMULATE, PATIENCE_S, Launched, program, wait_until
-from tests.launch.test_start_methods import reference
+from tests.launch.launched import ACCUMULATE, PATIENCE_S, Launched, program, reference, wait_until
 from tests.processes import run_anew
 from tests.trainer.exactness import relative_error
 from tests.trainer.runs import CASE, SILENT, TOLERANCE, train_plainly

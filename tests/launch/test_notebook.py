@@ -24,7 +24,7 @@ CELLS = {
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         from tests.launch.launched import Launched, make_trainer
         from tests.trainer.exactness import relative_error
-        from tests.launch.test_start_methods import reference
+        from tests.launch.launched import reference
 
         class Here(Launched):
             "A class that only this kernel knows."
@@ -38,7 +38,7 @@ CELLS = {
         print(relative_error(trainer.test(module, verbose=False)[0]["test_loss"], test_loss) < 1e-12)
     """,
     "raised": """
-        from lightning_automodel.failures import RankFailedError
+        from lightning_automodel.distributed.failures import RankFailedError
         try:
             make_trainer(Path.cwd() / "failed", start_method="fork").fit(Here(Path.cwd(), "exception"))
         except RankFailedError as error:

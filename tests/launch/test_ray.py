@@ -64,16 +64,17 @@ def fit(folder: Path, options: dict[str, Any], fault: str | None = None) -> None
     ).fit()
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("ddp", marks=pytest.mark.sweep)])
 def test_training(tmp_path: Path, engine: str) -> None:
     """To the weights of one process."""
-    from tests.launch.test_start_methods import reference
+    from tests.launch.launched import reference
 
     fit(tmp_path, {"data_parallel": engine})
     found, (weights, _) = torch.load(tmp_path / "weights.pt"), reference()
     assert max(relative_error(found[name], weight) for name, weight in weights.items()) < TOLERANCE
 
 
+@pytest.mark.sweep
 def test_failure(tmp_path: Path) -> None:
     """Ray raises what happened on the rank that failed."""
     with pytest.raises(Exception, match="no labels here"):

@@ -46,6 +46,7 @@ def reference() -> tuple[int, float]:
     return int((labels != -100).sum()), loss.item()
 
 
+@pytest.mark.sweep  # six processes import everything anew
 def test_training(run: tuple[list[NodeResult], Path]) -> None:
     """One replica on each node; the report of the last step is that of one process; data prepared once a node."""
     results, folder = run
@@ -57,6 +58,7 @@ def test_training(run: tuple[list[NodeResult], Path]) -> None:
     assert sorted(path.name for path in folder.glob("prepared_by_*")) == ["prepared_by_0", "prepared_by_2"]
 
 
+@pytest.mark.sweep  # six processes import everything anew
 def test_failure_crosses_the_network(run: tuple[list[NodeResult], Path]) -> None:
     """The last rank of the second node fails; all others say which rank, in which hook, and why."""
     results, folder = run
@@ -68,6 +70,7 @@ def test_failure_crosses_the_network(run: tuple[list[NodeResult], Path]) -> None
         assert error.endswith("failed in on_train_batch_start: ValueError: no labels here")
 
 
+@pytest.mark.sweep  # six processes import everything anew
 def test_work_is_done_once_on_each_node_or_once(run: tuple[list[NodeResult], Path]) -> None:
     """Exactly twice with scope="node", by the local rank 0 of each node, and once with scope="global"."""
     results, folder = run
@@ -76,6 +79,7 @@ def test_work_is_done_once_on_each_node_or_once(run: tuple[list[NodeResult], Pat
     assert len(list(folder.glob("*_seen_by_*"))) == 2 * 4
 
 
+@pytest.mark.sweep  # six processes import everything anew
 def test_failure_of_a_first_rank_reaches_the_other_node(run: tuple[list[NodeResult], Path]) -> None:
     """The first rank of the first node fails in its block; all others say which rank, where and why."""
     _, folder = run

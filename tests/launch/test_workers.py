@@ -1,221 +1,160 @@
-"""Starting ranks as children: what is refused, and where trained weights go. Without any process."""
+"""Ends of workers and of the launching process: faults are named, every wait ends, and nobody is left behind."""
 
 from __future__ import annotations
 
-import tempfile
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy, lightning_internals
-from lightning_automodel.launch.launchers import ChildrenLauncher
-from lightning_automodel.launch.pickling import unshare_attributes
-from lightning_automodel.launch.results import load_trained_weights, write_weights
-from lightning_automodel.launch.workers import ended_with
-from tests.trainer.runs import SILENT, LabelledModule
+from lightning_automodel.distributed.failures import RankFailedError
+from lightning_automodel.launch import workers
+from lightning_automodel.launch.workers import WorkerReport, Workers, describe_exit
+from tests.launch.launched import (
+    FAILING_RANK,
+    assert_gone,
+    fail,
+    is_running,
+    program,
+    ranks,
+    run,
+    tune,
+    wait_until,
+)
 
-
-def make_trainer(start_method: Any, **kwargs: Any) -> pl.Trainer:
-    """A Trainer of two ranks, which are not started."""
-    strategy = AutomodelStrategy(start_method=start_method, **kwargs)
-    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, **SILENT)
-
-
-class Counts:
-    """Cannot be pickled if `function` cannot."""
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-
-
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_unpicklable_attribute_is_found(start_method: str) -> None:
-    """By its place in the module, not as an error of pickle alone."""
-    module = LabelledModule()
-    module.counts = {"words": Counts(lambda batch: 1)}
-    with pytest.raises(TypeError) as raised:
-        make_trainer(start_method).fit(module, DataLoader([1]))
-    message = str(raised.value)
-    assert message.startswith(f"start_method='{start_method}' sends the Trainer, the module and its data")
-    assert "the module.counts['words'].function (function) cannot be pickled" in message
-    assert "pass start_method='fork', or 'popen' in a script." in message
+# What happens to rank 1; the status of the launching process; what its error says.
+FAULTS = {
+    "exception": (1, "RankFailedError: rank 1 on ", " failed in training_step: ValueError: no labels here"),
+    "exit": (1, "RankFailedError: rank 1 on ", " failed in training_step: SystemExit: exit status 3"),
+    "leave": (1, "RankFailedError: rank 1 on ", "its process ended with exit status 0"),
+    "SIGKILL": (1, "RankFailedError: rank 1 on ", "its process was ended by SIGKILL"),
+    "SIGTERM": (128 + signal.SIGTERM, "SIGTERMException: ", ""),
+}
+FAILED = [("fork", "exception"), ("fork", "leave"), ("fork", "SIGKILL"), ("fork", "SIGTERM")]
+FAILED_IN_THE_SWEEP = [("fork", "exit"), ("forkserver", "exception"), ("spawn", "SIGKILL")]
 
 
-class Unspeakable:
-    """Fails when it is asked what it is pickled with."""
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, Future]]:
+    """Every selected fault, two at a time: the status of the launching process, and its folder."""
 
-    def __getstate__(self) -> Any:
-        raise NotImplementedError("no state")
+    def start(method: str, fault: str) -> tuple[int | None, Path]:
+        folder = tmp_path_factory.mktemp("program")
+        return run(fail, folder, start_method=method, fault=fault), folder
 
-
-def test_whatever_pickling_raises_is_explained() -> None:
-    """A tensor with a history, and a class that refuses, raise other errors than pickle's own."""
-    module = LabelledModule()
-    module.last = next(module.parameters()).sum()
-    with pytest.raises(TypeError, match=r"but the module\.last \(Tensor\) cannot be pickled: Cowardly refusing"):
-        make_trainer("spawn").fit(module, DataLoader([1]))
-    module.last = Unspeakable()
-    with pytest.raises(TypeError, match=r"but the module\.last \(Unspeakable\) cannot be pickled: no state\. Define"):
-        make_trainer("spawn").fit(module, DataLoader([1]))
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    cases = [tuple(item.callspec.params.values()) for item in items if "fault" in item.callspec.params]
+    with ThreadPoolExecutor(max_workers=2) as executor:
+        yield {case: executor.submit(start, *case) for case in cases}
 
 
-def test_other_errors_of_starting_are_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything can be pickled; the system had no process left."""
-
-    def start_processes(*args: Any, **kwargs: Any) -> None:
-        raise BlockingIOError("no more processes")
-
-    monkeypatch.setattr(torch.multiprocessing, "start_processes", start_processes)
-    with pytest.raises(BlockingIOError, match="no more processes"):
-        make_trainer("spawn").fit(LabelledModule(), DataLoader([1]))
-
-
-def test_attributes_are_unshared() -> None:
-    """Tensors that a module holds as attributes, also within lists and dictionaries, and two names of one stay one."""
-    module = nn.Linear(1, 1).share_memory()
-    module.state = module.again = torch.ones(1).share_memory_()
-    module.listed, module.private = [torch.ones(1).share_memory_()], torch.ones(1)
-    kept = (module.weight, module.private)
-    unshare_attributes([nn.Sequential(module), object()])
-    assert not module.state.is_shared()
-    assert module.state is module.again
-    assert not module.listed[0].is_shared()
-    assert module.weight is kept[0]
-    assert module.private is kept[1]
+@pytest.mark.parametrize(
+    ("method", "fault"), [*FAILED, *(pytest.param(*case, marks=pytest.mark.sweep) for case in FAILED_IN_THE_SWEEP)]
+)
+def test_rank_fails(runs: dict[Any, Future], method: str, fault: str) -> None:
+    """All leave, and the launching process raises what names the rank and tells why."""
+    status, folder = runs[method, fault].result()
+    expected, beginning, ending = FAULTS[fault]
+    error = (folder / "error").read_text()
+    assert status == expected, (folder / "log").read_text()
+    assert error.startswith(beginning)
+    assert ending in error.splitlines()[0]
+    if fault == "exception":
+        assert f"rank {FAILING_RANK} left with:\nTraceback" in error
+    assert_gone(folder)
 
 
-def test_unpicklable_class_and_option_are_found() -> None:
-    """A class inside of a function, and a function given to the strategy."""
-
-    class Local(LabelledModule):
-        pass
-
-    with pytest.raises(TypeError, match=r"but the module \(Local\) cannot be pickled"):
-        make_trainer("spawn").fit(Local(), DataLoader([1]))
-    with pytest.raises(TypeError, match=r"the strategy\._options\.count_label_tokens \(function\) cannot be pickled"):
-        make_trainer("spawn", count_label_tokens=lambda batch: 1).fit(LabelledModule(), DataLoader([1]))
-
-
-def test_launchers_in_notebooks() -> None:
-    """Only forked ranks know what the cells defined."""
-    launchers = {name: make_trainer(name).strategy.launcher for name in ("fork", "forkserver", "spawn")}
-    assert all(isinstance(launcher, ChildrenLauncher) for launcher in launchers.values())
-    compatible = {name for name, launcher in launchers.items() if launcher.is_interactive_compatible}
-    assert compatible == {"fork"}
-    assert not make_trainer("popen").strategy.launcher.is_interactive_compatible
-
-
-def test_unknown_start_method() -> None:
-    """With the valid ones."""
-    with pytest.raises(ValueError, match=r"start_method must be one of 'popen', .*'spawn'.*, got 'thread'\."):
-        AutomodelStrategy(start_method="thread")
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [("fork", "SIGTERM"), ("fork", "SIGKILL"), pytest.param("forkserver", "SIGKILL", marks=pytest.mark.sweep)],
+)
+def test_launching_process_is_ended(tmp_path: Path, method: str, name: str) -> None:
+    """It is no rank, but no rank outlives it; SIGTERM stops them all after the same step."""
+    with program(fail, tmp_path, start_method=method) as launching:
+        wait_until(lambda: all((tmp_path / f"rank{rank}.on").exists() for rank in range(2)))
+        os.kill(launching.pid, signal.Signals[name])
+        launching.join(60)
+        assert not launching.is_alive()
+        wait_until(lambda: not any(is_running(pid) for pid in ranks(tmp_path)))
+    log = (tmp_path / "log").read_text()
+    if name == "SIGTERM":
+        assert launching.exitcode == 128 + signal.SIGTERM, log
+        assert "received SIGTERM: all ranks stop after this step." in log
+    else:
+        # To a forked rank, torch has Linux send SIGINT as soon as its parent is gone; the other may hear of it first.
+        told = ("This rank leaves, since the launcher, which started the ranks, ", "KeyboardInterrupt")
+        assert any(text in log for text in told[: 2 if method == "fork" else 1])
+        assert launching.exitcode == -signal.SIGKILL
 
 
-def test_no_effect_where_processes_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something else has started them."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.warns(UserWarning, match="start_method='spawn' has no effect: LightningEnvironment says that"):
-        make_trainer("spawn")
+def test_second_sigterm(tmp_path: Path) -> None:
+    """After the first, the ranks wait for one that takes no further step."""
+    with program(fail, tmp_path, start_method="fork", fault="hang") as launching:
+        wait_until((tmp_path / "hanging").exists)
+        os.kill(launching.pid, signal.SIGTERM)
+        launching.join(2)
+        assert launching.is_alive()
+        os.kill(launching.pid, signal.SIGTERM)
+        launching.join(60)
+        assert launching.exitcode == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
+    assert_gone(tmp_path)
 
 
-def test_second_fit_is_refused() -> None:
-    """Optimizer states and loops were in processes that have ended."""
-    trainer = make_trainer("fork")
-    trainer.strategy.launcher._already_fit = True
-    with pytest.raises(NotImplementedError, match=r"make a new Trainer and pass fit\(ckpt_path=\.\.\.\)"):
-        trainer.fit(LabelledModule(), DataLoader([1]))
+def test_tuner_is_refused(tmp_path: Path) -> None:
+    """What it finds would be lost, and `lr_find` return None."""
+    assert run(tune, tmp_path) == 0
+    assert "The Tuner found its value in workers of start_method='fork'" in (tmp_path / "error").read_text()
 
 
-class Late(pl.LightningModule):
-    """Makes its layer in `configure_model`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer: nn.Module | None = None
-
-    def configure_model(self) -> None:
-        if self.layer is None:
-            self.layer = nn.Linear(2, 2)
+# --- Waiting, with workers that do nothing else -----------------------------------------------------------------------
 
 
-class LateOnMesh(Late):
-    """Needs the ranks for it."""
-
-    def configure_model(self) -> None:
-        assert self.device_mesh is not None
-        super().configure_model()
-
-
-def _save(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    weights = {"layer.weight": torch.ones(2, 2), "layer.bias": torch.full((2,), 3.0)}
-    torch.save(weights, folder / "weights.pt")
-    return folder / "weights.pt", weights
-
-
-def test_weights_of_configure_model(tmp_path: Path) -> None:
-    """The layers are made where they are needed to hold the weights."""
-    path, weights = _save(tmp_path)
-    module = Late()
-    load_trained_weights(module, path)
-    assert {name: tensor.tolist() for name, tensor in module.state_dict().items()} == {
-        name: tensor.tolist() for name, tensor in weights.items()
-    }
+def wait_for(*functions: Callable[[Connection], None]) -> bytes | None:
+    """Results of workers that do one of the functions each."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = zip(*(context.Pipe() for _ in functions), strict=True)
+    processes = [context.Process(target=function, args=(end,)) for function, end in zip(functions, theirs, strict=True)]
+    for process in processes:
+        process.start()
+    try:
+        return Workers(processes, ours, first_rank=4).wait()
+    finally:
+        assert not any(process.is_alive() for process in processes)
 
 
-def test_weights_without_a_place(tmp_path: Path) -> None:
-    """Kept, and an error: the module would seem trained."""
-    path, _ = _save(tmp_path)
-    expected = r"LateOnMesh is trained, but .* no place for 2 of the 2 trained tensors \(layer\.weight, layer\.bias\)"
-    with pytest.raises(RuntimeError, match=expected) as raised:
-        load_trained_weights(LateOnMesh(), path)
-    assert str(path) in str(raised.value)
-    assert raised.value.__cause__ is not None
-    with torch.device("meta"):
-        module = Late()
-        module.configure_model()
-    with pytest.raises(RuntimeError, match="no place for 2 of the 2"):
-        load_trained_weights(module, path)
-    assert path.exists()
+def ends(connection: Connection) -> None:
+    """Report, as a run that is over."""
+    connection.send(WorkerReport(b"results"))
 
 
-def test_weights_of_another_shape(tmp_path: Path) -> None:
-    """Kept and named as well, such as those of an embedding that `setup` has enlarged."""
-    path, _ = _save(tmp_path)
-    module = Late()
-    module.layer = nn.Linear(2, 3)
-    with pytest.raises(RuntimeError, match=r"no place for 2 of the 2 trained tensors") as raised:
-        load_trained_weights(module, path)
-    assert str(path) in str(raised.value)
+def ends_late(connection: Connection) -> None:
+    """Report, and then hang where the process ends."""
+    ends(connection)
+    time.sleep(1e6)
 
 
-def test_no_space_for_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Says where, and leaves nothing there."""
-
-    def save(state: Any, path: Path) -> None:
-        path.write_bytes(b"half of it")
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(RuntimeError, match=f"could not be written to {tmp_path}, from where .* set TMPDIR to a folder"):
-        write_weights({})
-    assert list(tmp_path.iterdir()) == []
+def hangs(connection: Connection) -> None:
+    """Never report."""
+    time.sleep(1e6)
 
 
-def test_script_start_method_is_refused_in_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would run nothing again; one device needs no other process."""
-    monkeypatch.setattr(lightning_internals, "IS_INTERACTIVE", True)
-    with pytest.raises(Exception, match=r"AutomodelStrategy\(start_method='fork'\)"):
-        make_trainer("popen")
-    pl.Trainer(strategy=AutomodelStrategy(), accelerator="cpu", devices=1, **SILENT)
+def test_waiting_has_a_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A process that does not end after its run costs nothing but the time; one that never comes is named."""
+    monkeypatch.setattr(workers, "TIME_TO_END_S", 0.3)
+    assert wait_for(ends, ends_late) == b"results"
+    assert "Rank 5 does not end: its process is killed." in caplog.text
+    with pytest.raises(RankFailedError, match=r"^rank 5 on .*: its process did not end in time$"):
+        wait_for(ends, hangs)
 
 
 @pytest.mark.parametrize(("status", "text"), [(3, "ended with exit status 3"), (-9, "was ended by SIGKILL")])
 def test_exit_statuses(status: int, text: str) -> None:
     """As a person would say them."""
-    assert ended_with(status) == text
+    assert describe_exit(status) == text

@@ -1,0 +1,92 @@
+"""What is sent to a worker that is no fork: by value, or refused by name. Without any process."""
+
+from __future__ import annotations
+
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from lightning_automodel.launch.pickling import ByValue
+from tests.trainer.runs import SILENT, LabelledModule
+
+
+def make_trainer(start_method: Any, **kwargs: Any) -> pl.Trainer:
+    """A Trainer of two ranks, which are not started."""
+    strategy = AutomodelStrategy(start_method=start_method, **kwargs)
+    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, **SILENT)
+
+
+class Counts:
+    """Cannot be pickled if `function` cannot."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_unpicklable_attribute_is_found(start_method: str) -> None:
+    """By its place in the module, not as an error of pickle alone."""
+    module = LabelledModule()
+    module.counts = {"words": Counts(lambda batch: 1)}
+    with pytest.raises(TypeError) as raised:
+        make_trainer(start_method).fit(module, DataLoader([1]))
+    message = str(raised.value)
+    assert message.startswith(f"start_method='{start_method}' sends the Trainer, the module and its data")
+    assert "the module.counts (dict) cannot be pickled: Can't pickle local object" in message
+    assert "pass start_method='fork', or 'popen' in a script." in message
+
+
+class Unspeakable:
+    """Fails when it is asked what it is pickled with."""
+
+    def __getstate__(self) -> Any:
+        raise NotImplementedError("no state")
+
+
+def test_whatever_pickling_raises_is_explained() -> None:
+    """A class that refuses raises other errors than pickle's own."""
+    module = LabelledModule()
+    module.last = Unspeakable()
+    with pytest.raises(TypeError, match=r"but the module\.last \(Unspeakable\) cannot be pickled: no state\. Define"):
+        make_trainer("spawn").fit(module, DataLoader([1]))
+
+
+def test_other_errors_of_starting_are_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything can be pickled; the system had no process left."""
+
+    def start_processes(*args: Any, **kwargs: Any) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(torch.multiprocessing, "start_processes", start_processes)
+    with pytest.raises(BlockingIOError, match="no more processes"):
+        make_trainer("spawn").fit(LabelledModule(), DataLoader([1]))
+
+
+def test_tensors_are_sent_by_value() -> None:
+    """Parameters, buffers and metrics' states arrive in memory of the worker's own; what is one object stays one."""
+    module = nn.Linear(1, 1)
+    module.again, module.state = module.weight, torch.ones(1).share_memory_()
+    found = ForkingPickler.loads(ForkingPickler.dumps(ByValue([module, module.state]))).value
+    assert found[0].again is found[0].weight
+    assert found[0].state is found[1]
+    assert not any(tensor.is_shared() for tensor in (found[0].weight, found[1]))
+    assert found[0].weight.tolist() == module.weight.tolist()
+    assert not module.weight.is_shared()
+
+
+def test_unpicklable_class_and_option_are_found() -> None:
+    """A class inside of a function, and a function given to the strategy."""
+
+    class Local(LabelledModule):
+        pass
+
+    with pytest.raises(TypeError, match=r"but the module \(Local\) cannot be pickled"):
+        make_trainer("spawn").fit(Local(), DataLoader([1]))
+    with pytest.raises(TypeError, match=r"but the strategy \(AutomodelStrategy\) cannot be pickled: .*<lambda>"):
+        make_trainer("spawn", count_label_tokens=lambda batch: 1).fit(LabelledModule(), DataLoader([1]))

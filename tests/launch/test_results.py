@@ -1,0 +1,90 @@
+"""Where trained weights go in the launching process. Without any process."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from lightning_automodel.launch.results import load_trained_weights, write_weights
+
+
+class Late(pl.LightningModule):
+    """Makes its layer in `configure_model`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.layer is None:
+            self.layer = nn.Linear(2, 2)
+
+
+class LateOnMesh(Late):
+    """Needs the ranks for it."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        super().configure_model()
+
+
+def _save(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    weights = {"layer.weight": torch.ones(2, 2), "layer.bias": torch.full((2,), 3.0)}
+    torch.save(weights, folder / "weights.pt")
+    return folder / "weights.pt", weights
+
+
+def test_weights_of_configure_model(tmp_path: Path) -> None:
+    """The layers are made where they are needed to hold the weights."""
+    path, weights = _save(tmp_path)
+    module = Late()
+    load_trained_weights(module, path)
+    assert {name: tensor.tolist() for name, tensor in module.state_dict().items()} == {
+        name: tensor.tolist() for name, tensor in weights.items()
+    }
+
+
+def test_weights_without_a_place(tmp_path: Path) -> None:
+    """Kept, and an error: the module would seem trained."""
+    path, _ = _save(tmp_path)
+    expected = r"LateOnMesh is trained, but .* no place for 2 of the 2 trained tensors \(layer\.weight, layer\.bias\)"
+    with pytest.raises(RuntimeError, match=expected) as raised:
+        load_trained_weights(LateOnMesh(), path)
+    assert str(path) in str(raised.value)
+    assert raised.value.__cause__ is not None
+    with torch.device("meta"):
+        module = Late()
+        module.configure_model()
+    with pytest.raises(RuntimeError, match="no place for 2 of the 2"):
+        load_trained_weights(module, path)
+    assert path.exists()
+
+
+def test_weights_of_another_shape(tmp_path: Path) -> None:
+    """Kept and named as well, such as those of an embedding that `setup` has enlarged."""
+    path, _ = _save(tmp_path)
+    module = Late()
+    module.layer = nn.Linear(2, 3)
+    with pytest.raises(RuntimeError, match=r"no place for 2 of the 2 trained tensors") as raised:
+        load_trained_weights(module, path)
+    assert str(path) in str(raised.value)
+
+
+def test_no_space_for_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Says where, and leaves nothing there."""
+
+    def save(state: Any, path: Path) -> None:
+        path.write_bytes(b"half of it")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(RuntimeError, match=f"could not be written to {tmp_path}, from where .* set TMPDIR to a folder"):
+        write_weights({})
+    assert list(tmp_path.iterdir()) == []

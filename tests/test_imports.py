@@ -1,0 +1,94 @@
+"""Imports run one way through the package, so that each room can be read, and tested, without those above it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import lightning_automodel
+
+PACKAGE = Path(lightning_automodel.__file__).parent
+NAME = PACKAGE.name
+# From the top: a room imports from itself and from those below it.
+ORDER = [
+    "strategy",
+    "training_run",
+    "advice",
+    "launch",
+    "failure",
+    "checkpoint",
+    "resume",
+    "sharding",
+    "gradients",
+    "distributed",
+    "lightning_internals",
+    "torch_internals",
+    "patching",
+]
+# Ending together is nothing that checkpoints or the mathematics know of, nor it of them: only `launch` and above do.
+APART = [("failure", room) for room in ("checkpoint", "resume", "sharding", "gradients")]
+# Held by the absence of cycles alone: the engines read the options, which check themselves by functions of theirs.
+ANYWHERE = {"__init__", "options", "callbacks", "data"}
+
+
+def module_names() -> dict[str, Path]:
+    """Every module of the package."""
+    names = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = [NAME, *path.relative_to(PACKAGE).with_suffix("").parts]
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+MODULES = module_names()
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Modules of the package that a module imports, also within functions; not what is for type checkers alone."""
+    skipped = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            skipped.update(ast.walk(node))
+        elif node in skipped:
+            continue
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == NAME:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in MODULES else str(node.module)
+
+
+def room(module: str) -> str:
+    """The package or the top-level module that a module is in."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+EDGES = [(module, imported) for module, path in MODULES.items() for imported in imports_of(path)]
+
+
+def test_every_room_has_its_place() -> None:
+    """A new one is added to the order; and the edges are found at all."""
+    assert {room(module) for module in MODULES} <= {*ORDER, *ANYWHERE}
+    assert (f"{NAME}.strategy", f"{NAME}.launch.launchers") in EDGES
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_imports_run_downwards(name: str) -> None:
+    """Name what a room imports from above."""
+    above = {*ORDER[: ORDER.index(name)], *(other for one, other in APART if one == name)}
+    upwards = [pair for pair in EDGES if room(pair[0]) == name and room(pair[1]) in above]
+    assert upwards == []
+
+
+def test_no_cycles() -> None:
+    """`graphlib` raises with the modules of a cycle; a package and its own modules are no cycle."""
+    graph: dict[str, set[str]] = {module: set() for module in MODULES}
+    for module, imported in EDGES:
+        if not module.startswith(f"{imported}."):
+            graph[module].add(imported)
+    assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)
