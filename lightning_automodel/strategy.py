@@ -42,6 +42,7 @@ from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWei
 from lightning_automodel.gradients.windows import GradientFinisher, OptimizerWindows, optimizer_parameters, unwrap
 from lightning_automodel.launch.launchers import InPlaceLauncher, make_launcher
 from lightning_automodel.options import StrategyOptions
+from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume, schedule_callbacks
 from lightning_automodel.sharding import apply, meta_init, precision, units, weight_averaging
 from lightning_automodel.sharding.activation_checkpointing import RecomputedBlocks
@@ -190,7 +191,8 @@ class AutomodelStrategy(ParallelStrategy):
             label_shift=label_shift,
             count_label_tokens=count_label_tokens,
         )
-        self._guard = RunGuard(before_telling=self._checkpoints.linger)
+        self._callback_patches = PatchStack()
+        self._guard = RunGuard(before_telling=self._checkpoints.wait_for_pending_save)
         self._setup_turn: FirstRankPerNode | None = None
         self._averages = AverageCopies()
         self._evaluation_steps = 0
@@ -433,7 +435,7 @@ class AutomodelStrategy(ParallelStrategy):
         if self.world_size > 1:
             lightning_internals.take_over_sigterm(trainer)
             lightning_internals.take_over_requeueing(trainer, self._guard.ask_to_requeue)
-        lightning_internals.take_over_model_checkpoints(trainer, self._checkpoints.link, self._checkpoints.is_coming)
+        self._checkpoints.patch_callbacks(trainer, self._callback_patches)
         self.accelerator.setup(trainer)
         precision.check_precision(self.precision_plugin, self._options.data_parallel)
         if self._shards_model:
@@ -850,10 +852,7 @@ class AutomodelStrategy(ParallelStrategy):
         assert module is not None
         assert isinstance(checkpoint, dict)
         optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
-        if self._checkpoints.fills_optimizers:
-            self._checkpoints.fill(checkpoint, module, optimizers, strict)
-        else:
-            self._checkpoints.fill_replicated(checkpoint, module, optimizers, strict)
+        self._checkpoints.fill(checkpoint, module, optimizers, strict)
 
     @property
     @override
@@ -908,13 +907,13 @@ class AutomodelStrategy(ParallelStrategy):
         if self._recomputed is not None:
             self._recomputed.undo()
         self._batch = None
+        self._callback_patches.restore()
         self.model = self.lightning_module
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if self._resume is not None:
             self._resume.close()
         if trainer is not None:
             lightning_internals.give_back_sigterm(trainer)
-            lightning_internals.give_back_model_checkpoints(trainer)
         if not self._shards_model and self._engine is not None:
             if self._layer_sync is not None and self.model is not None:
                 self._layer_sync.revert(self.model)

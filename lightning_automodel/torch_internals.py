@@ -9,11 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import GradScaler, OptState
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
-from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
@@ -31,12 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
-    "CHECKPOINT_METADATA_CLASSES",
     "FSDPParamGroup",
-    "FakeTensorMode",
-    "FsspecFileSystem",
-    "FsspecReader",
-    "FsspecWriter",
     "OptimizedModule",
     "averaging_size",
     "broadcast_tensors",
@@ -68,19 +59,16 @@ __all__ = [
     "local_tensor",
     "move_what_has_values",
     "name_of",
-    "offset_in_file",
     "own_shard_changed",
     "park_gathered",
     "process_groups",
     "reduction_dtype",
     "replace_unscaling",
     "restore_unscaled",
-    "set_element",
     "set_group_timeout",
     "sharded_and_gathered",
     "sharded_versions",
     "start_accumulator",
-    "storage_records",
     "take_over_forward_hooks",
     "unpark_gathered",
     "unscale_anew",
@@ -91,44 +79,7 @@ __all__ = [
 ]
 
 
-CHECKPOINT_METADATA_CLASSES = frozenset(
-    {
-        *(
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-    }
-)
-"""What torch.distributed.checkpoint (torch 2.13) pickles into ``.metadata``; anything else there could run code."""
-
-
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-
-
-def offset_in_file(tensor: Tensor) -> int:
-    """Where in a file the storage of a tensor is that ``torch.load`` loaded in :class:`FakeTensorMode`, in bytes."""
-    offset = tensor.untyped_storage()._checkpoint_offset
-    assert offset is not None
-    return offset
-
-
-def storage_records(reader: torch.PyTorchFileReader) -> dict[str, int]:
-    """Where in a file that ``torch.save`` has written each storage is, in bytes, in the order in which it met them."""
-    names = [name for name in reader.get_all_records() if name.startswith("data/")]
-    names.sort(key=lambda name: int(name.removeprefix("data/")))
-    return {name: reader.get_record_offset(name) for name in names}  # type: ignore[attr-defined]
 
 
 def process_groups() -> list[dist.ProcessGroup]:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from lightning_automodel.checkpoint.__main__ import main
 from lightning_automodel.checkpoint.saver import CheckpointSaver
 from lightning_automodel.checkpoint.single_file import check_file, save_file
-from lightning_automodel.checkpoint.splitting import in_portions, number_of_bytes
+from lightning_automodel.checkpoint.cli.export import in_portions, number_of_bytes
 
 MODEL = {"model.weight": torch.arange(12.0).view(3, 4), "model.bias": torch.ones(3, dtype=torch.bfloat16)}
 AVERAGES = {name: value + 1 for name, value in MODEL.items()}
@@ -236,7 +236,7 @@ def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("inspect", str(empty)): f"{empty} is no checkpoint: it holds neither .metadata nor checkpoints",
         ("consolidate", str(whole), out): "is no directory of shards: there is nothing to consolidate",
         ("consolidate", str(shards), str(whole)): "exists: remove it, or choose another path",
-        ("consolidate", str(shards), "memory://out"): "is not local: consolidate to a local file, and upload that",
+        ("consolidate", str(shards), "memory://out"): "is not local: write to a local path, and upload that",
         ("consolidate", str(empty), out): "there is no .metadata: this is no directory of shards",
         ("export", str(shards), out): "give the prefix of what to export, such as model.; config.json is then yours",
         ("export", str(shards), str(whole), "--key", "model"): "exists: remove it, or choose another path",

@@ -146,7 +146,7 @@ def slow_writing(recorder: Recorder) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded.ShardWriter, "write_data", slow_shards)
-        patch.setattr("lightning_automodel.checkpoint.session.save_file", slow_file)
+        patch.setattr(single_file, "save_file", slow_file)
         yield
 
 
@@ -182,7 +182,7 @@ class SavesOnce(Callback):
         self.batches_after += trainer.global_step >= self.at_step
         if trainer.global_step == self.at_step and not trainer.fit_loop.epoch_loop._should_accumulate():
             trainer.save_checkpoint(self.path)
-            trainer.strategy._checkpoints.linger()  # else one rank may know a step before the other
+            trainer.strategy._checkpoints.wait_for_pending_save()  # else one rank may know a step before the other
 
 
 @contextmanager
@@ -195,7 +195,7 @@ def failing_writes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(sharded.ShardWriter, "write_data", fail)
-        patch.setattr("lightning_automodel.checkpoint.session.save_file", fail)
+        patch.setattr(single_file, "save_file", fail)
         yield
 
 
@@ -241,18 +241,18 @@ def test_failure_of_the_last_save_ends_the_run_with_an_error(pool2: RankPool, tm
 def _keep_the_newest(options: dict[str, Any], folder: str, save_last: Any) -> tuple[str, str, list[tuple[int, int]]]:
     """Best and last path, and how many checkpoints were there whenever one was about to be published."""
     seen: list[tuple[int, int]] = []
-    publish = atomic.publish
+    replace = atomic.replace
 
     def count(staging: Path, target: Path) -> None:
         whole = [each for each in Path(folder).glob("epoch*.ckpt") if each.exists()]
         dangling = [each for each in Path(folder).iterdir() if each.is_symlink() and not each.exists()]
         seen.append((len(whole), len(dangling)))
-        publish(staging, target)
+        replace(staging, target)
 
     callback = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_last=save_last)
     with pytest.MonkeyPatch.context() as patch:
         for room in (atomic, sharded.atomic, single_file.atomic):
-            patch.setattr(room, "publish", count)
+            patch.setattr(room, "replace", count)
         fit(options, callbacks=[callback], enable_checkpointing=True, max_epochs=3)
     return callback.best_model_path, callback.last_model_path, seen
 

@@ -37,7 +37,9 @@ def as_line(report: Report, is_newest: bool) -> str:
 def _state(report: Report) -> str:
     if report.damage is not None:
         return f"DAMAGED: {report.damage}"
-    return "complete, all content verified" if report.verified else "complete by its files' names and sizes"
+    state = "complete, all content verified" if report.verified else "complete by its files' names and sizes"
+    needs = f"; loads with weights_only=False alone, it holds {', '.join(report.not_plain)}" if report.not_plain else ""
+    return f"{state}{needs}"
 
 
 def _counts(counts: dict[str, int]) -> str:
