@@ -25,13 +25,7 @@ _RENAME_EXCHANGE = 2
 
 @dataclass(frozen=True)
 class Leftover:
-    """What a save or a removal that never ended has left behind.
-
-    Attributes:
-        path: Where it is.
-        host: Name of the machine of the process that wrote it.
-        pid: Number of that process.
-    """
+    """What a save or a removal that never ended has left behind, and the process that wrote it."""
 
     path: Path
     host: str

@@ -51,12 +51,8 @@ def on_every_rank(what: str, alone: bool = False) -> Iterator[None]:
     A collective over the default group, if there is one: every rank must come here, whatever happened inside, so the
     block must hold no collective that another rank's failure would leave waiting.
 
-    Args:
-        what: What the block is about to do, for the message.
-        alone: Not a collective: this process acts by itself, whatever groups it is in.
-
-    Raises:
-        CheckpointError: Names the ranks that failed, and why.
+    The :class:`CheckpointError` says ``what`` failed, on which ranks, and why. Where a process acts ``alone``, whatever
+    groups it is in, this is no collective.
     """
     error: Exception | None = None
     try:

@@ -108,11 +108,7 @@ def _targets_embeddings(target_modules: Collection[str] | None) -> bool:
 
 
 def check_descriptions(models: Any) -> list[Description]:
-    """``models`` as a checkpoint has them, which anybody may have written.
-
-    Raises:
-        CheckpointError: If they have another form than :func:`describe_models` gives them.
-    """
+    """``models`` as a checkpoint has them, if they have the form that :func:`describe_models` gives them."""
     form = {"prefix": str, "class": str, "config": dict, "tied": list}
     try:
         for model in models:

@@ -18,11 +18,7 @@ _MODEL_OF_FSDP_STRATEGY = "model"
 
 
 def parse_metadata(content: bytes) -> Metadata:
-    """What the shards in a directory are; names are this package's own, whichever strategy has saved them.
-
-    Raises:
-        CheckpointError: If the file is damaged, or describes something else.
-    """
+    """What the shards in a directory are; names are this package's own, whichever strategy has saved them."""
     try:
         metadata = MetadataUnpickler(io.BytesIO(content)).load()
         if not isinstance(metadata, Metadata):

@@ -31,19 +31,7 @@ def load_directories() -> None:
 
 
 def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any] | None:
-    """Read a checkpoint without the states of its optimizers, if ``path`` is a directory. Not a collective.
-
-    Args:
-        path: Where Lightning is about to load from; a path, a URL or an open file.
-        map_location: As for ``torch.load``: where the model's tensors go.
-        weights_only: False runs code that the checkpoint may hold.
-
-    Returns:
-        As a file would hold it; None if ``path`` is something else.
-
-    Raises:
-        CheckpointError: If the directory is no checkpoint, or a damaged one, or holds more than plain data.
-    """
+    """Read a checkpoint without the states of its optimizers, as a file would hold it; None if it is no directory."""
     if not isinstance(path, str | Path) or str(path).startswith(("http://", "https://")):
         return None
     place = paths.normalize(path)

@@ -21,12 +21,7 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file.
-
-    Attributes:
-        size: Bytes.
-        crc32: Checksum of its content, eight hexadecimal digits.
-    """
+    """One file: its bytes, and the checksum of its content, eight hexadecimal digits."""
 
     size: int
     crc32: str
@@ -60,11 +55,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Manifest":
-        """The inverse of :meth:`to_bytes`.
-
-        Raises:
-            CheckpointError: If it is damaged, or of a newer version.
-        """
+        """The inverse of :meth:`to_bytes`; raises CheckpointError if it is damaged, or of a newer version."""
         try:
             content = json.loads(data)
             crc32 = content.pop("crc32")
@@ -93,7 +84,7 @@ class Manifest:
             shares: In how many the work of reading is split; 0 to compare sizes alone.
 
         Raises:
-            CheckpointError: Names the files that are missing, cut off or changed, not listed, or outside.
+            CheckpointError: Names the files that are missing, cut off, changed, not listed, or outside.
         """
         # Every so many-th of the files in the order of their sizes: about as much for each rank.
         by_size = sorted(self.files, key=lambda name: (self.files[name].size, name))

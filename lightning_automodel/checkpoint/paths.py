@@ -16,11 +16,7 @@ _OF_CHECKPOINTS = (".metadata", "meta.pt")
 
 
 def normalize(path: str | Path) -> str:
-    """An absolute local path without protocol, or a URL without a slash at its end.
-
-    Raises:
-        CheckpointError: If fsspec does not know what the path means.
-    """
+    """An absolute local path without protocol, or a URL without a slash at its end."""
     try:
         filesystem, place = url_to_fs(str(path))
     except (ValueError, ImportError) as error:
@@ -52,11 +48,7 @@ def size_of_file(filesystem: AbstractFileSystem, folder: str, name: str) -> int:
     """Bytes of the regular file ``name`` below ``folder``.
 
     Names come from files that anybody may have written. Followed blindly, one could lead out of the checkpoint, and
-    reading a fifo or a device would never end.
-
-    Raises:
-        CheckpointError: If the name, or what is there, is something else.
-        FileNotFoundError: If there is nothing.
+    reading a fifo or a device would never end: both raise :class:`CheckpointError`.
     """
     if not is_file_name(name):
         raise CheckpointError(f"it refers to {name!r}, which is no name of a file in the checkpoint")
@@ -98,11 +90,7 @@ def parent(path: str) -> str:
 
 
 def new_local_target(path: str | Path) -> Path:
-    """A local path that is still free, in a directory that exists from now on.
-
-    Raises:
-        CheckpointError: If it is not local, or taken.
-    """
+    """A local path that is still free, else CheckpointError, in a directory that exists from now on."""
     if not is_local(str(path)):
         raise CheckpointError(f"{path} is not local: write to a local path, and upload that")
     target = Path(normalize(path))

@@ -20,15 +20,8 @@ T = TypeVar("T")
 def read_unreplaced(path: str, read: Callable[[], T], alone: bool = False) -> T:
     """Call ``read``, once more if another checkpoint took the place of ``path`` meanwhile, such as a newer last.ckpt.
 
-    Otherwise it would look damaged, or ranks would read different ones. A collective where ``read`` is one.
-
-    Args:
-        path: A checkpoint of either form.
-        read: Raises :class:`CheckpointError` on every rank or on none.
-        alone: ``read`` is no collective.
-
-    Raises:
-        CheckpointError: What ``read`` raised.
+    Otherwise it would look damaged, or ranks would read different ones. ``read`` is a collective, which raises
+    :class:`CheckpointError` on every rank or on none, unless a process is to act ``alone``.
     """
     for _ in range(2):
         ids, error, result = {_id(path)}, None, None
@@ -71,14 +64,9 @@ class SavedModel:
 
 
 def open_model(path: str, weights_only: bool | None) -> SavedModel:
-    """Check a checkpoint, whole, and open its model. Not a collective.
+    """Check a checkpoint of either form, whole, and open its model. Not a collective.
 
-    Args:
-        path: A directory of shards or a file; local, or any URL that fsspec knows.
-        weights_only: False runs code that it may hold.
-
-    Raises:
-        CheckpointError: If it is damaged, missing, or holds more than plain data.
+    Raises :class:`CheckpointError` if it is damaged, missing, or holds code, unless ``weights_only`` is False.
     """
     open_any = _open_directory if paths.is_directory(path) else _open_file
     return read_unreplaced(path, lambda: open_any(path, weights_only), alone=True)

@@ -21,13 +21,7 @@ Source = str | io.BytesIO
 def load_plain_data(source: Source, what: str, weights_only: bool) -> Any:
     """``torch.load`` to host memory, with an error that says what to do about objects that are no plain data.
 
-    Args:
-        source: What to load.
-        what: For the message.
-        weights_only: False runs code that the file holds.
-
-    Raises:
-        CheckpointError: If there are such objects.
+    Where ``weights_only`` is False, it runs code that the file holds. ``what`` it is, is for the message.
     """
     try:
         return _load(source, weights_only)
@@ -124,17 +118,9 @@ class _Placeholder:
 
 
 def load_outline(source: Source, what: str) -> tuple[dict[str, Any], list[str]]:
-    """What ``torch.save`` has written, with placeholders for what is no plain data. Runs no code of the file's.
+    """What ``torch.save`` has written, and the names of classes that are no plain data, replaced by placeholders.
 
-    Args:
-        source: What to load.
-        what: For the message.
-
-    Returns:
-        The content, and the names of the classes that it has placeholders for.
-
-    Raises:
-        CheckpointError: If it is damaged, calls functions, or holds no dict.
+    Raises :class:`CheckpointError` if it is damaged, calls functions, or holds no dict.
     """
     unknown: list[str] = []
     try:

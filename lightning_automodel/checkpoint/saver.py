@@ -28,7 +28,7 @@ from lightning_automodel.distributed.process_group import get_rank_safe, get_wor
 
 @dataclass
 class _PendingSave:
-    """A save; there is a ``future`` where it is in the background, and a ``target`` where it is of shards."""
+    """A save, with a ``future`` where it is in the background and a ``target`` where it is of shards."""
 
     what: str
     future: Future[Any] | None
@@ -36,11 +36,7 @@ class _PendingSave:
 
 
 class CheckpointSaver:
-    """Writes checkpoints of one run. All methods must be called by every rank, unless they say otherwise.
-
-    Args:
-        device: Where the model is.
-    """
+    """Writes checkpoints of one run, whose model is on ``device``. Methods are collectives unless they say else."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -54,8 +50,7 @@ class CheckpointSaver:
     def save_shards(self, checkpoint: dict[str, Any], path: str, group: dist.ProcessGroup | None) -> None:
         """Write ``checkpoint`` as a directory: shards of model and optimizers by every rank, the rest by rank 0.
 
-        A collective over the default group. The directory appears, or takes the place of an older one, in one step when
-        all of it is on disk.
+        The directory appears, or takes the place of an older one, in one step when all of it is on disk.
 
         Args:
             checkpoint: As Lightning makes it, with shards in place of tensors; taken apart.
@@ -92,17 +87,7 @@ class CheckpointSaver:
     def save_file(
         self, checkpoint: dict[str, Any], path: str, write: Callable[[dict[str, Any], str], None], in_background: bool
     ) -> None:
-        """Write ``checkpoint`` as one file, by rank 0. A collective over the default group.
-
-        Args:
-            checkpoint: As Lightning makes it; used on rank 0.
-            path: The file.
-            write: What writes it.
-            in_background: Return as soon as the state was copied to host memory.
-
-        Raises:
-            CheckpointError: If it, or the save before it, failed; older checkpoints are as they were.
-        """
+        """Let rank 0 ``write`` a file; ``in_background`` returns as soon as the state was copied to host memory."""
         self.wait()
         what = f"Cannot save {path}"
         future = None
@@ -138,11 +123,7 @@ class CheckpointSaver:
                 self._finish_pending()
 
     def wait(self) -> None:
-        """Wait until no save is pending.
-
-        Raises:
-            CheckpointError: If it failed.
-        """
+        """Wait until no save is pending; raises CheckpointError if it failed."""
         # Rank 0 may know already, from `check`, how the file that it alone writes came out; the others do not.
         of_rank_zero, self._of_rank_zero = self._of_rank_zero, None
         with self._translated() if of_rank_zero is None else on_every_rank(of_rank_zero):
@@ -154,14 +135,7 @@ class CheckpointSaver:
             concurrent.futures.wait([self._pending.future], seconds)
 
     def close(self, together: bool) -> None:
-        """Wait until no save is pending, and free memory and threads.
-
-        Args:
-            together: Whether every rank comes here; otherwise it is no collective.
-
-        Raises:
-            CheckpointError: If a save failed.
-        """
+        """Wait until no save is pending, and free memory and threads. A collective if ranks come here ``together``."""
         try:
             if together:
                 self.wait()
@@ -229,11 +203,7 @@ def _take_shards(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 
 def prepare_target(path: str) -> None:
-    """Make the directory that ``path`` is to be in, and clear it of what crashed saves have left there.
-
-    Raises:
-        CheckpointError: If something else than a checkpoint would be replaced.
-    """
+    """Make the directory that ``path`` is to be in, and clear it of what crashed saves have left there."""
     paths.refuse_to_replace(path)
     filesystem, parent = url_to_fs(paths.parent(path))
     filesystem.makedirs(parent, exist_ok=True)

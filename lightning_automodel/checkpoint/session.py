@@ -156,11 +156,7 @@ class RunCheckpoints:
             self._saver.check()
 
     def close(self, was_interrupted: bool) -> None:
-        """Return when the last save is on disk, or raise its error.
-
-        Args:
-            was_interrupted: Whether the run failed: then its error counts, and that of the save is logged.
-        """
+        """Return when the last save is on disk, or raise its error; after a failure of the run, log it."""
         saver, self._saver, self._opened = self._saver, None, None
         if saver is None:
             return
@@ -235,14 +231,13 @@ class RunCheckpoints:
     ) -> None:
         """Fill the model from what :meth:`open` has opened, and the optimizers where Lightning does not.
 
+        Every rank raises :class:`CheckpointError` before anything was changed where that does not fit.
+
         Args:
             checkpoint: What it returned, after the user's hooks.
             module: The model.
             optimizers: Empty where only the model is wanted.
             strict: Whether the checkpoint must hold exactly what the model has.
-
-        Raises:
-            CheckpointError: On every rank, before anything was changed.
         """
         optimizers = [each for each in optimizers if state_dict.has_state(each.state_dict())]
         if not self.fills_optimizers:

@@ -22,7 +22,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystemBase
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -53,11 +53,7 @@ class SaveTarget:
     """Where the files of one save are written, and what they become. Rank 0 chooses it for all.
 
     A local directory is written beside its place and then takes it. Elsewhere nothing can be renamed in one step: there
-    the files go to a folder of their own within ``path``, and the manifest, one object, says which folder is valid.
-
-    Attributes:
-        path: The checkpoint.
-        folder: Where the files are written.
+    the files go to a ``folder`` of their own within ``path``, and the manifest, one object, says which one is valid.
     """
 
     path: str
@@ -77,12 +73,7 @@ class SaveTarget:
 class ShardWriter(FileSystemWriter):
     """Writes one directory, which appears when it is complete: all by ``dcp.save`` or ``dcp.async_save``.
 
-    Every rank makes one for each save, with the same arguments.
-
-    Args:
-        target: Where to write.
-        rest: Content of ``meta.pt``; used on the coordinator.
-        world_size: Ranks that write.
+    Every rank makes one for each save. ``rest`` is the content of ``meta.pt``, which the coordinator writes.
     """
 
     def __init__(self, target: SaveTarget, rest: bytes, world_size: int) -> None:
@@ -135,12 +126,8 @@ class ShardWriter(FileSystemWriter):
                 os.fsync(stream.fileno())
 
 
-class _Files(FileSystemBase):
-    """Any file system of fsspec, for torch.distributed.checkpoint; notes what is written.
-
-    Attributes:
-        records: Size and checksum of each file that was written, by name.
-    """
+class _Files(FileSystem):
+    """Any file system of fsspec, for torch.distributed.checkpoint; records size and checksum of what is written."""
 
     def __init__(self, filesystem: AbstractFileSystem) -> None:
         self._filesystem = filesystem
@@ -158,7 +145,7 @@ class _Files(FileSystemBase):
         self.records[os.path.basename(path)] = FileRecord(recorded.size, f"{recorded.crc32:08x}")
 
     @override
-    def concat_path(self, path: Any, suffix: str) -> str:
+    def concat_path(self, path: Any, suffix: str) -> Any:
         return f"{path}/{suffix}"
 
     @override
@@ -167,25 +154,12 @@ class _Files(FileSystemBase):
         self.records[os.path.basename(new_path)] = self.records.pop(os.path.basename(path))
 
     @override
-    def init_path(self, path: Any) -> Any:
-        return path
-
-    @override
     def mkdir(self, path: Any) -> None:
         self._filesystem.makedirs(str(path), exist_ok=True)
-
-    @classmethod
-    @override
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
 
     @override
     def exists(self, path: Any) -> bool:
         return self._filesystem.exists(str(path))
-
-    @override
-    def rm_file(self, path: Any) -> None:
-        self._filesystem.rm_file(str(path))
 
 
 class _RecordedStream:
@@ -214,17 +188,9 @@ class _RecordedStream:
 class ShardDirectory:
     """A directory of shards, open for loading.
 
-    Opening is a collective over the default group where there is one: every rank must do it, with the same ``path``.
-    It reads all files once, each rank a share, and raises on every rank before anything was loaded.
-
-    Args:
-        path: The directory, local or any URL that fsspec knows.
-        weights_only: False lets ``pickle`` run what code the files hold: for files that you trust. Else plain data is
-            loaded alone.
-        alone: Neither opening nor reading is a collective: this process reads all files by itself.
-
-    Raises:
-        CheckpointError: If files are missing, damaged, or hold code.
+    Opening is a collective over the default group, if there is one, unless a process is to act ``alone``. All files
+    are read once, each rank a share; where any is missing, damaged, or holds code (unless ``weights_only`` is False),
+    every rank raises :class:`CheckpointError` before anything was loaded.
     """
 
     def __init__(self, path: str, weights_only: bool | None, alone: bool = False) -> None:
@@ -270,15 +236,9 @@ class ShardDirectory:
         return {name.removeprefix(f"{MODEL}."): tensor for name, tensor in tensors.items()}
 
     def read_into(self, targets: dict[str, Any]) -> None:
-        """Overwrite the tensors in ``targets`` in place, and replace what else is in it.
+        """Overwrite the tensors in ``targets`` in place, and replace what else is in it. A collective like opening.
 
-        Every rank must call it, with the same names; each reads what its own shards need.
-
-        Args:
-            targets: Nested as it was saved, or by flattened name.
-
-        Raises:
-            CheckpointError: If an entry is missing or has another shape (nothing was read then), or cannot be read.
+        ``targets`` is nested as it was saved, or flat. Each rank reads what its own shards need.
         """
         of_model = targets.get(MODEL, {})
         for name in of_model.keys() & self._extra_state.keys():
@@ -323,10 +283,9 @@ class _Planner(DefaultLoadPlanner):
 
 
 def open_tables(path: str) -> tuple[AbstractFileSystem, str, Manifest | None, Metadata]:
-    """File system, folder of the files, list of the files (None where another program wrote them), list of the shards.
+    """File system, folder of the files, list of them (None where another program wrote them), and of the shards.
 
-    Raises:
-        CheckpointError: If ``path`` is no directory of shards, or they are damaged.
+    Raises :class:`CheckpointError` if ``path`` is no directory of shards, or either list is damaged.
     """
     filesystem, folder = url_to_fs(path)
     manifest = read_manifest(filesystem, folder)
@@ -370,16 +329,8 @@ def check_files(
 ) -> None:
     """Compare the files with the manifest, or, where another program wrote them, with what the shards need.
 
-    Args:
-        filesystem: Where ``folder`` is.
-        folder: Of the files.
-        manifest: See :meth:`.Manifest.check`, also for ``share`` and ``shares``.
-        metadata: Of the shards.
-        share: Which share of the content to read.
-        shares: In how many that is split.
-
-    Raises:
-        CheckpointError: If any is missing, damaged, or no regular file of the checkpoint.
+    Raises :class:`CheckpointError` if any is missing, damaged, or no regular file of the checkpoint. For ``share`` and
+    ``shares`` see :meth:`.Manifest.check`.
     """
     needed = sizes_needed(metadata)
     if manifest is not None:

@@ -103,11 +103,7 @@ def readable(path: str) -> Source:
 
 
 def check_file(path: str) -> None:
-    """Read a file once and compare it with its checksums.
-
-    Raises:
-        CheckpointError: If the file is damaged, missing, or no regular one.
-    """
+    """Read a file once and compare it with its checksums; raises CheckpointError if it is damaged, or no file."""
     filesystem, place = url_to_fs(path)
     if not filesystem.exists(place):
         raise FileNotFoundError("there is no such file or directory")
@@ -141,6 +137,8 @@ def content_id(path: str) -> str:
 
     ``torch.save`` writes such a record, made of the others' names and checksums.
     """
+    if not os.path.isfile(path):
+        return ""
     try:
         with zipfile.ZipFile(path) as archive:
             return next(archive.read(n).decode() for n in archive.namelist() if n.endswith(".data/serialization_id"))
@@ -201,14 +199,8 @@ class WholeCheckpoint:
 def fill_module(module: nn.Module, checkpoint: Mapping[str, Any], optimizers: list[Optimizer], strict: bool) -> None:
     """Let ``module``, a replicated model, load its state as its own hooks want it. Not a collective.
 
-    Args:
-        module: Its ``load_state_dict`` is called.
-        checkpoint: State under names that differ in wrappers at most, or that the module's hooks know.
-        optimizers: Which the checkpoint must hold the state of; Lightning loads that afterwards.
-        strict: As for ``load_state_dict``.
-
-    Raises:
-        CheckpointError: If the state is of another model, whose tensors are then as they were, or of other optimizers.
+    Raises :class:`CheckpointError` if it is the state of another model, whose tensors are then as they were, or not
+    that of ``optimizers``, which Lightning fills afterwards.
     """
     everything = module.state_dict()
     state = _under_own_names(checkpoint[MODEL], everything)

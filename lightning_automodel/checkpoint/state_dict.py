@@ -61,12 +61,8 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 def whole(state: Any, keep: bool) -> Any:
     """``state``, nested dicts and lists, with whole tensors on the CPU. Every rank must call it where any is sharded.
 
-    Gathers one tensor at a time: beside the shards, a rank holds one whole tensor on its device, and one that keeps
-    them the whole state in host memory.
-
-    Args:
-        state: Sharded or not.
-        keep: Whether this rank wants it; the others get empty dicts and lists.
+    Gathers one tensor at a time: beside the shards, a rank holds one whole tensor on its device, and one that is to
+    ``keep`` them the whole state in host memory. The others get empty dicts and lists.
     """
     if isinstance(state, Mapping):
         gathered = {name: whole(value, keep) for name, value in state.items()}
@@ -136,15 +132,8 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
     What had no state when it was saved (an optimizer that had not stepped, a parameter without gradients so far) starts
     without. Gradients are dropped: where an earlier fit has left some, torch (2.13) would not initialise the state.
 
-    Args:
-        saved: The checkpoint.
-        model: Sharded or not; wrappers leave no trace in the names.
-        optimizers: In their order; empty where only the model is wanted.
-        strict: False loads what both the checkpoint and the model have.
-
-    Raises:
-        CheckpointError: If entries are missing, left over (``strict`` only), or have other shapes, or the optimizers
-            are others than those that were saved; nothing was loaded.
+    Raises :class:`CheckpointError`, and nothing was loaded, if entries are missing, left over (``strict`` only), or
+    have other shapes, or the optimizers are others than those that were saved.
     """
     model.zero_grad()
     of_model = model_state(model)
@@ -231,12 +220,7 @@ _AS_SAVED = "configure the optimizers that the run was saved with"
 def _optimizer_targets(
     entries: Mapping[str, Tensor | None], optimizer: Optimizer, state: dict[str, Any], index: int
 ) -> dict[str, Any]:
-    """What of an optimizer's ``state`` was saved.
-
-    Raises:
-        CheckpointError: If none of it was, or the optimizer has other groups or settings, or keeps other state for a
-            parameter than was saved.
-    """
+    """What of an optimizer's ``state`` was saved; raises CheckpointError unless it was saved of such an optimizer."""
     key = optimizer_key(index)
     saved_settings = _saved_settings(entries, f"{key}.param_groups.")
     if not saved_settings:
@@ -295,8 +279,7 @@ def split_shards(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Separate ``tree``, left as it is, into what is whole on every rank and the tensors of sharded states, by place.
 
-    Raises:
-        ValueError: If there are shards in a list, or under other ``names`` than those of the model's state.
+    Raises ValueError if there are shards in a list, or under other ``names`` than those of the model's state.
     """
     rest, shards = dict(tree), {}
     for key, value in tree.items():
@@ -326,13 +309,9 @@ _NOT_LOADABLE = (
 
 
 def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, Any], place: str = "") -> None:
-    """Fill the places of ``tree``, the rest of a checkpoint, that states of the model were taken out of. A collective.
+    """Fill the places of ``tree``, part of ``saved.rest``, that states of the model were taken out of. A collective.
 
-    Args:
-        saved: The checkpoint.
-        tree: Part of ``saved.rest``, changed in place.
-        model_state: The model's, for the shapes and shards.
-        place: Where in the checkpoint ``tree`` is.
+    ``model_state`` tells shapes and shards.
     """
     entries = saved.entries
     for key, value in tree.items():

@@ -199,3 +199,26 @@ def test_a_missing_checkpoint_raises_on_every_rank(pool2: RankPool, tmp_path: Pa
     """Naming the path."""
     for message in pool2.run(_error_of_missing_checkpoint, options, str(tmp_path)):
         assert "missing.ckpt" in message
+
+
+class NoOptimizerModule(ModelModule):
+    """Trains nothing, as a run that gathers statistics does."""
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def _go_on_without_optimizer(options: dict[str, Any], other: dict[str, Any], folder: str) -> int:
+    path = Path(folder) / "run.ckpt"
+    trainer, _ = _fit(options, NoOptimizerModule)
+    trainer.save_checkpoint(path)
+    trainer, module = _fit(other, NoOptimizerModule, ckpt_path=path, max_epochs=2)
+    assert deviation(full_weights(module.model), full_weights(decoder())) == 0
+    return trainer.current_epoch
+
+
+@pytest.mark.parametrize("options", [ENGINES["kept"], ENGINES["ddp"]], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize("other", [ENGINES["kept"], ENGINES["ddp"]], ids=["to_fsdp2", "to_ddp"])
+def test_no_optimizer(pool2: RankPool, tmp_path: Path, options: dict[str, Any], other: dict[str, Any]) -> None:
+    """`configure_optimizers` that returns None: saved, and resumed from."""
+    assert pool2.run(_go_on_without_optimizer, options, other, str(tmp_path)) == [2, 2]

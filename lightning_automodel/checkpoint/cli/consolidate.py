@@ -28,13 +28,7 @@ def consolidate(path: str, out: str, weights_only: bool | None) -> None:
     Optimizer states keep the names of parameters as ids, which torch's optimizers take by their order. Tensors are
     collected in temporary files beside ``out``, as large as they are: the process holds one rank's shard of one.
 
-    Args:
-        path: A directory of shards.
-        out: A local file that is not there yet; it appears when all of it is on disk.
-        weights_only: False runs code that the checkpoint may hold.
-
-    Raises:
-        CheckpointError: If the checkpoint is damaged or no directory, or ``out`` cannot be written.
+    Runs code that the checkpoint may hold where ``weights_only`` is False.
     """
     if not paths.is_directory(path):
         raise CheckpointError(f"{path} is no directory of shards: there is nothing to consolidate")

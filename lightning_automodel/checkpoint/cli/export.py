@@ -106,15 +106,8 @@ def export_checkpoint(
 ) -> None:
     """The same from a checkpoint of any form, in one process that holds one file of the result at a time.
 
-    Args:
-        path: A checkpoint.
-        out: A local directory that is not there yet.
-        options: What to export.
-        weights_only: False runs code that the checkpoint may hold.
-        progress: Called with the number of files written so far, and of all.
-
-    Raises:
-        CheckpointError: If the checkpoint is damaged, or holds nothing to export.
+    Calls ``progress`` with the number of files written so far, and of all. Runs code that the checkpoint may hold
+    where ``weights_only`` is False.
     """
     save = _safetensors()
     saved = open_model(path, weights_only)
@@ -190,13 +183,7 @@ def _write_texts(folder: Path, texts: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is written where.
-
-    Attributes:
-        sources: Names in the LightningModule by exported name.
-        files: Exported names by file.
-        texts: Content of JSON files by name.
-    """
+    """Names in the LightningModule by exported name, exported names by file, and content of JSON files by name."""
 
     sources: dict[str, str]
     files: dict[str, list[str]]
@@ -204,16 +191,7 @@ class Plan:
 
 
 def make_plan(tensors: Mapping[str, Tensor], models: list[Description], options: ExportOptions) -> Plan:
-    """Decide what is written where.
-
-    Args:
-        tensors: The LightningModule's state by name, perhaps without values.
-        models: Its Hugging Face models.
-        options: What to export.
-
-    Raises:
-        CheckpointError: If there is nothing to export, or more than one thing.
-    """
+    """Decide what is written where of ``tensors``, the state, perhaps without values, of a module with ``models``."""
     model, prefix = _chosen(tensors, models, options.prefix)
     if options.adapter_only:
         sources = _adapter_sources(tensors, model, prefix)
@@ -290,11 +268,7 @@ def _adapter_sources(tensors: Mapping[str, Tensor], model: Description | None, p
 
 
 def number_of_bytes(size: str | int) -> int:
-    """Bytes that ``"5GB"`` or ``"200MiB"`` says; a number is one of bytes.
-
-    Raises:
-        ValueError: If it says none, or less than one.
-    """
+    """Bytes that ``"5GB"`` or ``"200MiB"`` says; a number is one of bytes. Raises ValueError for anything else."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = _UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None or float(found[1]) * unit < 1:

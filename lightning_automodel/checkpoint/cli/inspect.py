@@ -69,15 +69,7 @@ class Report:
 
 
 def inspect(path: str, verify: bool = False) -> Report:
-    """Describe one checkpoint. Not a collective.
-
-    Args:
-        path: A directory of shards or a file; local, or any URL that fsspec knows.
-        verify: Read all of it once and compare it with its checksums.
-
-    Raises:
-        CheckpointError: If there is none.
-    """
+    """Describe one checkpoint of either form; ``verify`` reads all of it. Raises CheckpointError if there is none."""
     filesystem, place = url_to_fs(path)
     if not filesystem.exists(place):
         raise CheckpointNotFoundError(f"There is no checkpoint at {path}")
@@ -177,14 +169,8 @@ def _describe_directory(report: Report, verify: bool) -> None:
         report.not_plain = sorted({*report.not_plain, *_check_entries(filesystem, folder, metadata, manifest is None)})
 
 
-def _check_entries(
-    filesystem: AbstractFileSystem, folder: str, metadata: Metadata, has_checksums: bool
-) -> set[str]:
-    """Read each entry of the shards: names of what objects among them need beside plain data.
-
-    Raises:
-        CheckpointError: If one is damaged, or should be a tensor and is something else.
-    """
+def _check_entries(filesystem: AbstractFileSystem, folder: str, metadata: Metadata, has_checksums: bool) -> set[str]:
+    """Read each entry of the shards: names of what objects among them need beside plain data."""
     found: set[str] = set()
     for index, place in metadata.storage_data.items():
         what = f"{index.fqn} in {place.relative_path}"
