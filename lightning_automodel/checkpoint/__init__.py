@@ -3,7 +3,7 @@
 from lightning_automodel.checkpoint.cli.export import export_hugging_face
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.hugging_face import describe_models
-from lightning_automodel.checkpoint.load_from_checkpoint import load_directories
+from lightning_automodel.checkpoint.reading import load_directories
 from lightning_automodel.checkpoint.session import RunCheckpoints
 from lightning_automodel.checkpoint.state_dict import model_state, optimizer_state, whole
 

@@ -6,13 +6,11 @@ import json
 import sys
 
 import torch
-from tqdm import tqdm
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.cli.consolidate import consolidate
 from lightning_automodel.checkpoint.cli.export import ExportOptions, export_checkpoint, number_of_bytes
-from lightning_automodel.checkpoint.cli.inspect import checkpoints_in, inspect, leftovers_in
-from lightning_automodel.checkpoint.cli.report import as_line, as_text
+from lightning_automodel.checkpoint.cli.inspect import as_line, as_text, checkpoints_in, inspect, leftovers_in
 from lightning_automodel.checkpoint.errors import CheckpointError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -102,13 +100,7 @@ def _consolidate(parsed: argparse.Namespace) -> int:
 def _export(parsed: argparse.Namespace) -> int:
     dtype = None if parsed.dtype is None else _DTYPES[parsed.dtype]
     options = ExportOptions(parsed.max_shard_size, dtype, parsed.adapter_only, parsed.key)
-    with tqdm(desc="exporting", unit="file", disable=None) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        export_checkpoint(paths.normalize(parsed.path), parsed.out, options, not parsed.trust, show)
+    export_checkpoint(paths.normalize(parsed.path), parsed.out, options, not parsed.trust)
     return 0
 
 

@@ -74,17 +74,10 @@ class Manifest:
     def check(
         self, filesystem: AbstractFileSystem, folder: str, needed: Collection[str], share: int, shares: int
     ) -> None:
-        """Compare the files with what was written: all sizes, and the content of one in ``shares`` of them.
+        """Compare the files in ``folder`` with what was written: all sizes, and the content of one in ``shares``.
 
-        Args:
-            filesystem: Where ``folder`` is.
-            folder: The checkpoint.
-            needed: Names of files that must be listed.
-            share: Which of the shares, from 0.
-            shares: In how many the work of reading is split; 0 to compare sizes alone.
-
-        Raises:
-            CheckpointError: Names the files that are missing, cut off, changed, not listed, or outside.
+        This process reads share number ``share``; with 0 shares, sizes alone are compared. Raises
+        :class:`CheckpointError`, which names files that are missing, cut off, changed, or ``needed`` and not listed.
         """
         # Every so many-th of the files in the order of their sizes: about as much for each rank.
         by_size = sorted(self.files, key=lambda name: (self.files[name].size, name))

@@ -1,17 +1,23 @@
 """Opening checkpoints of either form, also where a run replaces them meanwhile."""
 
+import io
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache, wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
+from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, gather, on_every_rank
 from lightning_automodel.checkpoint.safe_load import load_plain_data
 from lightning_automodel.checkpoint.sharded import ShardDirectory, save_id
 from lightning_automodel.checkpoint.single_file import check_file, content_id, readable
 from lightning_automodel.checkpoint.state_dict import MODEL
+from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.param_names import without_wrappers
 
 T = TypeVar("T")
@@ -96,3 +102,36 @@ def _open_file(path: str, weights_only: bool | None) -> SavedModel:
         objects={name: value for name, value in state.items() if name not in tensors},
         read=lambda names: {name: tensors[name] for name in names},
     )
+
+
+@cache
+def load_directories() -> None:
+    """Let ``load_from_checkpoint`` of LightningModules and LightningDataModules take directories of shards too.
+
+    Lightning (2.6) has no setting for it. Its own function loads whatever is none. Doing it again changes nothing.
+    """
+    load = lightning_internals.saving.pl_load
+
+    @wraps(load)
+    def load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        found = read_directory(path_or_url, map_location, weights_only)
+        return load(path_or_url, map_location, weights_only) if found is None else found
+
+    PatchStack().set(lightning_internals.saving, "pl_load", load_any)
+
+
+def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any] | None:
+    """Read a checkpoint without the states of its optimizers, as a file would hold it; None if it is no directory."""
+    if not isinstance(path, str | Path) or str(path).startswith(("http://", "https://")):
+        return None
+    place = paths.normalize(path)
+    if not paths.is_directory(place):
+        return None
+    saved = open_model(place, weights_only)
+    # Loading an empty tensor tells where `map_location`, whatever it is, puts one in host memory.
+    stream = io.BytesIO()
+    torch.save(torch.empty(0), stream)
+    stream.seek(0)
+    device = torch.load(stream, map_location=map_location).device
+    state = {name: tensor.to(device) for name, tensor in saved.read(saved.tensors).items()}
+    return {**saved.rest, MODEL: {**state, **saved.objects}}

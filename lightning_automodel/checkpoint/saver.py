@@ -50,16 +50,9 @@ class CheckpointSaver:
     def save_shards(self, checkpoint: dict[str, Any], path: str, group: dist.ProcessGroup | None) -> None:
         """Write ``checkpoint`` as a directory: shards of model and optimizers by every rank, the rest by rank 0.
 
-        The directory appears, or takes the place of an older one, in one step when all of it is on disk.
-
-        Args:
-            checkpoint: As Lightning makes it, with shards in place of tensors; taken apart.
-            path: The directory; the same on every rank.
-            group: A gloo group of all ranks to write in the background, after the state was copied to host memory.
-                None: return when it is written.
-
-        Raises:
-            CheckpointError: If it, or the save before it, failed on any rank; older checkpoints are as they were.
+        ``checkpoint`` is as Lightning makes it, with shards in place of tensors, and is taken apart. Given a gloo
+        ``group`` of all ranks, it returns when the state was copied to host memory, and writes in the background. If
+        this save, or the one before it, failed on any rank, all raise :class:`CheckpointError`.
         """
         self.wait()
         what = f"Cannot save {path}"

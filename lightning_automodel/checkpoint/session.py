@@ -80,18 +80,10 @@ class RunCheckpoints:
         goes_on: bool,
         storage_options: Any | None = None,
     ) -> None:
-        """Write a checkpoint, which appears in one step or not at all.
+        """Write a checkpoint at rank 0's ``path``, where it appears in one step or not at all.
 
-        Args:
-            checkpoint: As Lightning makes it.
-            path: Where; rank 0's counts.
-            device: Where the model is.
-            io: The Trainer's plugin for files.
-            goes_on: Whether training goes on, so that a save in the background makes sense.
-            storage_options: For a plugin of the user's.
-
-        Raises:
-            CheckpointError: On every rank, if it failed on any; older checkpoints are as they were.
+        If that fails on any rank, every rank raises :class:`CheckpointError`, and older checkpoints are as they were.
+        A save in the background makes sense where training ``goes_on``; ``io`` is the Trainer's plugin for files.
         """
         target = paths.normalize(collectives.broadcast_object(path, 0))
         if self._saver is None:
@@ -115,10 +107,9 @@ class RunCheckpoints:
             self._saver = None
 
     def save_alone(self, checkpoint: dict[str, Any], path: _PATH, io: CheckpointIO) -> None:
-        """Write a checkpoint after a failure, when ranks no longer act together, if that is possible.
+        """Let rank 0 save a replicated model after a failure, when ranks no longer act together. Not a collective.
 
-        Not a collective: a replicated model is saved by rank 0. Otherwise an error is logged rather than raised, since
-        it would hide the failure.
+        For a sharded one an error is logged rather than raised, since it would hide the failure.
         """
         if self.names_parameters:
             log.error(
@@ -180,19 +171,10 @@ class RunCheckpoints:
         return self.is_sharded or self._opened is not None
 
     def open(self, path: _PATH, weights_only: bool | None, io: CheckpointIO, is_first_on_node: bool) -> dict[str, Any]:
-        """Check a checkpoint, and load what Lightning restores of it. Nothing is changed yet.
+        """Check the checkpoint at rank 0's ``path``, and load what Lightning restores of it: all but shards.
 
-        Args:
-            path: Where it is; rank 0's counts.
-            weights_only: False runs code that it may hold.
-            io: The Trainer's plugin for files.
-            is_first_on_node: Whether this rank reads a file for the others of its machine, to check it.
-
-        Returns:
-            The checkpoint, without the shards of a directory.
-
-        Raises:
-            CheckpointError: On every rank, if any cannot read it.
+        Nothing is changed yet. If any rank cannot read it, every rank raises :class:`CheckpointError`. Of one file, the
+        first rank of each node compares the content with its checksums.
         """
         self._path, self._opened = paths.normalize(collectives.broadcast_object(path, 0)), None
         if self._agree_on_directory():
@@ -229,15 +211,9 @@ class RunCheckpoints:
     def fill(
         self, checkpoint: dict[str, Any], module: "pl.LightningModule", optimizers: list[Optimizer], strict: bool
     ) -> None:
-        """Fill the model from what :meth:`open` has opened, and the optimizers where Lightning does not.
+        """Fill the model from the ``checkpoint`` that :meth:`open` returned; optimizers too where Lightning does not.
 
-        Every rank raises :class:`CheckpointError` before anything was changed where that does not fit.
-
-        Args:
-            checkpoint: What it returned, after the user's hooks.
-            module: The model.
-            optimizers: Empty where only the model is wanted.
-            strict: Whether the checkpoint must hold exactly what the model has.
+        Where it does not fit, every rank raises :class:`CheckpointError` before anything was changed.
         """
         optimizers = [each for each in optimizers if state_dict.has_state(each.state_dict())]
         if not self.fills_optimizers:

@@ -80,7 +80,7 @@ class ShardWriter(FileSystemWriter):
         self._is_local = paths.is_local(target.path)
         super().__init__(target.folder, sync_files=self._is_local)
         self._files = _Files(url_to_fs(target.folder)[0])
-        self.fs, self.path = self._files, target.folder  # type: ignore[assignment]
+        self.fs, self.path = self._files, target.folder
         self._target, self._rest, self._world_size = target, rest, world_size
 
     @override
@@ -259,7 +259,7 @@ class _Reader(FileSystemReader):
 
     def __init__(self, filesystem: AbstractFileSystem, folder: str, metadata: Metadata) -> None:
         super().__init__(folder)
-        self.fs, self.path = _Files(filesystem), folder  # type: ignore[assignment]
+        self.fs, self.path = _Files(filesystem), folder
         self._metadata = metadata
 
     @override

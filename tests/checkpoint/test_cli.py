@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from lightning_automodel.checkpoint.__main__ import main
+from lightning_automodel.checkpoint.cli.export import in_portions, number_of_bytes
 from lightning_automodel.checkpoint.saver import CheckpointSaver
 from lightning_automodel.checkpoint.single_file import check_file, save_file
-from lightning_automodel.checkpoint.cli.export import in_portions, number_of_bytes
 
 MODEL = {"model.weight": torch.arange(12.0).view(3, 4), "model.bias": torch.ones(3, dtype=torch.bfloat16)}
 AVERAGES = {name: value + 1 for name, value in MODEL.items()}

@@ -241,22 +241,22 @@ def _held_at_each_write(folder: str) -> list[int]:
     """Bytes of whole tensors that this rank holds whenever it writes; all were freed before it gathers again."""
     alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
     held = []
-    write, gather = export._write, export._gathered
+    write, cast = export._write, export._cast
 
     def counting_write(save: Any, path: Any, tensors: dict[str, Tensor]) -> None:
         alive.update(tensors.values())
         held.append(sum(tensor.nbytes for tensor in alive))
         write(save, path, tensors)
 
-    def checking_gather(*args: Any) -> dict[str, Tensor]:
+    def checking_cast(*args: Any) -> Tensor:
         assert not alive
-        return gather(*args)
+        return cast(*args)
 
     module = ModelModule(TinyDecoder(seed=1))
     fully_shard(module.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "_write", counting_write)
-        patch.setattr(export, "_gathered", checking_gather)
+        patch.setattr(export, "_cast", checking_cast)
         export_hugging_face(module, f"{folder}/out", max_shard_size=TINY, prefix="model")
     return held
 

@@ -69,7 +69,7 @@ def _resume(options: dict[str, Any], make_module: type[ModelModule], folder: str
     return full_weights(resumed.model), full_weights(uninterrupted.model), path.is_dir(), path.is_file()
 
 
-@pytest.mark.parametrize("make_module", [ModelModule, AdamModule])
+@pytest.mark.parametrize("make_module", [pytest.param(ModelModule, marks=pytest.mark.sweep), AdamModule])
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_resumes_where_it_stopped(
     pool2: RankPool, tmp_path: Path, make_module: type[ModelModule], options: dict[str, Any]
@@ -133,7 +133,7 @@ def _resume_from_the_start(
     return full_weights(saving.model), full_weights(resumed.model)
 
 
-@pytest.mark.parametrize("make_module", [ModelModule, PlainAdamModule])
+@pytest.mark.parametrize("make_module", [pytest.param(ModelModule, marks=pytest.mark.sweep), PlainAdamModule])
 @pytest.mark.parametrize("options", [ENGINES["kept"], ENGINES["ddp"]], ids=["fsdp2", "ddp"])
 def test_resumes_from_before_the_first_step(
     pool2: RankPool, tmp_path: Path, make_module: type[ModelModule], options: dict[str, Any]
@@ -217,8 +217,11 @@ def _go_on_without_optimizer(options: dict[str, Any], other: dict[str, Any], fol
     return trainer.current_epoch
 
 
-@pytest.mark.parametrize("options", [ENGINES["kept"], ENGINES["ddp"]], ids=["fsdp2", "ddp"])
-@pytest.mark.parametrize("other", [ENGINES["kept"], ENGINES["ddp"]], ids=["to_fsdp2", "to_ddp"])
+@pytest.mark.parametrize(
+    ("options", "other"),
+    [(ENGINES["kept"], ENGINES["kept"]), (ENGINES["ddp"], ENGINES["kept"]), (ENGINES["kept"], ENGINES["ddp"])],
+    ids=["fsdp2", "ddp to fsdp2", "fsdp2 to ddp"],
+)
 def test_no_optimizer(pool2: RankPool, tmp_path: Path, options: dict[str, Any], other: dict[str, Any]) -> None:
     """`configure_optimizers` that returns None: saved, and resumed from."""
     assert pool2.run(_go_on_without_optimizer, options, other, str(tmp_path)) == [2, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import threading
 from collections.abc import Iterator
@@ -55,12 +56,9 @@ def _fail_to_save(options: dict[str, Any], path: str, failing: int) -> tuple[str
     return str(raised.value), saved, load_only(options, path)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "failing"), [("shards", 1), *((form, 0) for form in FORMS)])
 def test_full_disk(pool2: RankPool, tmp_path: Path, form: str, failing: int) -> None:
     """On one rank: an error on every rank that names it, and the older checkpoint is whole."""
-    if failing == 1 and form != "shards":
-        pytest.skip("rank 1 writes shards alone")
     path = tmp_path / "last.ckpt"
     for message, saved, loaded in pool2.run(_fail_to_save, FORMS[form], str(path), failing):
         assert message.startswith(f"Cannot save {path}: rank {failing}: OSError: [Errno 27] File too large")
@@ -257,21 +255,24 @@ def _keep_the_newest(options: dict[str, Any], folder: str, save_last: Any) -> tu
     return callback.best_model_path, callback.last_model_path, seen
 
 
+KEPT = [("shards", "link", True), ("shards", None, False), ("replicated", True, True), ("replicated", "link", False)]
+
+
 @pytest.mark.parametrize(
-    ("form", "save_last"),
+    ("form", "save_last", "in_background"),
     [
-        ("shards", None),
-        *(pytest.param(form, None, marks=pytest.mark.sweep) for form in FORMS if form != "shards"),
-        *((form, save_last) for form in FORMS for save_last in ("link", True)),
+        *KEPT,
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in itertools.product(FORMS, (None, "link", True), (False, True))
+            if case not in KEPT
+        ),
     ],
 )
-@pytest.mark.parametrize("in_background", [False, True], ids=["at_once", "in_background"])
 def test_the_newest_is_kept_until_a_newer_one_is_there(
     pool2: RankPool, tmp_path: Path, form: str, save_last: Any, in_background: bool
 ) -> None:
     """`ModelCheckpoint` keeps one: it is removed after the next was published, and a link to the last never dangles."""
-    if form.endswith(("directory", "of_shards")) and save_last is not None:
-        pytest.skip("as with the other form")
     options = {**FORMS[form], "async_checkpoint": in_background}
     results = pool2.run(_keep_the_newest, options, str(tmp_path), save_last)
     best, last, seen = results[0]
@@ -309,8 +310,7 @@ def _two_callbacks(options: dict[str, Any], folder: str) -> list[str]:
     return [callback.best_model_path for callback in callbacks]
 
 
-@pytest.mark.parametrize("in_background", [False, True], ids=["at_once", "in_background"])
-@pytest.mark.parametrize("form", ["shards", "replicated"])
+@pytest.mark.parametrize(("form", "in_background"), [("shards", True), ("replicated", False)])
 def test_two_callbacks_do_not_share_a_file(pool2: RankPool, tmp_path: Path, form: str, in_background: bool) -> None:
     """Else one removes what is the best of the other."""
     for first, second in pool2.run(_two_callbacks, {**FORMS[form], "async_checkpoint": in_background}, str(tmp_path)):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from tqdm import tqdm
 
 from lightning_automodel.checkpoint import atomic, paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
@@ -68,75 +69,83 @@ def export_hugging_face(
     Raises:
         CheckpointError: On every rank, if there is no such model, or one of them cannot write.
     """
+    state = model_state(module)
+    options = ExportOptions(max_shard_size, dtype, adapter_only, prefix)
+
+    def gathered(names: list[str], keep: bool) -> dict[str, Tensor]:
+        found = {}
+        for name in names:
+            tensor = _cast(state[name].detach(), dtype)
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if keep:
+                found[name] = whole.cpu()
+        return found
+
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    tokenizers = [
+        each for each in vars(module).values() if hasattr(each, "save_pretrained") and hasattr(each, "decode")
+    ]
+    _export(path, tensors, lambda: describe_models(module).get(KEY, []), options, gathered, tokenizers)
+
+
+def export_checkpoint(path: str, out: str, options: ExportOptions, weights_only: bool | None) -> None:
+    """The same from a checkpoint of any form, in one process that holds one file of the result at a time.
+
+    Runs code that the checkpoint may hold where ``weights_only`` is False.
+    """
+    saved = open_model(path, weights_only)
+
+    def read(names: list[str], keep: bool) -> dict[str, Tensor]:
+        tensors = saved.read(names)
+        return {name: _cast(tensors.pop(name), options.dtype) for name in names}
+
+    _export(out, saved.tensors, lambda: check_descriptions(saved.rest.get(KEY, [])), options, read, [])
+
+
+def _export(
+    path: str | Path,
+    tensors: Mapping[str, Tensor],
+    describe: Callable[[], list[Description]],
+    options: ExportOptions,
+    gather: Callable[[list[str], bool], dict[str, Tensor]],
+    tokenizers: list[Any],
+) -> None:
+    """Write ``tensors`` as files, each rank one of as many at a time as there are ranks; ``gather`` is a collective.
+
+    It gets names of tensors, which it returns where the second argument says that this rank is to keep them.
+    """
     what = f"Cannot export to {path}"
-    rank, world_size, state = get_rank_safe(), get_world_size_safe(), model_state(module)
+    rank, world_size = get_rank_safe(), get_world_size_safe()
     folder = None
     with on_every_rank(what):
-        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        options = ExportOptions(max_shard_size, dtype, adapter_only, prefix)
-        plan = make_plan(tensors, describe_models(module).get(KEY, []), options)
+        plan = make_plan(tensors, describe(), options)
         save = _safetensors()
         if rank == 0:
-            folder = _new_folder(path)
+            folder = paths.new_local_target(path).with_name(atomic.temporary_name())
+            folder.mkdir()
     folder = collectives.broadcast_object(folder, 0)
     files = list(plan.files)
     try:
-        # As many files at a time as there are ranks, one for each.
-        for round_of_files in (files[start : start + world_size] for start in range(0, len(files), world_size)):
-            mine = _gathered(plan, state, round_of_files, dtype)
+        for start in tqdm(range(0, len(files), world_size), "exporting", disable=None if rank == 0 else True):
+            mine: dict[str, Tensor] = {}
+            for owner, file in enumerate(files[start : start + world_size]):
+                mine |= gather([plan.sources[name] for name in plan.files[file]], owner == rank)
             with on_every_rank(what):
                 if mine:
-                    _write(save, folder / round_of_files[rank], mine)
-            mine.clear()
+                    file = files[start + rank]
+                    _write(save, folder / file, {name: mine.pop(plan.sources[name]) for name in plan.files[file]})
         with on_every_rank(what):
             if rank == 0:
-                _write_texts(folder, plan.texts)
-                for value in vars(module).values():
-                    if hasattr(value, "save_pretrained") and hasattr(value, "decode"):  # a tokenizer
-                        value.save_pretrained(folder)
+                for name, content in plan.texts.items():
+                    (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+                    atomic.sync(folder / name)
+                for tokenizer in tokenizers:
+                    tokenizer.save_pretrained(folder)
                 atomic.replace(folder, Path(paths.normalize(path)))
     except BaseException:
         if rank == 0:
             atomic.discard(folder)
         raise
-
-
-def export_checkpoint(
-    path: str, out: str, options: ExportOptions, weights_only: bool | None, progress: Callable[[int, int], None]
-) -> None:
-    """The same from a checkpoint of any form, in one process that holds one file of the result at a time.
-
-    Calls ``progress`` with the number of files written so far, and of all. Runs code that the checkpoint may hold
-    where ``weights_only`` is False.
-    """
-    save = _safetensors()
-    saved = open_model(path, weights_only)
-    plan = make_plan(saved.tensors, check_descriptions(saved.rest.get(KEY, [])), options)
-    folder = _new_folder(out)
-    try:
-        for number, (file, names) in enumerate(plan.files.items(), 1):
-            read = saved.read([plan.sources[name] for name in names])
-            tensors = {name: _cast(read.pop(plan.sources[name]), options.dtype) for name in names}
-            _write(save, folder / file, tensors)
-            del tensors
-            progress(number, len(plan.files))
-        _write_texts(folder, plan.texts)
-        atomic.replace(folder, Path(paths.normalize(out)))
-    except BaseException:
-        atomic.discard(folder)
-        raise
-
-
-def _gathered(plan: "Plan", state: dict[str, Any], files: list[str], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors of this rank's one of ``files``, in host memory; empty where it has none. A collective."""
-    mine: dict[str, Tensor] = {}
-    for owner, file in enumerate(files):
-        for name in plan.files[file]:
-            tensor = _cast(state[plan.sources[name]].detach(), dtype)
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if owner == get_rank_safe():
-                mine[name] = whole.cpu()
-    return mine
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -153,13 +162,6 @@ def _safetensors() -> Callable[..., None]:
     return save_file
 
 
-def _new_folder(path: str | Path) -> Path:
-    """Make a directory to write in, beside what it is to become."""
-    folder = paths.new_local_target(path).with_name(atomic.temporary_name())
-    folder.mkdir()
-    return folder
-
-
 def _write(save: Callable[..., None], path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a file. safetensors refuses tensors that share memory, as ties do that no configuration tells of."""
     apart: dict[str, Tensor] = {}
@@ -170,12 +172,6 @@ def _write(save: Callable[..., None], path: Path, tensors: dict[str, Tensor]) ->
         known.add(apart[name].untyped_storage().data_ptr())
     save(apart, path, metadata={"format": "pt"})
     atomic.sync(path)
-
-
-def _write_texts(folder: Path, texts: dict[str, Any]) -> None:
-    for name, content in texts.items():
-        (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-        atomic.sync(folder / name)
 
 
 # --- What is written where --------------------------------------------------------------------------------------------
