@@ -64,6 +64,7 @@ def on_every_rank(what: str, alone: bool = False) -> Iterator[None]:
         if own is not None:
             raise _kind([own])(f"{what}: {own.text}") from error
         return
+    # Ranks that succeeded come here too: nobody else could tell them of the others.
     errors = gather(own)
     raise_if_any(what, {rank: each for rank, each in enumerate(errors) if each is not None}, error)
 

@@ -35,6 +35,7 @@ def read_unreplaced(path: str, read: Callable[[], T], alone: bool = False) -> T:
             result = read()
         except CheckpointError as raised:
             error = raised
+        # Several ids also mean that ranks saw different checkpoints there.
         ids.add(_id(path))
         if len(ids if alone else set().union(*gather(ids))) == 1:
             if error is not None:

@@ -84,6 +84,7 @@ class MetadataUnpickler(pickle.Unpickler):
         if module in _METADATA_MODULES:
             found = super().find_class(module, name)
             is_data = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
+            # A name with dots could have led to something that the module has only imported.
             if is_data and found.__module__ == module:
                 return found
         if module in ("pathlib", "pathlib._local") and name in _PATHS:

@@ -54,6 +54,7 @@ class CheckpointSaver:
         ``group`` of all ranks, it returns when the state was copied to host memory, and writes in the background. If
         this save, or the one before it, failed on any rank, all raise :class:`CheckpointError`.
         """
+        # One save at a time: copies of two would be in host memory at once, and the later one could be overtaken.
         self.wait()
         what = f"Cannot save {path}"
         shards, rest = _take_shards(checkpoint)
@@ -64,6 +65,7 @@ class CheckpointSaver:
                 torch.save(rest, content)
                 warn_about_code(content)
                 prepare_target(path)
+        # The folder's name is random, and all ranks write into it.
         target = collectives.broadcast_object(target, 0)
         writer = ShardWriter(target, content.getvalue(), get_world_size_safe())
         self._pending = _PendingSave(what, None, target)
@@ -93,6 +95,7 @@ class CheckpointSaver:
                 else:
                     write(checkpoint, path)
         if in_background:
+            # Only rank 0 has something pending; the others ask it how that went when they next wait.
             self._of_rank_zero = what
             self._pending = None if future is None else _PendingSave(what, future, None)
 
@@ -169,6 +172,7 @@ class CheckpointSaver:
             raise
 
     def _link_and_remove(self) -> None:
+        # Links first: one that still leads to a checkpoint that goes would dangle for a moment.
         actions, self._links, self._removals = [*self._links, *self._removals], [], []
         if get_rank_safe() == 0:
             for action in actions:

@@ -85,6 +85,7 @@ class RunCheckpoints:
         If that fails on any rank, every rank raises :class:`CheckpointError`, and older checkpoints are as they were.
         A save in the background makes sense where training ``goes_on``; ``io`` is the Trainer's plugin for files.
         """
+        # Names may hold a time, or a version that is counted by looking for files: ranks may disagree.
         target = paths.normalize(collectives.broadcast_object(path, 0))
         if self._saver is None:
             self._saver = CheckpointSaver(device)
@@ -96,6 +97,7 @@ class RunCheckpoints:
             self._saver.save_shards(checkpoint, target, self._background_group() if in_background else None)
         else:
             if self.is_sharded:
+                # One file holds whole tensors: what was sharded is listed, to become shards again.
                 rest = {key: value for key, value in checkpoint.items() if key != state_dict.MODEL}
                 checkpoint[state_dict.SHARDED_STATES] = list(state_dict.sharded_states(rest))
                 checkpoint = state_dict.whole(checkpoint, keep=get_rank_safe() == 0)
@@ -229,6 +231,7 @@ class RunCheckpoints:
         state_dict.load_state(saved, module, optimizers, strict)
         own = state_dict.model_state(module)
         state_dict.restore_shards(saved, checkpoint, own)
+        # The callback takes the average from where the weights were saved, and puts it there itself.
         if weight_averaging.keeps_average(module):
             checkpoint[state_dict.MODEL] = own
 

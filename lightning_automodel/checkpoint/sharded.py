@@ -105,6 +105,7 @@ class ShardWriter(FileSystemWriter):
         super().finish(metadata, [[result for result in everything if not isinstance(result, _FileResult)]])
         self._write(f"{self.path}/{REST}", self._rest)
         files = {**files, **self._files.records}
+        # The manifest comes last: a directory without it, or without a file that it lists, is no checkpoint.
         if self._is_local:
             self._write(f"{self.path}/{MANIFEST}", self._manifest("", files))
             atomic.replace(Path(self.path), Path(self._target.path))
@@ -206,7 +207,7 @@ class ShardDirectory:
             )
         self._extra_state: dict[str, Any] = self.rest.pop(EXTRA_STATE, {})
         self._metadata = metadata
-        # What torch.distributed.checkpoint makes of the model's extra state is passed over.
+        # torch.distributed.checkpoint has the model's extra state too, but takes dicts apart and loses empty ones.
         self.places: dict[str, tuple[Any, ...]] = {
             name: place
             for name, place in metadata.planner_data.items()
@@ -249,6 +250,7 @@ class ShardDirectory:
         with translated(f"Cannot load {self.path}"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(targets, storage_reader=reader, planner=_Planner(self._weights_only), no_dist=self._is_alone)
+        # Entries have the same names and sizes from save to save, so that a newer directory would go unnoticed.
         with on_every_rank(f"Cannot load {self.path}", alone=self._is_alone):
             if save_id(self.path) != self._save_id:
                 raise CheckpointError("another checkpoint took its place while it was read: load it again")

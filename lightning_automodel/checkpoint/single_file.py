@@ -206,6 +206,7 @@ def fill_module(module: nn.Module, checkpoint: Mapping[str, Any], optimizers: li
     state = _under_own_names(checkpoint[MODEL], everything)
     own = {name: value for name, value in everything.items() if isinstance(value, Tensor)}
     shapes_fit = all(getattr(state.get(name), "shape", None) == value.shape for name, value in own.items())
+    # Where it does not fit, hooks of the module may rename or reshape entries: only its own loading can tell.
     fits = shapes_fit and state.keys() <= everything.keys()
     if fits:
         _check_optimizers(optimizers, checkpoint)

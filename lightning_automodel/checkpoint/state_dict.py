@@ -148,6 +148,7 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
             check_number("optimizers", num_saved, len(optimizers))
         for index, (optimizer, state) in enumerate(zip(optimizers, of_optimizers, strict=True)):
             targets[optimizer_key(index)] = _optimizer_targets(saved.entries, optimizer, state, index)
+    # Everything fits on every rank: from here on tensors are overwritten.
     saved.read_into(targets)
     set_model_state_dict(model, of_model, options=StateDictOptions(strict=False))
     for index, (optimizer, state) in enumerate(zip(optimizers, of_optimizers, strict=True)):
@@ -171,6 +172,7 @@ def _check_model(entries: Mapping[str, Tensor | None], targets: dict[str, Any], 
     saved = [name.removeprefix(f"{MODEL}.") for name in entries if name.startswith(f"{MODEL}.")]
     missing = [name for name in targets if f"{MODEL}.{name}" not in entries]
     unknown = [name for name in saved if name not in targets]
+    # Nothing in common is an error also where loading is not strict: it would train from scratch in silence.
     if (targets and len(missing) == len(targets)) or (strict and (missing or unknown)):
         lacks = f"lacks {_some(missing)}" if missing else ""
         holds = f"holds {_some(unknown)}, which this model has not" if unknown else ""

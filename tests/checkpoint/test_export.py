@@ -127,8 +127,8 @@ def test_every_kind_of_model_comes_back(tmp_path: Path, make_model: Any) -> None
     model = make_model()
     export_hugging_face(OwnLoss(model), tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"config.json", "model.safetensors"}
-    loaded, told = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(told.values())
+    loaded, problems = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(problems.values())
     expected = model.state_dict()
     assert expected.keys() == loaded.state_dict().keys()
     assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())

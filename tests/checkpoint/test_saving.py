@@ -237,7 +237,7 @@ def test_failure_of_the_last_save_ends_the_run_with_an_error(pool2: RankPool, tm
 
 
 def _keep_the_newest(options: dict[str, Any], folder: str, save_last: Any) -> tuple[str, str, list[tuple[int, int]]]:
-    """Best and last path, and how many checkpoints were there whenever one was about to be published."""
+    """Best and last path, and how many checkpoints were there whenever one was about to be replaced."""
     seen: list[tuple[int, int]] = []
     replace = atomic.replace
 
@@ -272,7 +272,7 @@ KEPT = [("shards", "link", True), ("shards", None, False), ("replicated", True, 
 def test_the_newest_is_kept_until_a_newer_one_is_there(
     pool2: RankPool, tmp_path: Path, form: str, save_last: Any, in_background: bool
 ) -> None:
-    """`ModelCheckpoint` keeps one: it is removed after the next was published, and a link to the last never dangles."""
+    """`ModelCheckpoint` keeps one: it is removed after the next was there, and a link to the last never dangles."""
     options = {**FORMS[form], "async_checkpoint": in_background}
     results = pool2.run(_keep_the_newest, options, str(tmp_path), save_last)
     best, last, seen = results[0]
@@ -338,9 +338,9 @@ def test_saving_on_one_rank_is_told(pool2: RankPool, tmp_path: Path, form: str) 
     """After the timeout, on both; the process used to be aborted where two different collectives met."""
     with pytest.raises(RankError) as raised:
         pool2.run(_save_on_one_rank, FORMS[form], str(tmp_path / "last.ckpt"))
-    told = "".join(raised.value.failures.values())
+    text = "".join(raised.value.failures.values())
     # Which rank notices first decides whether the barrier, or the connection that it closed, is named.
-    assert any(what in told for what in ("barrier 'save_checkpoint'", "pair closure", "closed by peer"))
+    assert any(what in text for what in ("barrier 'save_checkpoint'", "pair closure", "closed by peer"))
     assert list(tmp_path.iterdir()) == []
 
 

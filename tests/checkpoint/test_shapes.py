@@ -169,7 +169,7 @@ def test_state_that_is_not_there_yet(
 
 
 class CompiledModule(AdamModule):
-    """Its blocks are compiled where it is told so; eagerly, since names matter here."""
+    """Its blocks are compiled where it is to be; eagerly, since names matter here."""
 
     def __init__(self, seed: int, is_compiled: bool) -> None:
         super().__init__(seed)

@@ -158,7 +158,7 @@ def test_malformed_descriptions(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("save", [save_shards, save_whole])
 def test_replaced_while_it_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], mocker: Any, save: Any) -> None:
-    """A reader of last.ckpt gets the newer one, whatever it had begun to read, and is told of no damage."""
+    """A reader of last.ckpt gets the newer one, whatever it had begun to read, and hears of no damage."""
     from lightning_automodel.checkpoint import reading, sharded
     from lightning_automodel.checkpoint.cli import inspect
 

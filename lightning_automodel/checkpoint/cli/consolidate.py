@@ -71,6 +71,7 @@ def _assembled(shards: ShardDirectory, values: dict[str, Any]) -> dict[str, Any]
 
 def _put(tree: Any, place: Place, value: Any) -> None:
     """Let ``tree``, nested dicts and lists, have ``value`` at ``place``."""
+    # Entries of a list come in any order, each with its index.
     key, *others = place
     if isinstance(tree, list):
         tree.extend({} for _ in range(len(tree), int(key) + 1))

@@ -127,6 +127,7 @@ def _export(
     files = list(plan.files)
     try:
         for start in tqdm(range(0, len(files), world_size), "exporting", disable=None if rank == 0 else True):
+            # As many files at a time as there are ranks: each gathers all of them with the others, and keeps its own.
             mine: dict[str, Tensor] = {}
             for owner, file in enumerate(files[start : start + world_size]):
                 mine |= gather([plan.sources[name] for name in plan.files[file]], owner == rank)

@@ -1,4 +1,4 @@
-"""What a checkpoint is and holds, told without running code that its files may hold."""
+"""What a checkpoint is and holds, found without running code that its files may hold."""
 
 import io
 import os
@@ -34,7 +34,7 @@ class Report:
     Attributes:
         path: Where it is.
         form: ``"directory of shards"`` or ``"one file"``.
-        written_by: Which program, with its version where it is told.
+        written_by: Which program, with its version where that is known.
         damage: What is wrong; None where nothing was found.
         verified: Whether all content was read to find that, or only what is there and how large.
         not_plain: Classes and functions without which it does not load: ``weights_only=False`` runs their code.
@@ -177,6 +177,7 @@ def _check_entries(filesystem: AbstractFileSystem, folder: str, metadata: Metada
         with filesystem.open(f"{folder}/{place.relative_path}", "rb") as file:
             file.seek(place.offset)
             content = io.BytesIO(file.read(place.length))
+        # Checksums match whatever their writer wrote: they do not tell that an entry is what the table says.
         try:
             if has_checksums:
                 check_content(content)
