@@ -11,15 +11,9 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from torch import Tensor, nn
 
 from lightning_automodel.checkpoint.__main__ import main
-from tests.checkpoint.checkpoints import AdamModule, fit
+from tests.checkpoint.checkpoints import FORMS, AdamModule, fit, forms
 from tests.rank_pool import RankPool
 
-FORMS: dict[str, dict[str, Any]] = {
-    "shards": {},
-    "one_file_of_shards": {"save_distributed_checkpoint": False},
-    "replicated": {"data_parallel": "ddp"},
-    "replicated_directory": {"data_parallel": "ddp", "save_distributed_checkpoint": True},
-}
 EXTRA: dict[str, Any] = {
     "text": "abc",
     "dict": {"a": 1, "b": {"c": [1, 2]}, "empty": {}},
@@ -68,8 +62,14 @@ def _load_extra_state(options: dict[str, Any], path: str, with_average: bool) ->
     return [resumed.loaded(), WANTED if with_average else WithExtraState.load_from_checkpoint(path).loaded()]
 
 
-@pytest.mark.parametrize("with_average", [False, True], ids=["alone", "beside an average"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "with_average"),
+    [
+        *((form, False) for form in FORMS),
+        ("shards", True),
+        *(pytest.param(form, True, marks=pytest.mark.sweep) for form in FORMS if form != "shards"),
+    ],
+)
 def test_extra_state(pool2: RankPool, tmp_path: Path, form: str, with_average: bool) -> None:
     """Of any kind, also what `torch.distributed.checkpoint` would take apart or lose.
 
@@ -122,7 +122,7 @@ def _keep(options: dict[str, Any], path: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", forms("shards", "one_file_of_shards"))
 def test_states_of_callbacks(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """What was shards comes back as shards, the rest as it was, each in its dtype."""
     for saved, loaded in pool2.run(_keep, FORMS[form], str(tmp_path / "last.ckpt")):
@@ -248,7 +248,7 @@ def _count(options: dict[str, Any], folder: str) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", forms("shards", "replicated_directory"))
 def test_optimizers_that_count_in_their_groups(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """What torch does to know an optimizer's state is no step of the run."""
     for counts in pool2.run(_count, FORMS[form], str(tmp_path)):

@@ -15,17 +15,10 @@ from torch import Tensor
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import CheckpointError
-from tests.checkpoint.checkpoints import AdamModule, batches, files_of, load_only, save
+from tests.checkpoint.checkpoints import FORMS, AdamModule, batches, files_of, forms, load_only, save
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights
 from tests.trainer.runs import CASE, make_trainer
-
-FORMS: dict[str, dict[str, Any]] = {
-    "shards": {},
-    "one_file_of_shards": {"save_distributed_checkpoint": False},
-    "replicated": {"data_parallel": "ddp"},
-    "replicated_directory": {"data_parallel": "ddp", "save_distributed_checkpoint": True},
-}
 
 
 def damage(path: Path, how: str, generator: random.Random) -> None:
@@ -93,7 +86,7 @@ def _check(outcomes: list[list[tuple[str, str, bool]]], folder: Path) -> None:
             assert is_unchanged
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", forms("shards", "replicated", "one_file_of_shards"))
 def test_damage_is_found(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """Each file deleted, and one bit of it changed: the same error on every rank, and the weights are as they were."""
     outcomes = pool2.run(_damage_one_after_the_other, FORMS[form], str(tmp_path), ["delete", "flip"])
@@ -213,7 +206,7 @@ def _load_into_others(
     return outcomes
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", forms("shards", "one_file_of_shards", "replicated"))
 def test_checkpoint_of_another_model(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """Names the checkpoint, the ranks, and what is missing, left over or of another shape; nothing was loaded."""
     names = {"more": "model.more.weight", "fewer": "model.norm.weight", "shape": "model.head.weight"}
@@ -243,7 +236,7 @@ class OtherOptimizer(AdamModule):
         return [torch.optim.AdamW([first]), torch.optim.AdamW(others)]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", forms("shards", "one_file_of_shards", "replicated"))
 def test_checkpoint_of_another_optimizer(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """Moments and settings would be dropped silently, or missing in the first step."""
     expected = {

@@ -20,16 +20,10 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
 from lightning_automodel.checkpoint import CheckpointError, RunCheckpoints, atomic, sharded, single_file
-from tests.checkpoint.checkpoints import files_of, fit, load_only, save
+from tests.checkpoint.checkpoints import FORMS, files_of, fit, forms, load_only, save
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import full_weights
 
-FORMS: dict[str, dict[str, Any]] = {
-    "shards": {},
-    "one_file_of_shards": {"save_distributed_checkpoint": False},
-    "replicated": {"data_parallel": "ddp"},
-    "replicated_directory": {"data_parallel": "ddp", "save_distributed_checkpoint": True},
-}
 PATIENCE_S = 60
 
 
@@ -73,7 +67,7 @@ def _save_where_nothing_can_be(options: dict[str, Any], path: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", forms("shards", "replicated"))
 def test_impossible_place(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """Below a file."""
     (tmp_path / "file").write_text("")
@@ -82,7 +76,7 @@ def test_impossible_place(pool2: RankPool, tmp_path: Path, form: str) -> None:
         assert message.startswith(f"Cannot save {path}: rank 0: ")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", forms("shards", "replicated"))
 def test_other_directories_are_not_replaced(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """A directory of the user's that a checkpoint was to be called like stays; an empty one is taken."""
     path = tmp_path / "results"
@@ -158,7 +152,7 @@ def _save_while_training(
     return {path: (weights, load_only(options, path)) for path, weights in recorder.weights.items()}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", forms("shards", "replicated"))
 def test_training_goes_on_while_a_checkpoint_is_written(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """It holds what the weights were when the save began; the last one is on disk when `fit` returns."""
     for saved in pool2.run(_save_while_training, FORMS[form], str(tmp_path)):
@@ -228,7 +222,7 @@ def _fail_in_the_last_save(options: dict[str, Any], folder: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", forms("shards", "replicated"))
 def test_failure_of_the_last_save_ends_the_run_with_an_error(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """`fit` does not return as if all were well, on any rank."""
     for message in pool2.run(_fail_in_the_last_save, FORMS[form], str(tmp_path)):

@@ -155,8 +155,16 @@ def _lazy(
     return full_weights(resumed.model), full_weights(through.model), trainer.optimizers[0].param_groups[1]["lr"]
 
 
-@pytest.mark.parametrize("options", [FSDP2, DDP, ONE_FILE], ids=["fsdp2", "ddp", "file"])
-@pytest.mark.parametrize("other", [FSDP2, DDP], ids=["to_fsdp2", "to_ddp"])
+@pytest.mark.parametrize(
+    ("options", "other"),
+    [
+        (FSDP2, FSDP2),
+        (DDP, FSDP2),
+        (ONE_FILE, DDP),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((FSDP2, DDP), (DDP, DDP), (ONE_FILE, FSDP2))),
+    ],
+    ids=["fsdp2", "ddp to fsdp2", "file to ddp", "fsdp2 to ddp", "ddp", "file to fsdp2"],
+)
 def test_state_that_is_not_there_yet(
     pool2: RankPool, tmp_path: Path, options: dict[str, Any], other: dict[str, Any]
 ) -> None:
