@@ -75,7 +75,7 @@ class Turns(pl.Callback):
         self.at_once: list[float] = []
         self.in_background: list[float] = []
         self.slower: list[float] = []
-        self.until_published: list[float] = []
+        self.until_written: list[float] = []
         self.memory: dict[str, int] = {}
         self.state_bytes = 0
         self._stepped_at = 0.0
@@ -133,16 +133,16 @@ class Turns(pl.Callback):
         return stall
 
     def _train_beside(self, trainer: pl.Trainer, start: float) -> float:
-        """How much longer forward and backward take until the save is published, compared with as many afterwards."""
+        """How much longer forward and backward take until the save is on disk, compared with as many afterwards."""
         saver = trainer.strategy._checkpoints._saver
         seconds: list[float] = []
         while True:
             seconds.append(self._compute(trainer))
-            done = torch.tensor(saver._in_flight.future.done(), dtype=torch.int32)
+            done = torch.tensor(saver._pending.future.done(), dtype=torch.int32)
             dist.all_reduce(done, op=dist.ReduceOp.MIN)
             if done:
                 break
-        self.until_published.append(perf_counter() - start)
+        self.until_written.append(perf_counter() - start)
         saver.wait()
         quiet = [self._compute(trainer) for _ in seconds]
         return max(0.0, sum(seconds) - sum(quiet))
@@ -212,14 +212,17 @@ def run(rank: int, folder: str, ranks: int, megabytes: int, rounds: int, results
                 turns.at_once,
                 turns.in_background,
                 turns.slower,
-                turns.until_published,
+                turns.until_written,
                 turns.memory,
             )
         )
 
 
 def consolidate(path: Path) -> int:
-    """Bytes that the command line's process holds at most while it makes one file, above those of an idle one."""
+    """Bytes that the command line's process holds at most while it makes one file, above those of an idle one.
+
+    Mapped temporary files count, which the system takes out of memory only where it needs to.
+    """
     measure = (
         "import sys, resource, runpy; import lightning_automodel.checkpoint.__main__ as m;"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
@@ -243,7 +246,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         results = mp.get_context("spawn").SimpleQueue()
         mp.spawn(run, (folder, arguments.ranks, arguments.megabytes, arguments.rounds, results), nprocs=arguments.ranks)
-        state, raw, raw_cpu, at_once, in_background, slower, until_published, memory = results.get()
+        state, raw, raw_cpu, at_once, in_background, slower, until_written, memory = results.get()
         memory["consolidate (one process)"] = consolidate(Path(folder) / "loaded.ckpt")
     raw, raw_cpu, at_once, in_background, slower = (x[1:] for x in (raw, raw_cpu, at_once, in_background, slower))
     speed = [arguments.ranks * state / seconds / 1e6 for seconds in raw]
@@ -273,7 +276,7 @@ def main() -> None:
             "",
             _ratios([b / s for b, s in zip(slower, at_once, strict=True)]) + " of the save's",
         ],
-        ["save in the background: until published", f"{median(until_published[1:]):.2f}", "", ""],
+        ["save in the background: until on disk", f"{median(until_written[1:]):.2f}", "", ""],
     ]
     text = "\n\n".join(
         [

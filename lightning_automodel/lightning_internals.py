@@ -3,7 +3,7 @@
 import inspect
 import signal
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
@@ -41,6 +41,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_automodel.patching import PatchStack
+
 __all__ = [
     "CHECKPOINT_METADATA_FILENAME",
     "BaseProgress",
@@ -65,40 +67,20 @@ __all__ = [
     "collect_rng_states",
     "default_backend_for_device",
     "failing_hook",
-    "give_back_model_checkpoints",
     "give_back_sigterm",
     "optimizers_to_device",
+    "patch_model_checkpoints",
     "prepare_ddp_for_backward",
-    "replace_loading_of_directories",
     "reset_seed",
     "save_and_requeue",
+    "saving",
     "set_rng_states",
     "set_sampler_epoch",
-    "take_over_model_checkpoints",
     "take_over_requeueing",
     "take_over_sigterm",
     "tell_sigterm",
     "told_weights_only",
 ]
-
-
-def replace_loading_of_directories(read: Callable[[Any, Any, bool | None], dict[str, Any] | None]) -> None:
-    """Let ``load_from_checkpoint`` of LightningModules and LightningDataModules ask ``read`` first.
-
-    Lightning (2.6.6) opens whatever it is given as one file, and has no setting for it: it fails on the directories
-    that its own strategies write. Where ``read`` returns None, Lightning loads as ever. Doing it again changes nothing.
-
-    Args:
-        read: ``(path, map_location, weights_only) -> checkpoint | None``.
-    """
-    load = getattr(saving.pl_load, "__wrapped__", saving.pl_load)
-
-    @wraps(load)
-    def load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        found = read(path_or_url, map_location, weights_only)
-        return load(path_or_url, map_location, weights_only) if found is None else found
-
-    saving.pl_load = load_any
 
 
 def failing_hook(exception: BaseException) -> str | None:
@@ -156,34 +138,30 @@ def give_back_sigterm(trainer: Trainer) -> None:
     trainer._signal_connector.__dict__.pop("_slurm_sigusr_handler_fn", None)
 
 
-def take_over_model_checkpoints(
-    trainer: Trainer, link: Callable[[str, str], None], is_coming: Callable[[str], bool]
+def patch_model_checkpoints(
+    patches: PatchStack, trainer: Trainer, link: Callable[[str, str], None], is_pending: Callable[[str], bool]
 ) -> None:
     """Let each ``ModelCheckpoint`` know checkpoints that are still being written, and link without a gap.
 
     Lightning 2.6.6 looks for files, to let no two callbacks choose one name, and removes the old link, or directory,
-    before it makes the new one. :func:`give_back_model_checkpoints` undoes it.
+    before it makes the new one.
 
     Args:
+        patches: Undoes it.
         trainer: Whose callbacks to change.
         link: Called with the checkpoint and the name of the link of ``save_last="link"``.
-        is_coming: Whether a checkpoint is being written at a path.
+        is_pending: Whether a checkpoint is being written at a path.
     """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
-            callback._link_checkpoint = lambda _, path, name: link(path, name)  # type: ignore[assignment,method-assign]
-            callback.file_exists = partial(_is_there, callback, is_coming)  # type: ignore[method-assign]
+            patches.set(callback, "_link_checkpoint", lambda _, path, name: link(path, name))
+            patches.set(callback, "file_exists", partial(_is_there, callback.file_exists, is_pending))
 
 
-def _is_there(callback: ModelCheckpoint, is_coming: Callable[[str], bool], filepath: str, trainer: Trainer) -> bool:
-    return type(callback).file_exists(callback, filepath, trainer) or is_coming(filepath)
-
-
-def give_back_model_checkpoints(trainer: Trainer) -> None:
-    """Undo :func:`take_over_model_checkpoints`."""
-    for callback in trainer.checkpoint_callbacks:
-        for name in ("_link_checkpoint", "file_exists"):
-            callback.__dict__.pop(name, None)
+def _is_there(
+    file_exists: Callable[[str, Trainer], bool], is_pending: Callable[[str], bool], filepath: str, trainer: Trainer
+) -> bool:
+    return is_pending(filepath) or file_exists(filepath, trainer)
 
 
 def tell_sigterm(trainer: Trainer) -> None:

@@ -38,6 +38,7 @@ from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.gradients.windows import unwrap
 from lightning_automodel.launch.launchers import make_launcher
 from lightning_automodel.options import StrategyOptions
+from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume, schedule_callbacks
 from lightning_automodel.sharding import apply, weight_averaging
 from lightning_automodel.sharding.weight_averaging import AverageCopies
@@ -175,7 +176,8 @@ class AutomodelStrategy(ParallelStrategy):
             is_sharded=data_parallel == "fsdp2", as_directory=options.writes_directories, in_background=async_checkpoint
         )
         self.num_nodes = 1
-        self._guard = Supervisor(before_telling=self._checkpoints.linger)
+        self._guard = Supervisor(before_telling=self._checkpoints.wait_for_pending_save)
+        self._callback_patches = PatchStack()
         self._setup_turn: FirstRankPerNode | None = None
         self._averages = AverageCopies()
         self._evaluation_steps = 0
@@ -405,7 +407,7 @@ class AutomodelStrategy(ParallelStrategy):
         if self.world_size > 1:
             lightning_internals.take_over_sigterm(trainer)
             lightning_internals.take_over_requeueing(trainer, self._guard.ask_to_requeue)
-        lightning_internals.take_over_model_checkpoints(trainer, self._checkpoints.link, self._checkpoints.is_coming)
+        self._checkpoints.patch_callbacks(trainer, self._callback_patches)
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
         if fitting and self._layer_sync is not None:
@@ -692,10 +694,7 @@ class AutomodelStrategy(ParallelStrategy):
         assert module is not None
         assert isinstance(checkpoint, dict)
         optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
-        if self._checkpoints.fills_optimizers:
-            self._checkpoints.fill(checkpoint, module, optimizers, strict)
-        else:
-            self._checkpoints.fill_replicated(checkpoint, module, optimizers, strict)
+        self._checkpoints.fill(checkpoint, module, optimizers, strict)
 
     @property
     @override
@@ -742,7 +741,7 @@ class AutomodelStrategy(ParallelStrategy):
         self.model = self.lightning_module
         if trainer is not None:
             lightning_internals.give_back_sigterm(trainer)
-            lightning_internals.give_back_model_checkpoints(trainer)
+        self._callback_patches.restore()
         if had_run and not self._shards_model:
             if self._layer_sync is not None and self.model is not None:
                 self._layer_sync.revert(self.model)

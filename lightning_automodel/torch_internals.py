@@ -9,11 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
-from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
@@ -31,12 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_automodel.patching import PatchStack
 
 __all__ = [
-    "CHECKPOINT_METADATA_CLASSES",
     "FSDPParamGroup",
-    "FakeTensorMode",
-    "FsspecFileSystem",
-    "FsspecReader",
-    "FsspecWriter",
     "OptimizedModule",
     "averaging_size",
     "broadcast_tensors",
@@ -64,16 +55,13 @@ __all__ = [
     "local_tensor",
     "move_what_has_values",
     "name_of",
-    "offset_in_file",
     "own_shard_changed",
     "park_gathered",
     "patch_unscaling",
     "reduction_dtype",
-    "set_element",
     "sharded_and_gathered",
     "sharded_versions",
     "start_accumulator",
-    "storage_records",
     "take_over_forward_hooks",
     "unpark_gathered",
     "unsharded_gradient_bytes",
@@ -81,29 +69,6 @@ __all__ = [
     "was_gathered",
     "widen_gradient",
 ]
-
-
-CHECKPOINT_METADATA_CLASSES = frozenset(
-    {
-        *(
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-    }
-)
-"""What torch.distributed.checkpoint (torch 2.13) pickles into ``.metadata``; anything else there could run code."""
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)

@@ -1,10 +1,9 @@
 """Checkpoints that always resume: saved whole or not at all, checked before they load, of any shape into any other."""
 
-from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint.cli.export import export_hugging_face
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.hugging_face import describe_models
-from lightning_automodel.checkpoint.load_from_checkpoint import read_directory
+from lightning_automodel.checkpoint.reading import load_directories
 from lightning_automodel.checkpoint.session import RunCheckpoints
 from lightning_automodel.checkpoint.state_dict import model_state, optimizer_state, whole
 
@@ -18,4 +17,4 @@ __all__ = [
     "whole",
 ]
 
-lightning_internals.replace_loading_of_directories(read_directory)
+load_directories()

@@ -4,20 +4,14 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
-from tqdm import tqdm
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.cli.consolidate import consolidate
-from lightning_automodel.checkpoint.cli.export import export_checkpoint
-from lightning_automodel.checkpoint.cli.export_plan import ExportOptions
-from lightning_automodel.checkpoint.cli.inspect import checkpoints_in, inspect, leftovers_in
-from lightning_automodel.checkpoint.cli.report import as_line, as_text
+from lightning_automodel.checkpoint.cli.export import ExportOptions, export_checkpoint, number_of_bytes
+from lightning_automodel.checkpoint.cli.inspect import as_line, as_text, checkpoints_in, inspect, leftovers_in
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.splitting import number_of_bytes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -44,31 +38,25 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m lightning_automodel.checkpoint", description="Look at checkpoints, and convert them."
     )
     commands = parser.add_subparsers(required=True, metavar="inspect | consolidate | export")
-    _add_inspect(commands.add_parser("inspect", help="what a checkpoint is, and whether it is complete"))
-    _add_consolidate(commands.add_parser("consolidate", help="a directory of shards becomes one file"))
-    _add_export(commands.add_parser("export", help="safetensors, as Hugging Face's from_pretrained reads them"))
+
+    command = commands.add_parser("inspect", help="what a checkpoint is, and whether it is complete")
+    command.add_argument("path", help="a checkpoint, or a directory of checkpoints; local, or a URL")
+    command.add_argument("--verify", action="store_true", help="read all content and compare it with its checksums")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=_inspect)
+
+    command = commands.add_parser("consolidate", help="a directory of shards becomes one file")
+    _add_paths(command, "the file to write")
+    command.set_defaults(run=_consolidate)
+
+    command = commands.add_parser("export", help="safetensors, as Hugging Face's from_pretrained reads them")
+    _add_paths(command, "the directory to write")
+    command.add_argument("--max-shard-size", default="5GB", type=_size, help="of a file; the default is 5GB")
+    command.add_argument("--dtype", choices=_DTYPES, help="of floating-point tensors; the default: as they are")
+    command.add_argument("--adapter-only", action="store_true", help="the adapters of a PEFT model alone")
+    command.add_argument("--key", metavar="PREFIX", help="prefix of the model in the LightningModule, such as model.")
+    command.set_defaults(run=_export)
     return parser
-
-
-def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="a checkpoint, or a directory of checkpoints; local, or a URL")
-    parser.add_argument("--verify", action="store_true", help="read all content and compare it with its checksums")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_inspect)
-
-
-def _add_consolidate(parser: argparse.ArgumentParser) -> None:
-    _add_paths(parser, "the file to write")
-    parser.set_defaults(run=_consolidate)
-
-
-def _add_export(parser: argparse.ArgumentParser) -> None:
-    _add_paths(parser, "the directory to write")
-    parser.add_argument("--max-shard-size", default="5GB", type=_size, help="of a file; the default is 5GB")
-    parser.add_argument("--dtype", choices=_DTYPES, help="of floating-point tensors; the default: as they are")
-    parser.add_argument("--adapter-only", action="store_true", help="the adapters of a PEFT model alone")
-    parser.add_argument("--key", metavar="PREFIX", help="prefix of the model in the LightningModule, such as model.")
-    parser.set_defaults(run=_export)
 
 
 def _add_paths(parser: argparse.ArgumentParser, out: str) -> None:
@@ -87,7 +75,7 @@ def _size(text: str) -> int:
 
 
 def _inspect(parsed: argparse.Namespace) -> int:
-    path = paths.normal(parsed.path)
+    path = paths.normalize(parsed.path)
     several = checkpoints_in(path)
     reports = [inspect(each, parsed.verify) for each in several or [path]]
     left = leftovers_in(path if several else paths.parent(path))
@@ -105,29 +93,15 @@ def _inspect(parsed: argparse.Namespace) -> int:
 
 
 def _consolidate(parsed: argparse.Namespace) -> int:
-    with _progress("consolidating") as progress:
-        consolidate(paths.normal(parsed.path), parsed.out, not parsed.trust, progress)
+    consolidate(paths.normalize(parsed.path), parsed.out, not parsed.trust)
     return 0
 
 
 def _export(parsed: argparse.Namespace) -> int:
     dtype = None if parsed.dtype is None else _DTYPES[parsed.dtype]
     options = ExportOptions(parsed.max_shard_size, dtype, parsed.adapter_only, parsed.key)
-    with _progress("exporting") as progress:
-        export_checkpoint(paths.normal(parsed.path), parsed.out, options, not parsed.trust, progress)
+    export_checkpoint(paths.normalize(parsed.path), parsed.out, options, not parsed.trust)
     return 0
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar over bytes, on stderr."""
-    with tqdm(desc=what, unit="B", unit_scale=True, disable=None) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield show
 
 
 if __name__ == "__main__":

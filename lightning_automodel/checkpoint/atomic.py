@@ -1,7 +1,7 @@
-"""Checkpoints appear in one step: written beside their place, then renamed into it or exchanged with what is there.
+"""Atomic writes: a checkpoint is written beside its place under a temporary name, then renamed into it in one step.
 
-Until then they carry a name that nothing takes for a checkpoint, and that tells which process writes it. So a crash
-leaves either the old checkpoint or the new one in place, and beside it leftovers that are known as such.
+A temporary name is taken for no checkpoint, and says which process writes it. So a crash leaves either the old
+checkpoint or the new one in place, and beside it leftovers that are known as such.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-UNFINISHED = ".unfinished-"
+TEMPORARY = ".unfinished-"
 """What the names of directories and files begin with that are being written or removed."""
 
 _AT_FDCWD = -100
@@ -25,13 +25,7 @@ _RENAME_EXCHANGE = 2
 
 @dataclass(frozen=True)
 class Leftover:
-    """What a save or a removal that never ended has left behind.
-
-    Attributes:
-        path: Where it is.
-        host: Name of the machine of the process that wrote it.
-        pid: Number of that process.
-    """
+    """What a save or a removal that never ended has left behind, and the process that wrote it."""
 
     path: Path
     host: str
@@ -51,40 +45,40 @@ class Leftover:
         return False
 
 
-def unfinished_name() -> str:
+def temporary_name() -> str:
     """A new name for what this process is about to write or remove."""
-    return f"{UNFINISHED}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    return f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
 
 
-def publish(staging: Path, target: Path) -> None:
-    """Let ``staging`` take the place of ``target``, in the same directory, in one step; then remove what was there.
+def replace(temporary: Path, target: Path) -> None:
+    """Let ``temporary`` take the place of ``target``, in the same directory, in one step; then remove what was there.
 
-    Called by one rank, with the content of ``staging`` on disk.
+    Called by one rank, with the content of ``temporary`` on disk.
     """
-    if staging.is_dir():
-        sync(staging)
-    if (staging.is_dir() and os.path.lexists(target)) or target.is_dir():
-        replaced = _exchange(staging, target) or _swap_names(staging, target)
+    if temporary.is_dir():
+        sync(temporary)
+    if (temporary.is_dir() and os.path.lexists(target)) or target.is_dir():
+        # rename(2) replaces files, but no directory that holds anything.
+        replaced = _exchange(temporary, target) or _swap_names(temporary, target)
         sync(target.parent)
         discard(replaced)
     else:
-        os.replace(staging, target)
+        os.replace(temporary, target)
         sync(target.parent)
 
 
 def link(target: Path, name: Path) -> None:
-    """Let ``name`` lead to ``target``, in one step, whatever it was before. Called by one rank."""
-    if target.absolute() == name.absolute():
-        return
-    staging = name.with_name(unfinished_name())
-    os.symlink(os.path.relpath(target, name.parent), staging)
-    publish(staging, name)
+    """Make ``name`` a link to ``target``, in one step, whatever it was before. Called by one rank."""
+    if target.absolute() != name.absolute():
+        temporary = name.with_name(temporary_name())
+        os.symlink(os.path.relpath(target, name.parent), temporary)
+        replace(temporary, name)
 
 
 def remove(target: Path) -> None:
     """Remove a checkpoint, a directory or a file, so that no part of it is ever taken for a whole one."""
     if os.path.lexists(target):
-        aside = target.with_name(unfinished_name())
+        aside = target.with_name(temporary_name())
         os.rename(target, aside)
         discard(aside)
 
@@ -101,8 +95,8 @@ def leftovers(folder: Path) -> list[Leftover]:
     """What saves and removals that have not ended, or never will, have left in ``folder``."""
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        parts = path.name.removeprefix(UNFINISHED).rsplit("-", 2)
-        if path.name.startswith(UNFINISHED) and len(parts) == 3 and parts[1].isdecimal():
+        parts = path.name.removeprefix(TEMPORARY).rsplit("-", 2)
+        if path.name.startswith(TEMPORARY) and len(parts) == 3 and parts[1].isdecimal():
             found.append(Leftover(path, parts[0], int(parts[1])))
     return found
 
@@ -112,8 +106,7 @@ def clear_leftovers(folder: Path) -> None:
     for leftover in leftovers(folder):
         if leftover.is_dead:
             log.warning(
-                "%s is what process %d left of a checkpoint when it ended in the middle of writing or removing it;"
-                " removing it.",
+                "%s is what process %d left of a checkpoint when it ended while writing or removing it; removing it.",
                 leftover.path,
                 leftover.pid,
             )
@@ -129,22 +122,23 @@ def sync(path: str | Path) -> None:
         os.close(descriptor)
 
 
-def _exchange(staging: Path, target: Path) -> Path | None:
+def _exchange(temporary: Path, target: Path) -> Path | None:
     """Swap two names in one step (``renameat2``, Linux): where the old content is; None where that is impossible."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return None
-    if renameat2(_AT_FDCWD, os.fsencode(staging), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0:
-        return staging
+    if renameat2(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0:
+        return temporary
     number = ctypes.get_errno()
+    # Some file systems do not support the flag, and some containers do not allow the call.
     if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM):
         return None
-    raise OSError(number, os.strerror(number), str(staging), None, str(target))
+    raise OSError(number, os.strerror(number), str(temporary), None, str(target))
 
 
-def _swap_names(staging: Path, target: Path) -> Path:
-    """The same in two steps: a crash between them leaves no ``target``, and two unfinished names that are whole."""
-    aside = target.with_name(unfinished_name())
+def _swap_names(temporary: Path, target: Path) -> Path:
+    """The same in two steps: a crash between them leaves no ``target``, and two temporary names that are whole."""
+    aside = target.with_name(temporary_name())
     os.rename(target, aside)
-    os.rename(staging, target)
+    os.rename(temporary, target)
     return aside

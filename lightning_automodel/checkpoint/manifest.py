@@ -3,31 +3,33 @@
 import dataclasses
 import json
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.streams import crc32_of
 
 MANIFEST = "manifest.json"
 _FORMAT = "lightning_automodel checkpoint"
 _VERSION = 1
+_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file.
-
-    Attributes:
-        size: Bytes.
-        crc32: Checksum of its content, eight hexadecimal digits.
-    """
+    """One file: its bytes, and the checksum of its content, eight hexadecimal digits."""
 
     size: int
     crc32: str
+
+    @classmethod
+    def of(cls, content: bytes) -> "FileRecord":
+        """Of a file that is to have ``content``."""
+        return cls(len(content), f"{zlib.crc32(content):08x}")
 
 
 @dataclass(frozen=True)
@@ -49,92 +51,73 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """As it is written, with a checksum of its own."""
         content = {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(self)}
-        return json.dumps({**content, "crc32": _checksum_of_json(content)}, indent=1).encode()
+        return json.dumps({**content, "crc32": checksum_of_json(content)}, indent=1).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Manifest":
-        """The inverse of :meth:`to_bytes`.
-
-        Raises:
-            CheckpointError: If it is damaged, or of a newer version.
-        """
+        """The inverse of :meth:`to_bytes`; raises CheckpointError if it is damaged, or of a newer version."""
         try:
             content = json.loads(data)
-            told = content.pop("crc32")
-            matches = told == _checksum_of_json(content) and content.pop("format") == _FORMAT
-            version = content.pop("version")
-        except (ValueError, KeyError, AttributeError, TypeError):
-            matches = False
-        if not matches:
-            raise CheckpointError(f"{MANIFEST} is damaged ({len(data)} bytes)")
-        if version != _VERSION:
-            raise CheckpointError(
-                f"{MANIFEST} has version {version}, this release of lightning_automodel reads version {_VERSION}:"
-                " install the release that wrote it, or a newer one"
-            )
-        files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
-        return cls(files=files, **content)
+            crc32 = content.pop("crc32")
+            if crc32 != checksum_of_json(content) or content.pop("format") != _FORMAT:
+                raise ValueError("another checksum or format")
+            if (version := content.pop("version")) != _VERSION:
+                raise CheckpointError(
+                    f"{MANIFEST} has version {version}, this release of lightning_automodel reads version {_VERSION}:"
+                    " install the release that wrote it, or a newer one"
+                )
+            files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
+            return cls(files=files, **content)
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{MANIFEST} is damaged ({len(data)} bytes)") from error
 
-    def check(self, filesystem: AbstractFileSystem, folder: str, share: int, shares: int) -> None:
-        """Compare the files with what was written: all sizes, and the content of one in ``shares`` of them.
+    def check(
+        self, filesystem: AbstractFileSystem, folder: str, needed: Collection[str], share: int, shares: int
+    ) -> None:
+        """Compare the files in ``folder`` with what was written: all sizes, and the content of one in ``shares``.
 
-        Args:
-            filesystem: Where ``folder`` is.
-            folder: The checkpoint.
-            share: Which of the shares, from 0.
-            shares: In how many the work of reading is split; 0 to compare sizes alone.
-
-        Raises:
-            CheckpointError: Names the files that are missing, cut off or changed.
+        This process reads share number ``share``; with 0 shares, sizes alone are compared. Raises
+        :class:`CheckpointError`, which names files that are missing, cut off, changed, or ``needed`` and not listed.
         """
-        sizes = {name: record.size for name, record in self.files.items()}
-        mine = set(split_evenly(sizes, shares)[share]) if shares else set()
+        # Every so many-th of the files in the order of their sizes: about as much for each rank.
+        by_size = sorted(self.files, key=lambda name: (self.files[name].size, name))
+        mine = set(by_size[share::shares]) if shares else set()
         defects = [
             f"{name} {defect}"
             for name, record in self.files.items()
-            if (defect := _defect(filesystem, f"{folder}/{name}", record, read=name in mine))
+            if (defect := _defect(filesystem, folder, name, record, read=name in mine))
         ]
+        defects += [f"{name} is not listed in {MANIFEST}" for name in sorted(set(needed) - set(self.files))]
         if defects:
-            raise CheckpointError(_listed(defects))
-
-
-def split_evenly(sizes: dict[str, int], shares: int) -> list[list[str]]:
-    """Names in ``shares`` lists of about equal total size, the largest first; the same on every rank."""
-    lists: list[list[str]] = [[] for _ in range(shares)]
-    totals = [0] * shares
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        smallest = totals.index(min(totals))
-        lists[smallest].append(name)
-        totals[smallest] += sizes[name]
-    return lists
+            more = f", and {len(defects) - 5} more files" if len(defects) > 5 else ""
+            raise CheckpointError(", ".join(defects[:5]) + more)
 
 
 def checksum(filesystem: AbstractFileSystem, path: str) -> str:
     """CRC-32 of a file's content, eight hexadecimal digits."""
     # Local files are read in blocks as large as asked for; elsewhere the file system knows best.
     unbuffered = {"buffering": 0} if isinstance(filesystem, LocalFileSystem) else {}
+    value = 0
     with filesystem.open(path, "rb", **unbuffered) as stream:
-        return f"{crc32_of(stream):08x}"
+        while block := stream.read(_BLOCK):
+            value = zlib.crc32(block, value)
+    return f"{value:08x}"
 
 
-def _defect(filesystem: AbstractFileSystem, path: str, record: FileRecord, read: bool) -> str | None:
+def checksum_of_json(content: dict[str, Any]) -> str:
+    """CRC-32 of what a JSON file says, however it is laid out."""
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+
+
+def _defect(filesystem: AbstractFileSystem, folder: str, name: str, record: FileRecord, read: bool) -> str | None:
     try:
-        size = filesystem.size(path)
+        size = paths.size_of_file(filesystem, folder, name)
         if size != record.size:
             return f"has {size} bytes instead of {record.size}"
-        if read and (found := checksum(filesystem, path)) != record.crc32:
+        if read and (found := checksum(filesystem, f"{folder}/{name}")) != record.crc32:
             return f"has changed since it was written (CRC-32 {found} instead of {record.crc32})"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
         return f"cannot be read ({error})"
     return None
-
-
-def _listed(defects: list[str]) -> str:
-    more = f", and {len(defects) - 5} more files" if len(defects) > 5 else ""
-    return ", ".join(defects[:5]) + more
-
-
-def _checksum_of_json(content: dict[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"

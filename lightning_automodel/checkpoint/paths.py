@@ -1,7 +1,10 @@
-"""Where checkpoints are: local paths, which are published in one step, and whatever else fsspec knows."""
+"""Where checkpoints are: local paths, which are replaced in one step, and whatever else fsspec knows."""
 
+import os
+import stat
 from pathlib import Path
 
+from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
@@ -12,16 +15,12 @@ _OF_CHECKPOINTS = (".metadata", "meta.pt")
 """Files that tell a directory of shards, this package's or another's, also where some are missing."""
 
 
-def normal(path: str | Path) -> str:
-    """An absolute local path without protocol, or a URL without a slash at its end.
-
-    Raises:
-        CheckpointError: If fsspec does not know what the path means.
-    """
+def normalize(path: str | Path) -> str:
+    """An absolute local path without protocol, or a URL without a slash at its end."""
     try:
         filesystem, place = url_to_fs(str(path))
     except (ValueError, ImportError) as error:
-        raise CheckpointError(f"{path} leads nowhere: {error}") from error
+        raise CheckpointError(f"{path} is an unsupported path: {error}") from error
     if not isinstance(filesystem, LocalFileSystem):
         return str(path).rstrip("/")
     if "::" in str(path):
@@ -38,6 +37,37 @@ def is_directory(path: str) -> bool:
     """Whether there is a directory at ``path``."""
     filesystem, place = url_to_fs(path)
     return filesystem.isdir(place)
+
+
+def is_file_name(name: str) -> bool:
+    """Whether ``name`` is that of something directly in a folder, on any system."""
+    return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
+
+
+def size_of_file(filesystem: AbstractFileSystem, folder: str, name: str) -> int:
+    """Bytes of the regular file ``name`` below ``folder``.
+
+    Names come from files that anybody may have written. Followed blindly, one could lead out of the checkpoint, and
+    reading a fifo or a device would never end: both raise :class:`CheckpointError`.
+    """
+    if not is_file_name(name):
+        raise CheckpointError(f"it refers to {name!r}, which is no name of a file in the checkpoint")
+    place = f"{folder}/{name}"
+    if isinstance(filesystem, LocalFileSystem):
+        found = os.lstat(place)
+        is_regular, size = stat.S_ISREG(found.st_mode), found.st_size
+    else:
+        info = filesystem.info(place)
+        is_regular, size = info["type"] == "file", info["size"]
+    if not is_regular:
+        raise CheckpointError(f"{name} is no regular file")
+    return size
+
+
+def read_file(filesystem: AbstractFileSystem, folder: str, name: str) -> bytes:
+    """Content of the regular file ``name`` below ``folder``; raises as :func:`size_of_file` does."""
+    size_of_file(filesystem, folder, name)
+    return filesystem.cat_file(f"{folder}/{name}")
 
 
 def refuse_to_replace(path: str) -> None:
@@ -57,6 +87,17 @@ def parent(path: str) -> str:
     """The directory that ``path`` lies in."""
     above = path.rpartition("/")[0]
     return f"{above}/" if above == "" or above.endswith(":/") else above
+
+
+def new_local_target(path: str | Path) -> Path:
+    """A local path that is still free, else CheckpointError, in a directory that exists from now on."""
+    if not is_local(str(path)):
+        raise CheckpointError(f"{path} is not local: write to a local path, and upload that")
+    target = Path(normalize(path))
+    if target.exists():
+        raise CheckpointError(f"{target} exists: remove it, or choose another path")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target
 
 
 def remove(path: str) -> None:

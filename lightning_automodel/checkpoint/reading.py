@@ -1,118 +1,138 @@
-"""The model's part of a checkpoint, read tensor by tensor in one process, whatever its form."""
+"""Opening checkpoints of either form, also where a run replaces them meanwhile."""
 
-from collections.abc import Iterable, Mapping
+import io
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import paths
-from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.sharded import ShardDirectory
-from lightning_automodel.checkpoint.single_file import check_file, load_file
+from lightning_automodel.checkpoint.errors import CheckpointError, gather, on_every_rank
+from lightning_automodel.checkpoint.safe_load import load_plain_data
+from lightning_automodel.checkpoint.sharded import ShardDirectory, save_id
+from lightning_automodel.checkpoint.single_file import check_file, content_id, readable
 from lightning_automodel.checkpoint.state_dict import MODEL
+from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.param_names import without_wrappers
+
+T = TypeVar("T")
+
+
+def read_unreplaced(path: str, read: Callable[[], T], alone: bool = False) -> T:
+    """Call ``read``, once more if another checkpoint took the place of ``path`` meanwhile, such as a newer last.ckpt.
+
+    Otherwise it would look damaged, or ranks would read different ones. ``read`` is a collective, which raises
+    :class:`CheckpointError` on every rank or on none, unless a process is to act ``alone``.
+    """
+    for _ in range(2):
+        ids, error, result = {_id(path)}, None, None
+        try:
+            result = read()
+        except CheckpointError as raised:
+            error = raised
+        # Several ids also mean that ranks saw different checkpoints there.
+        ids.add(_id(path))
+        if len(ids if alone else set().union(*gather(ids))) == 1:
+            if error is not None:
+                raise error
+            return result  # type: ignore[return-value]  # it is what `read` returned
+    raise error or CheckpointError(
+        f"Cannot load {path}: a run replaces it while it is read, or ranks see different ones there: load one that"
+        " stays"
+    )
+
+
+def _id(path: str) -> str:
+    if paths.is_directory(path):
+        return save_id(path)
+    return content_id(path) if paths.is_local(path) else ""
 
 
 @dataclass(frozen=True)
-class TensorInfo:
-    """What a tensor is, without its values.
+class SavedModel:
+    """The model's part of a checkpoint, of which this process reads one tensor or many by itself.
 
     Attributes:
-        size: Its whole shape.
-        dtype: Of its elements.
+        rest: The checkpoint without the states of model and optimizers.
+        tensors: By name, perhaps without values; wrappers leave no trace in the names.
+        objects: What in the model's state is no tensor, by name.
+        read: ``names -> tensors``, whole and in host memory; from a file they may be mapped, so leave them as they are.
     """
-
-    size: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Of its elements."""
-        return self.size.numel() * self.dtype.itemsize
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "TensorInfo":
-        """Of a tensor; a sharded one is described as a whole."""
-        return cls(tensor.size(), tensor.dtype)
-
-
-class ModelReader(Protocol):
-    """The state of a model on disk; every process may read it by itself."""
 
     rest: Mapping[str, Any]
-    """The checkpoint without the states of model and optimizers."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """By name; wrappers leave no trace in the names."""
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Whole tensors in host memory; from a file they may be mapped, so leave them as they are."""
-
-    def objects(self) -> Mapping[str, Any]:
-        """What in the model's state is no tensor, by name."""
+    tensors: Mapping[str, Tensor]
+    objects: Mapping[str, Any]
+    read: Callable[[Iterable[str]], dict[str, Tensor]]
 
 
-def open_model(path: str, weights_only: bool | None) -> ModelReader:
-    """Check a checkpoint, whole, and open its model. Not a collective.
+def open_model(path: str, weights_only: bool | None) -> SavedModel:
+    """Check a checkpoint of either form, whole, and open its model. Not a collective.
 
-    Args:
-        path: A directory of shards or a file; local, or any URL that fsspec knows.
-        weights_only: False runs code that it may hold.
-
-    Raises:
-        CheckpointError: If it is damaged, missing, or holds more than plain data.
+    Raises :class:`CheckpointError` if it is damaged, missing, or holds code, unless ``weights_only`` is False.
     """
-    return _Directory(path, weights_only) if paths.is_directory(path) else _File(path, weights_only)
+    open_any = _open_directory if paths.is_directory(path) else _open_file
+    return read_unreplaced(path, lambda: open_any(path, weights_only), alone=True)
 
 
-class _Directory:
-    """Reads beside the tensors that are asked for one rank's shard of one of them."""
-
-    def __init__(self, path: str, weights_only: bool | None) -> None:
-        self._shards = ShardDirectory(path, weights_only, alone=True)
-        self.rest: Mapping[str, Any] = self._shards.rest
-
-    @cached_property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return {
-            name.removeprefix(f"{MODEL}."): TensorInfo(entry.size, entry.properties.dtype)
-            for name, entry in self._shards.metadata.state_dict_metadata.items()
-            if name.startswith(f"{MODEL}.") and isinstance(entry, TensorStorageMetadata)
-        }
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        read = {name: torch.empty(self.tensors[name].size, dtype=self.tensors[name].dtype) for name in names}
-        self._shards.read_into({MODEL: read})
-        return read
-
-    def objects(self) -> Mapping[str, Any]:
-        return self._shards.objects()
+def _open_directory(path: str, weights_only: bool | None) -> SavedModel:
+    shards = ShardDirectory(path, weights_only, alone=True)
+    tensors = {
+        name.removeprefix(f"{MODEL}."): entry
+        for name, entry in shards.entries.items()
+        if name.startswith(f"{MODEL}.") and entry is not None
+    }
+    return SavedModel(shards.rest, tensors, shards.objects(), shards.read_model)
 
 
-class _File:
-    def __init__(self, path: str, weights_only: bool | None) -> None:
-        with on_every_rank(f"Cannot load {path}", alone=True):
-            check_file(path)
-            checkpoint = load_file(path, weights_only)
-            if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(MODEL), dict):
-                raise CheckpointError(f"it has no {MODEL!r}: this is no checkpoint of a LightningModule")
-        state = {without_wrappers(name): value for name, value in checkpoint[MODEL].items()}
-        self._state = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        self._objects = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-        rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
-        self.rest: Mapping[str, Any] = rest
+def _open_file(path: str, weights_only: bool | None) -> SavedModel:
+    with on_every_rank(f"Cannot load {path}", alone=True):
+        check_file(path)
+        checkpoint = load_plain_data(readable(path), path, weights_only is not False)
+        if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(MODEL), dict):
+            raise CheckpointError(f"it has no {MODEL!r}: this is no checkpoint of a LightningModule")
+    state = {without_wrappers(name): value for name, value in checkpoint[MODEL].items()}
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return SavedModel(
+        rest={key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")},
+        tensors=tensors,
+        objects={name: value for name, value in state.items() if name not in tensors},
+        read=lambda names: {name: tensors[name] for name in names},
+    )
 
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return {name: TensorInfo.of(tensor) for name, tensor in self._state.items()}
 
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        return {name: self._state[name] for name in names}
+@cache
+def load_directories() -> None:
+    """Let ``load_from_checkpoint`` of LightningModules and LightningDataModules take directories of shards too.
 
-    def objects(self) -> Mapping[str, Any]:
-        return self._objects
+    Lightning (2.6) has no setting for it. Its own function loads whatever is none. Doing it again changes nothing.
+    """
+    load = lightning_internals.saving.pl_load
+
+    @wraps(load)
+    def load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        found = read_directory(path_or_url, map_location, weights_only)
+        return load(path_or_url, map_location, weights_only) if found is None else found
+
+    PatchStack().set(lightning_internals.saving, "pl_load", load_any)
+
+
+def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any] | None:
+    """Read a checkpoint without the states of its optimizers, as a file would hold it; None if it is no directory."""
+    if not isinstance(path, str | Path) or str(path).startswith(("http://", "https://")):
+        return None
+    place = paths.normalize(path)
+    if not paths.is_directory(place):
+        return None
+    saved = open_model(place, weights_only)
+    # Loading an empty tensor tells where `map_location`, whatever it is, puts one in host memory.
+    stream = io.BytesIO()
+    torch.save(torch.empty(0), stream)
+    stream.seek(0)
+    device = torch.load(stream, map_location=map_location).device
+    state = {name: tensor.to(device) for name, tensor in saved.read(saved.tensors).items()}
+    return {**saved.rest, MODEL: {**state, **saved.objects}}

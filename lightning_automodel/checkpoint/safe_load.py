@@ -1,6 +1,10 @@
 """Loading files without running code that they may hold."""
 
+import dataclasses
+import enum
+import io
 import pickle
+import zipfile
 from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -8,57 +12,58 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_automodel import torch_internals
 from lightning_automodel.checkpoint.errors import CheckpointError
 
+Source = str | io.BytesIO
+"""A local file, which is mapped where possible so that only what is used is read, or content that was read."""
 
-def load_plain_data(stream: Any, what: str, weights_only: bool, **kwargs: Any) -> Any:
+
+def load_plain_data(source: Source, what: str, weights_only: bool) -> Any:
     """``torch.load`` to host memory, with an error that says what to do about objects that are no plain data.
 
-    Args:
-        stream: Open for reading, or a path.
-        what: For the message.
-        weights_only: False runs code that the file holds.
-        **kwargs: For ``torch.load``.
-
-    Raises:
-        CheckpointError: If there are such objects.
+    Where ``weights_only`` is False, it runs code that the file holds. ``what`` it is, is for the message.
     """
     try:
-        return torch.load(stream, map_location="cpu", weights_only=weights_only, **kwargs)
+        return _load(source, weights_only)
     except pickle.UnpicklingError as error:
         if not weights_only:
             raise
+        try:
+            names = ", ".join(classes_and_functions(source))
+        except (RuntimeError, ValueError, pickle.UnpicklingError):
+            names = ""
         raise CheckpointError(
-            f"{what} holds more than plain data, which can run code when it is loaded ({_named(stream, error)}): if you"
-            " trust its source, pass weights_only=False to the Trainer's method, or allow the class with"
+            f"{what} holds more than plain data, which can run code when it is loaded ({names or str(error)[:500]}): if"
+            " you trust its source, pass weights_only=False to the Trainer's method, or allow the class with"
             " torch.serialization.add_safe_globals"
         ) from error
 
 
-def _named(stream: Any, error: Exception) -> str:
-    """The objects that are no plain data."""
-    try:
-        if hasattr(stream, "seek"):
-            stream.seek(0)
-        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(stream))) or str(error)
-    except (RuntimeError, ValueError, pickle.UnpicklingError):
-        return str(error)[:500]
+def _load(source: Source, weights_only: bool) -> Any:
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
+    is_mapped = isinstance(source, str) and zipfile.is_zipfile(source)
+    return torch.load(source, map_location="cpu", weights_only=weights_only, mmap=is_mapped)
 
 
-def warn_about_code(stream: Any) -> None:
-    """Warn if what ``torch.save`` has written to ``stream``, or the file of this path, will not load as plain data."""
-    if hasattr(stream, "seek"):
-        stream.seek(0)
-    if names := torch.serialization.get_unsafe_globals_in_checkpoint(stream):
+def classes_and_functions(source: Source) -> list[str]:
+    """Names of what loading ``source``, written by ``torch.save``, would need beside plain data."""
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
+    return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(source))
+
+
+def warn_about_code(source: Source) -> None:
+    """Warn if what ``torch.save`` has written will not load as plain data."""
+    if names := classes_and_functions(source):
         rank_zero_warn(
-            f"The checkpoint holds more than plain data ({', '.join(sorted(names))}): it will load with"
-            " weights_only=False alone. Hyperparameters and states of callbacks are best kept to numbers, strings,"
-            " tensors, lists and dicts."
+            f"The checkpoint holds more than plain data ({', '.join(names)}): it will load with weights_only=False"
+            " alone. Hyperparameters and states of callbacks are best kept to numbers, strings, tensors, lists and"
+            " dicts."
         )
 
 
-_PATH_MODULES = ("pathlib", "pathlib._local")
+_METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 _PATHS: dict[str, type[PurePath]] = {
     "PosixPath": PurePosixPath,
     "PurePosixPath": PurePosixPath,
@@ -69,23 +74,41 @@ _PATHS: dict[str, type[PurePath]] = {
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes that describe shards, and no others, since others could run code."""
+    """Knows the classes that describe shards, and no others, since others could run code.
+
+    Those are the data classes and enumerations of torch's modules, whatever else a release of torch puts there.
+    """
 
     @override
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in torch_internals.CHECKPOINT_METADATA_CLASSES:
-            return super().find_class(module, name)
-        if module in _PATH_MODULES and name in _PATHS:
+        if module in _METADATA_MODULES:
+            found = super().find_class(module, name)
+            is_data = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
+            # A name with dots could have led to something that the module has only imported.
+            if is_data and found.__module__ == module:
+                return found
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return _PATHS[name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        if (module, name) == ("torch", "Size") or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             return getattr(torch, name)
+        if (module, name) == ("torch.serialization", "_get_layout"):  # torch's way of pickling a layout
+            return _layout
         raise CheckpointError(f".metadata names {module}.{name}, which describes no shard")
 
 
-class _Unknown:
+def _layout(name: str) -> torch.layout:
+    layout = getattr(torch, name.removeprefix("torch."))
+    if not isinstance(layout, torch.layout):
+        raise TypeError(f"{name} is no layout")
+    return layout
+
+
+class _Placeholder:
     """Stands for an object whose class is not loaded."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> "_Unknown":
+    def __new__(cls, *args: Any, **kwargs: Any) -> "_Placeholder":
         return super().__new__(cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -95,35 +118,23 @@ class _Unknown:
         pass
 
 
-def load_outline(stream: Any, what: str) -> dict[str, Any]:
-    """What ``torch.save`` has written, with tensors that have no values, and stand-ins for what is no plain data.
+def load_outline(source: Source, what: str) -> tuple[dict[str, Any], list[str]]:
+    """What ``torch.save`` has written, and the names of classes that are no plain data, replaced by placeholders.
 
-    Runs no code that the file may hold, and reads no tensors.
-
-    Args:
-        stream: Open for reading.
-        what: For the message.
-
-    Raises:
-        CheckpointError: If it is damaged, calls functions, or holds no dict.
+    Raises :class:`CheckpointError` if it is damaged, calls functions, or holds no dict.
     """
     unknown: list[str] = []
     try:
-        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
-        stream.seek(0)
-        stand_ins = [(_stand_in(name), name) for name in unknown]
-        with torch.serialization.safe_globals(stand_ins), torch_internals.FakeTensorMode():  # type: ignore[arg-type]
-            loaded = torch.load(stream, weights_only=True)
+        unknown = classes_and_functions(source)
+        # A class for each name, since torch knows classes by their names.
+        placeholders = [(type(name.rpartition(".")[2], (_Placeholder,), {}), name) for name in unknown]
+        with torch.serialization.safe_globals(placeholders):  # type: ignore[arg-type]
+            loaded = _load(source, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{what} cannot be read without running code ({', '.join(sorted(unknown))})") from error
+        raise CheckpointError(f"{what} cannot be read without running code ({', '.join(unknown)})") from error
     except Exception as error:  # damaged content can raise anything
         text = next(iter(str(error).splitlines()), type(error).__name__)
         raise CheckpointError(f"{what} cannot be read ({text[:200]})") from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{what} is no checkpoint: it holds a {type(loaded).__name__}")
-    return loaded
-
-
-def _stand_in(name: str) -> type[_Unknown]:
-    """A class for each name, since torch knows classes by their names."""
-    return type(name.rpartition(".")[2], (_Unknown,), {})
+    return loaded, unknown

@@ -1,12 +1,11 @@
-"""One file with whole tensors, as ``torch.save`` writes it, with a checksum that is checked before anything is loaded.
+"""One file with whole tensors, as ``torch.save`` writes it, whose checksums are checked before anything is loaded.
 
-The checksum stands in the comment at the end of the zip archive, which such a file is; torch and Lightning do not mind.
+Such a file is a zip archive: torch notes a checksum for each of its records, but does not look at them when it loads.
 """
 
 import io
 import os
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,36 +13,67 @@ from typing import IO, Any
 
 import torch
 from fsspec.core import url_to_fs
-from torch import nn
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_automodel.checkpoint import atomic, paths
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.safe_load import load_plain_data, warn_about_code
+from lightning_automodel.checkpoint.safe_load import Source, load_plain_data, warn_about_code
 from lightning_automodel.checkpoint.state_dict import (
     MODEL,
-    SHARDED_PLACES,
+    SHARDED_STATES,
     check_groups,
     check_number,
+    has_state,
     no_optimizer_state,
     optimizer_key,
 )
-from lightning_automodel.checkpoint.streams import RecordedStream, crc32_of
 from lightning_automodel.sharding.apply import shard_like
 from lightning_automodel.sharding.param_names import without_wrappers
 
-_END_OF_ARCHIVE = b"PK\x05\x06"
-_END_SIZE = 22
-_COMMENT = b"lightning_automodel crc32=%08x"
-_COMMENT_SIZE = len(_COMMENT % 0)
-_NO_COMMENT = b"\x00\x00"
+
+class FileCheckpointIO(TorchCheckpointIO):
+    """Lightning's plugin for files, of checkpoints that are written atomically and checked before they load."""
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write a file that appears in one step, once all of it is on disk. Called by one rank."""
+        if storage_options is not None:
+            raise TypeError(
+                f"storage_options ({storage_options!r}) would have no effect: give fsspec's settings by its"
+                " configuration (FSSPEC_<PROTOCOL>_<OPTION> in the environment, or fsspec.config.conf)."
+            )
+        save_file(checkpoint, str(path))
+
+    @override
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load to host memory; a local file is mapped, so that only what is used is read."""
+        return load_plain_data(readable(str(path)), str(path), weights_only is not False)
+
+    @override
+    def remove_checkpoint(self, path: Any) -> None:
+        paths.remove(str(path))
+
+
+@contextmanager
+def record_checksums(enabled: bool) -> Iterator[None]:
+    """Whether ``torch.save`` notes checksums in this block."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(enabled)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def save_file(checkpoint: dict[str, Any], path: str) -> None:
     """Write ``checkpoint`` to a file that appears in one step, once all of it is on disk. Called by one rank."""
     if not paths.is_local(path):
         stream = io.BytesIO()
-        _write(checkpoint, stream)
+        with record_checksums(True):
+            torch.save(checkpoint, stream)
         warn_about_code(stream)
         filesystem, place = url_to_fs(path)
         # On an object store, a directory can stand beside it, and would be taken for the checkpoint.
@@ -53,69 +83,67 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
             if name.strip("/") != place.strip("/"):
                 filesystem.rm_file(name)
         return
-    with new_file(path) as file:
-        _write(checkpoint, file)
-
-
-@contextmanager
-def new_file(path: str) -> Iterator[IO[bytes]]:
-    """What the block writes, an archive with its checksum, becomes the file ``path`` once all of it is on disk.
-
-    If the block raises, what was at ``path`` stays.
-    """
-    staging = Path(path).with_name(atomic.unfinished_name())
+    temporary = Path(path).with_name(atomic.temporary_name())
     try:
-        with open(staging, "w+b") as file:
-            yield file
+        with open(temporary, "wb") as file, record_checksums(True):
+            torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-            _check(file)
-        warn_about_code(staging)
-        atomic.publish(staging, Path(path))
+        warn_about_code(str(temporary))
+        atomic.replace(temporary, Path(path))
     except BaseException:
-        atomic.discard(staging)
+        atomic.discard(temporary)
         raise
 
 
-def check_file(path: str) -> None:
-    """Read a file once and compare it with its checksum, or those of its parts where another program wrote it.
+def readable(path: str) -> Source:
+    """A local file, or all that one elsewhere holds, since not every server sends parts."""
+    filesystem, place = url_to_fs(path)
+    return path if paths.is_local(path) else io.BytesIO(filesystem.cat_file(place))
 
-    Raises:
-        CheckpointError: If the file is damaged, or missing.
-    """
+
+def check_file(path: str) -> None:
+    """Read a file once and compare it with its checksums; raises CheckpointError if it is damaged, or no file."""
     filesystem, place = url_to_fs(path)
     if not filesystem.exists(place):
         raise FileNotFoundError("there is no such file or directory")
-    with _opened(path) as file:
-        _check(file)
+    if paths.is_local(path):
+        if not os.path.isfile(place):
+            raise CheckpointError("it is no regular file")
+        with open(place, "rb") as file:
+            check_content(file)
+    else:
+        check_content(io.BytesIO(filesystem.cat_file(place)))
 
 
-def _opened(path: str) -> IO[bytes]:
-    """A file for reading in any order; from elsewhere all of it is fetched, since not every server sends parts."""
-    filesystem, place = url_to_fs(path)
-    return filesystem.open(place, "rb") if paths.is_local(path) else io.BytesIO(filesystem.cat_file(place))
+def check_content(file: IO[bytes]) -> None:
+    """Compare what ``torch.save`` has written with its checksums; raises CheckpointError if it differs."""
+    size = file.seek(0, os.SEEK_END)
+    if size == 0:
+        raise CheckpointError("the file is empty")
+    file.seek(0)
+    if file.read(4) != b"PK\x03\x04":
+        return  # the format that torch wrote before version 1.6 has no checksums
+    try:
+        damaged = zipfile.ZipFile(file).testzip()
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError, ValueError) as error:
+        raise CheckpointError(f"the file is cut off or damaged ({error}; {size} bytes)") from error
+    if damaged is not None:
+        raise CheckpointError(f"its content has changed since it was written (wrong checksum of {damaged})")
 
 
-def has_checksum(file: Any) -> bool:
-    """Whether this package has written an open file."""
-    return _checksum_at_end(file) is not None
+def content_id(path: str) -> str:
+    """What tells one file at ``path`` from the next; empty where nothing does.
 
-
-def load_file(path: str, weights_only: bool | None) -> dict[str, Any]:
-    """Load a whole checkpoint to host memory; a local one is mapped, so that only what is used is read.
-
-    Args:
-        path: The file.
-        weights_only: False lets it run the code that it may hold; else plain data is loaded alone.
-
-    Raises:
-        CheckpointError: If it holds more than plain data.
+    ``torch.save`` writes such a record, made of the others' names and checksums.
     """
-    safely = weights_only is not False
-    if paths.is_local(path) and zipfile.is_zipfile(path):
-        return load_plain_data(path, path, safely, mmap=True)
-    with _opened(path) as file:
-        return load_plain_data(file, path, safely)
+    if not os.path.isfile(path):
+        return ""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return next(archive.read(n).decode() for n in archive.namelist() if n.endswith(".data/serialization_id"))
+    except (zipfile.BadZipFile, OSError, StopIteration, ValueError):
+        return ""
 
 
 class WholeCheckpoint:
@@ -123,41 +151,36 @@ class WholeCheckpoint:
 
     Args:
         path: Where it comes from, for messages.
-        checkpoint: As Lightning loads it. The states of model and optimizers are taken out.
+        checkpoint: As Lightning loads it. The list of sharded states is taken out.
         parameter_names: Those of each optimizer of the run, in its order, since plain optimizers number parameters.
-        sizes: Of the tensors of the run's model, by name.
+        own: The state of the run's model.
     """
 
     def __init__(
-        self,
-        path: str,
-        checkpoint: dict[str, Any],
-        parameter_names: list[list[str]],
-        sizes: Mapping[str, torch.Size],
+        self, path: str, checkpoint: dict[str, Any], parameter_names: list[list[str]], own: Mapping[str, Any]
     ) -> None:
         self.path, self.rest = path, checkpoint
-        trees = {}
         states = checkpoint.get("optimizer_states", [])
-        for index, (state, names) in enumerate(zip(states, parameter_names, strict=False)):
-            trees[optimizer_key(index)] = _by_name(state, names)
-        self._values = {without_wrappers(name): value for name, value in _flattened(trees)}
+        trees = {
+            optimizer_key(index): _by_name(state, names)
+            for index, (state, names) in enumerate(zip(filter(has_state, states), parameter_names, strict=False))
+        }
+        values = {without_wrappers(name): value for name, value in _flattened(trees)}
         of_model = checkpoint.get(MODEL, {})
-        self._values.update({f"{MODEL}.{without_wrappers(name)}": value for name, value in of_model.items()})
-        told = checkpoint.pop(SHARDED_PLACES, None)
+        values.update({f"{MODEL}.{without_wrappers(name)}": value for name, value in of_model.items()})
+        sharded = checkpoint.pop(SHARDED_STATES, None)
         rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
         for place, tensors in _states_in(rest):
-            # What another strategy has saved, or this one whole, does not tell what becomes shards here.
-            if place in told if told is not None else _are_of_model(tensors, sizes):
-                self._values.update({f"{place}.{name}": tensor for name, tensor in tensors.items()})
-
-    @property
-    def entries(self) -> Mapping[str, torch.Size | None]:
-        """Sizes of tensors by flattened name; None for other objects."""
-        return {name: value.size() if isinstance(value, torch.Tensor) else None for name, value in self._values.items()}
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor by its flattened name."""
-        return self._values[name].dtype
+            # A file of another strategy does not list them: whatever could be a state of the model is taken for one.
+            is_like_model = all(
+                isinstance(own.get(name), Tensor) and own[name].size() == each.size() for name, each in tensors.items()
+            )
+            if is_like_model if sharded is None else place in sharded:
+                values.update({f"{place}.{name}": tensor for name, tensor in tensors.items()})
+        self.entries: Mapping[str, Tensor | None] = {
+            name: value if isinstance(value, Tensor) else None for name, value in values.items()
+        }
+        self._values = values
 
     def read_into(self, targets: Any, prefix: str = "") -> None:
         """Overwrite the tensors in ``targets`` in place, and replace what else is in it. Not a collective."""
@@ -166,7 +189,7 @@ class WholeCheckpoint:
             name = f"{prefix}{key}"
             if isinstance(target, (dict, list)) and name not in self._values:
                 self.read_into(target, f"{name}.")
-            elif isinstance(target, torch.Tensor) and isinstance(self._values[name], torch.Tensor):
+            elif isinstance(target, Tensor) and isinstance(self._values[name], Tensor):
                 with torch.no_grad():
                     target.copy_(shard_like(target, self._values[name]))
             else:
@@ -176,19 +199,14 @@ class WholeCheckpoint:
 def fill_module(module: nn.Module, checkpoint: Mapping[str, Any], optimizers: list[Optimizer], strict: bool) -> None:
     """Let ``module``, a replicated model, load its state as its own hooks want it. Not a collective.
 
-    Args:
-        module: Its ``load_state_dict`` is called.
-        checkpoint: State under names that differ in wrappers at most, or that the module's hooks know.
-        optimizers: Which the checkpoint must hold the state of; Lightning loads that afterwards.
-        strict: As for ``load_state_dict``.
-
-    Raises:
-        CheckpointError: If the state is of another model, whose tensors are then as they were, or of other optimizers.
+    Raises :class:`CheckpointError` if it is the state of another model, whose tensors are then as they were, or not
+    that of ``optimizers``, which Lightning fills afterwards.
     """
     everything = module.state_dict()
     state = _under_own_names(checkpoint[MODEL], everything)
-    own = {name: value for name, value in everything.items() if isinstance(value, torch.Tensor)}
+    own = {name: value for name, value in everything.items() if isinstance(value, Tensor)}
     shapes_fit = all(getattr(state.get(name), "shape", None) == value.shape for name, value in own.items())
+    # Where it does not fit, hooks of the module may rename or reshape entries: only its own loading can tell.
     fits = shapes_fit and state.keys() <= everything.keys()
     if fits:
         _check_optimizers(optimizers, checkpoint)
@@ -215,7 +233,7 @@ def _check_optimizers(optimizers: list[Optimizer], checkpoint: Mapping[str, Any]
         raise no_optimizer_state(0)
     check_number("optimizers", len(states), len(optimizers))
     for index, (optimizer, saved) in enumerate(zip(optimizers, states, strict=True)):
-        if "param_groups" not in saved:
+        if not has_state(saved):
             continue  # it has a form of its own, and checks that
         check_groups(optimizer, saved["param_groups"], index)
         for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
@@ -245,7 +263,7 @@ def _flattened(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
     for key, value in items:
         opened = isinstance(value, Mapping) or (
-            isinstance(value, list) and any(isinstance(each, (Mapping, torch.Tensor)) for each in value)
+            isinstance(value, list) and any(isinstance(each, (Mapping, Tensor)) for each in value)
         )
         if opened:
             yield from _flattened(value, f"{prefix}{key}.")
@@ -253,71 +271,11 @@ def _flattened(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _states_in(tree: dict[str, Any], place: str = "") -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+def _states_in(tree: dict[str, Any], place: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Tensors of each dict, by its place as :func:`.split_shards` names it."""
     for key, value in tree.items():
         if isinstance(value, dict):
             leaves = {without_wrappers(str(name)): leaf for name, leaf in value.items()}
-            if tensors := {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}:
+            if tensors := {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}:
                 yield f"{place}{key}", tensors
             yield from _states_in(value, f"{place}{key}/")
-
-
-def _are_of_model(tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, torch.Size]) -> bool:
-    return all(sizes.get(name) == tensor.size() for name, tensor in tensors.items())
-
-
-def _write(checkpoint: dict[str, Any], file: Any) -> None:
-    """Write an archive, and append to it the checksum of all that ``torch.save`` has written."""
-    recorded = RecordedStream(file)
-    with recorded.telling_first_error():
-        torch.save(checkpoint, recorded)
-    _append(file, recorded.size, recorded.crc32)
-
-
-def add_checksum(file: Any) -> None:
-    """Append the checksum to an archive that was not written at one go."""
-    size = file.seek(0, os.SEEK_END)
-    _append(file, size, _crc32(file, size))
-
-
-def _append(file: Any, size: int, value: int) -> None:
-    file.seek(size - len(_NO_COMMENT))
-    file.write(_COMMENT_SIZE.to_bytes(2, "little") + _COMMENT % value)
-
-
-def _checksum_at_end(file: Any) -> bytes | None:
-    """The comment of an archive if it is as long as ours."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - _END_SIZE - _COMMENT_SIZE))
-    end = file.read()
-    if end[:4] == _END_OF_ARCHIVE and end[_END_SIZE - 2 : _END_SIZE] == _COMMENT_SIZE.to_bytes(2, "little"):
-        return end[_END_SIZE:]
-    return None
-
-
-def _check(file: Any) -> None:
-    size = file.seek(0, os.SEEK_END)
-    if (told := _checksum_at_end(file)) is not None:
-        value = zlib.crc32(_NO_COMMENT, _crc32(file, size - _COMMENT_SIZE - len(_NO_COMMENT)))
-        if told != _COMMENT % value:
-            raise CheckpointError("its content has changed since it was written (wrong checksum)")
-        return
-    file.seek(0)
-    if file.read(4) != b"PK\x03\x04":
-        if size == 0:
-            raise CheckpointError("the file is empty")
-        return  # the format that torch wrote before version 1.6 has no checksums
-    try:
-        file.seek(0)
-        damaged = zipfile.ZipFile(file).testzip()
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError) as error:
-        raise CheckpointError(f"the file is cut off or damaged ({error}; {size} bytes)") from error
-    if damaged is not None:
-        raise CheckpointError(f"its content has changed since it was written (wrong checksum of {damaged})")
-
-
-def _crc32(file: Any, size: int) -> int:
-    """CRC-32 of the first ``size`` bytes."""
-    file.seek(0)
-    return crc32_of(file, size)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,7 +25,7 @@ EXTRA_STATE = "lightning_automodel_extra_state"
 torch.distributed.checkpoint keeps it too, but takes dicts apart and loses empty ones.
 """
 
-SHARDED_PLACES = "lightning_automodel_shards"
+SHARDED_STATES = "lightning_automodel_shards"
 """Where one file tells which of its dicts were shards of the model when it was saved: a list of places."""
 
 
@@ -46,12 +46,8 @@ class Saved(Protocol):
     path: str
     rest: dict[str, Any]
 
-    @property
-    def entries(self) -> Mapping[str, torch.Size | None]:
-        """Sizes of tensors by flattened name; None for other objects."""
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor by its flattened name."""
+    entries: Mapping[str, Tensor | None]
+    """Tensors, with or without values, by flattened name; None for other objects."""
 
     def read_into(self, targets: dict[str, Any]) -> None:
         """Overwrite the tensors in ``targets`` in place, and replace what else is in it."""
@@ -65,12 +61,8 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 def whole(state: Any, keep: bool) -> Any:
     """``state``, nested dicts and lists, with whole tensors on the CPU. Every rank must call it where any is sharded.
 
-    Gathers one tensor at a time: beside the shards, a rank holds one whole tensor on its device, and one that keeps
-    them the whole state in host memory.
-
-    Args:
-        state: Sharded or not.
-        keep: Whether this rank wants it; the others get empty dicts and lists.
+    Gathers one tensor at a time: beside the shards, a rank holds one whole tensor on its device, and one that is to
+    ``keep`` them the whole state in host memory. The others get empty dicts and lists.
     """
     if isinstance(state, Mapping):
         gathered = {name: whole(value, keep) for name, value in state.items()}
@@ -81,38 +73,41 @@ def whole(state: Any, keep: bool) -> Any:
     tensor = state.full_tensor() if isinstance(state, DTensor) else state
     if not keep:
         return None
-    return tensor.cpu() if isinstance(tensor, torch.Tensor) and not tensor.is_meta else tensor
+    return tensor.cpu() if isinstance(tensor, Tensor) and not tensor.is_meta else tensor
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Optimizer state by parameter name, of its very own tensors. Every rank must call it.
 
     Torch initialises the state of an optimizer that has not stepped yet by stepping it (with zero gradients and
-    learning rate), which would count as a step for the next real one; such a state is put back to empty and comes
-    empty.
+    learning rate), which would count as a step for the next real one; such a state is restored to empty and comes
+    empty. What :func:`has_state` is false for comes as an empty dict.
     """
-    had_stepped = bool(optimizer.state)
-    state = _initialised_state(model, optimizer)
+    if not has_state(optimizer.state_dict()):
+        return {}
+    had_stepped, before = bool(optimizer.state), _settings(optimizer)
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    _restore(optimizer.param_groups, before)
+    _restore(state["param_groups"], before)
     if not had_stepped:
         optimizer.state.clear()
         state["state"] = {}
     return state
 
 
-def _initialised_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Torch's state dict by parameter name; the step that it may make leaves no trace in the groups' settings."""
-    before = _settings(optimizer)
-    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-    _put_back(optimizer.param_groups, before)
-    _put_back(state["param_groups"], before)
-    return state
+def has_state(state: Mapping[str, Any]) -> bool:
+    """Whether ``state``, the state dict of an optimizer, has torch's form.
+
+    That of Lightning's stand-in, where ``configure_optimizers`` returns None, is empty.
+    """
+    return "param_groups" in state
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     """What each group of parameters is set to."""
     return [
         {
-            name: value.clone() if isinstance(value, torch.Tensor) else value
+            name: value.clone() if isinstance(value, Tensor) else value
             for name, value in group.items()
             if name != "params"
         }
@@ -120,12 +115,12 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _put_back(groups: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
+def _restore(groups: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
     for group, kept in zip(groups, settings, strict=True):
         for name in group.keys() - kept.keys() - {"params"}:
             del group[name]
         for name, value in kept.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 group[name].copy_(value)
             else:
                 group[name] = value
@@ -137,15 +132,8 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
     What had no state when it was saved (an optimizer that had not stepped, a parameter without gradients so far) starts
     without. Gradients are dropped: where an earlier fit has left some, torch (2.13) would not initialise the state.
 
-    Args:
-        saved: The checkpoint.
-        model: Sharded or not; wrappers leave no trace in the names.
-        optimizers: In their order; empty where only the model is wanted.
-        strict: False loads what both the checkpoint and the model have.
-
-    Raises:
-        CheckpointError: If entries are missing, left over (``strict`` only), or have other shapes, or the optimizers
-            are others than those that were saved; nothing was loaded.
+    Raises :class:`CheckpointError`, and nothing was loaded, if entries are missing, left over (``strict`` only), or
+    have other shapes, or the optimizers are others than those that were saved.
     """
     model.zero_grad()
     of_model = model_state(model)
@@ -160,6 +148,7 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
             check_number("optimizers", num_saved, len(optimizers))
         for index, (optimizer, state) in enumerate(zip(optimizers, of_optimizers, strict=True)):
             targets[optimizer_key(index)] = _optimizer_targets(saved.entries, optimizer, state, index)
+    # Everything fits on every rank: from here on tensors are overwritten.
     saved.read_into(targets)
     set_model_state_dict(model, of_model, options=StateDictOptions(strict=False))
     for index, (optimizer, state) in enumerate(zip(optimizers, of_optimizers, strict=True)):
@@ -176,13 +165,14 @@ def _fill_optimizer(
     set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
     groups = zip(optimizer.param_groups, before, read["param_groups"], strict=True)
     kept = [{**then, **{name: group[name] for name in settings}} for group, then, settings in groups]
-    _put_back(optimizer.param_groups, kept)
+    _restore(optimizer.param_groups, kept)
 
 
-def _check_model(entries: Mapping[str, torch.Size | None], targets: dict[str, Any], strict: bool) -> None:
+def _check_model(entries: Mapping[str, Tensor | None], targets: dict[str, Any], strict: bool) -> None:
     saved = [name.removeprefix(f"{MODEL}.") for name in entries if name.startswith(f"{MODEL}.")]
     missing = [name for name in targets if f"{MODEL}.{name}" not in entries]
     unknown = [name for name in saved if name not in targets]
+    # Nothing in common is an error also where loading is not strict: it would train from scratch in silence.
     if (targets and len(missing) == len(targets)) or (strict and (missing or unknown)):
         lacks = f"lacks {_some(missing)}" if missing else ""
         holds = f"holds {_some(unknown)}, which this model has not" if unknown else ""
@@ -191,9 +181,10 @@ def _check_model(entries: Mapping[str, torch.Size | None], targets: dict[str, An
             " (with LightningModule.strict_loading = False, what both have is loaded)"
         )
     for name, target in targets.items():
-        size = entries.get(f"{MODEL}.{name}")
-        if isinstance(target, torch.Tensor) and size is not None and size != target.size():
-            raise CheckpointError(f"{name} has shape {list(size)} there and {list(target.size())} in this model")
+        entry = entries.get(f"{MODEL}.{name}")
+        if isinstance(target, Tensor) and entry is not None and entry.size() != target.size():
+            there, here = list(entry.size()), list(target.size())
+            raise CheckpointError(f"{name} has shape {there} there and {here} in this model")
 
 
 def no_optimizer_state(index: int) -> CheckpointError:
@@ -229,14 +220,9 @@ _AS_SAVED = "configure the optimizers that the run was saved with"
 
 
 def _optimizer_targets(
-    entries: Mapping[str, torch.Size | None], optimizer: Optimizer, state: dict[str, Any], index: int
+    entries: Mapping[str, Tensor | None], optimizer: Optimizer, state: dict[str, Any], index: int
 ) -> dict[str, Any]:
-    """What of an optimizer's ``state`` was saved.
-
-    Raises:
-        CheckpointError: If none of it was, or the optimizer has other groups or settings, or keeps other state for a
-            parameter than was saved.
-    """
+    """What of an optimizer's ``state`` was saved; raises CheckpointError unless it was saved of such an optimizer."""
     key = optimizer_key(index)
     saved_settings = _saved_settings(entries, f"{key}.param_groups.")
     if not saved_settings:
@@ -280,14 +266,14 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def sharded_places(tree: Mapping[str, Any], place: str = "") -> Iterator[str]:
+def sharded_states(tree: Mapping[str, Any], place: str = "") -> Iterator[str]:
     """Where in ``tree`` there are dicts that hold shards, such as the averages of the weights that callbacks keep."""
     for key, value in tree.items():
         if isinstance(value, dict):
             if any(isinstance(leaf, DTensor) for leaf in value.values()):
                 yield f"{place}{key}"
             else:
-                yield from sharded_places(value, f"{place}{key}/")
+                yield from sharded_states(value, f"{place}{key}/")
 
 
 def split_shards(
@@ -295,13 +281,12 @@ def split_shards(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Separate ``tree``, left as it is, into what is whole on every rank and the tensors of sharded states, by place.
 
-    Raises:
-        ValueError: If there are shards in a list, or under other ``names`` than those of the model's state.
+    Raises ValueError if there are shards in a list, or under other ``names`` than those of the model's state.
     """
     rest, shards = dict(tree), {}
     for key, value in tree.items():
         if isinstance(value, (list, tuple)) and any(isinstance(leaf, DTensor) for leaf in value):
-            raise ValueError(f"The checkpoint's {place}{key} is a list of shards, {_NO_PLACE}")
+            raise ValueError(f"The checkpoint's {place}{key} is a list of shards, {_NOT_LOADABLE}")
         if not isinstance(value, dict):
             continue
         if not any(isinstance(leaf, DTensor) for leaf in value.values()):
@@ -309,38 +294,34 @@ def split_shards(
             rest[key] = below if found else value
             shards.update(found)
             continue
-        if unknown := [name for name in value if isinstance(value[name], torch.Tensor) and name not in names]:
+        if unknown := [name for name in value if isinstance(value[name], Tensor) and name not in names]:
             raise ValueError(
                 f"The checkpoint's {place}{key} holds shards beside {unknown[0]!r}, which is no entry of the model's"
-                f" state dict, {_NO_PLACE}"
+                f" state dict, {_NOT_LOADABLE}"
             )
-        shards[f"{place}{key}"] = {name: leaf for name, leaf in value.items() if isinstance(leaf, torch.Tensor)}
-        rest[key] = {name: leaf for name, leaf in value.items() if not isinstance(leaf, torch.Tensor)}
+        shards[f"{place}{key}"] = {name: leaf for name, leaf in value.items() if isinstance(leaf, Tensor)}
+        rest[key] = {name: leaf for name, leaf in value.items() if not isinstance(leaf, Tensor)}
     return rest, shards
 
 
-_NO_PLACE = (
+_NOT_LOADABLE = (
     "so that they could not be loaded again: save shards in a dict under the names of the parameters that they belong"
     " to, or tensor.full_tensor(), called on every rank."
 )
 
 
 def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, Any], place: str = "") -> None:
-    """Fill the places of ``tree``, the rest of a checkpoint, that states of the model were taken out of. A collective.
+    """Fill the places of ``tree``, part of ``saved.rest``, that states of the model were taken out of. A collective.
 
-    Args:
-        saved: The checkpoint.
-        tree: Part of ``saved.rest``, changed in place.
-        model_state: The model's, for the shapes and shards.
-        place: Where in the checkpoint ``tree`` is.
+    ``model_state`` tells shapes and shards.
     """
     entries = saved.entries
     for key, value in tree.items():
         if not isinstance(value, dict) or (place == "" and key == MODEL):
             continue
         names = {name: f"{place}{key}.{name}" for name in model_state}
-        if names := {name: entry for name, entry in names.items() if entries.get(entry) is not None}:
-            shards = {name: torch.empty_like(model_state[name], dtype=saved.dtype(names[name])) for name in names}
+        if found := {name: entry for name, place in names.items() if (entry := entries.get(place)) is not None}:
+            shards = {name: torch.empty_like(model_state[name], dtype=entry.dtype) for name, entry in found.items()}
             saved.read_into({f"{place}{key}": shards})
             tree[key] = {**value, **shards}
         else:

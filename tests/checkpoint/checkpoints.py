@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -16,8 +17,19 @@ from tests.trainer.exactness import TinyDecoder, full_weights, micro_batches
 from tests.trainer.plain import ModelModule
 from tests.trainer.runs import CASE, make_trainer
 
+FORMS: dict[str, dict[str, Any]] = {
+    "shards": {},
+    "one_file_of_shards": {"save_distributed_checkpoint": False},
+    "replicated": {"data_parallel": "ddp"},
+    "replicated_directory": {"data_parallel": "ddp", "save_distributed_checkpoint": True},
+}
 ACCUMULATE = 2
 NUM_BATCHES = 4
+
+
+def forms(*by_default: str) -> list[Any]:
+    """All forms of checkpoints as parameters of a test; those that are not named are a sweep."""
+    return [form if form in by_default else pytest.param(form, marks=pytest.mark.sweep) for form in FORMS]
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

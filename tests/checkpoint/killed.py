@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_automodel.checkpoint import atomic
 from lightning_automodel.checkpoint.sharded import ShardDirectory
-from lightning_automodel.checkpoint.single_file import check_file, load_file
+from lightning_automodel.checkpoint.single_file import FileCheckpointIO, check_file
 from tests.checkpoint.checkpoints import ACCUMULATE, NUM_BATCHES, AdamModule, fit
 from tests.processes import forked
 
@@ -97,7 +97,7 @@ def weights_in(path: Path) -> tuple[int, dict[str, Tensor]]:
         saved.read_into(targets)
         return saved.rest["global_step"], targets["state_dict"]
     check_file(str(path))
-    checkpoint = load_file(str(path), None)
+    checkpoint = FileCheckpointIO().load_checkpoint(path)
     return checkpoint["global_step"], checkpoint["state_dict"]
 
 

@@ -38,13 +38,13 @@ KINDS: dict[str, Callable[[Path, str], None]] = {"file": make_file, "directory":
 
 @pytest.mark.parametrize("old", [None, *KINDS])
 @pytest.mark.parametrize("new", KINDS)
-def test_publish(tmp_path: Path, new: str, old: str | None) -> None:
+def test_replace(tmp_path: Path, new: str, old: str | None) -> None:
     """Whatever was there is replaced, and nothing else is left."""
-    target, staging = tmp_path / "last.ckpt", tmp_path / atomic.unfinished_name()
+    target, staging = tmp_path / "last.ckpt", tmp_path / atomic.temporary_name()
     if old is not None:
         KINDS[old](target, "old")
     KINDS[new](staging, "new")
-    atomic.publish(staging, target)
+    atomic.replace(staging, target)
     assert content(target) == "new"
     assert not os.path.lexists(staging)
     assert atomic.leftovers(tmp_path) == []
@@ -53,13 +53,13 @@ def test_publish(tmp_path: Path, new: str, old: str | None) -> None:
 
 
 @pytest.mark.parametrize("old", KINDS)
-def test_publish_where_names_cannot_be_exchanged(tmp_path: Path, mocker: MockerFixture, old: str) -> None:
+def test_replace_where_names_cannot_be_exchanged(tmp_path: Path, mocker: MockerFixture, old: str) -> None:
     """Other systems and file systems get there in two steps."""
     exchange = mocker.patch.object(atomic, "_exchange", return_value=None)
-    target, staging = tmp_path / "last.ckpt", tmp_path / atomic.unfinished_name()
+    target, staging = tmp_path / "last.ckpt", tmp_path / atomic.temporary_name()
     KINDS[old](target, "old")
     make_directory(staging, "new")
-    atomic.publish(staging, target)
+    atomic.replace(staging, target)
     exchange.assert_called_once()
     assert content(target) == "new"
     assert atomic.leftovers(tmp_path) == []
@@ -68,10 +68,10 @@ def test_publish_where_names_cannot_be_exchanged(tmp_path: Path, mocker: MockerF
 def test_exchange_is_used_here(tmp_path: Path, mocker: MockerFixture) -> None:
     """On Linux there is no moment without a checkpoint."""
     swap = mocker.spy(atomic, "_swap_names")
-    target, staging = tmp_path / "last.ckpt", tmp_path / atomic.unfinished_name()
+    target, staging = tmp_path / "last.ckpt", tmp_path / atomic.temporary_name()
     make_directory(target, "old")
     make_directory(staging, "new")
-    atomic.publish(staging, target)
+    atomic.replace(staging, target)
     swap.assert_not_called()
 
 
@@ -116,9 +116,9 @@ def test_leftovers_of_the_dead_are_reported_and_removed(tmp_path: Path, caplog: 
     """Those of a process that runs, or of another host, stay."""
     process = subprocess.Popen(["true"])
     process.wait()
-    own = atomic.unfinished_name()
+    own = atomic.temporary_name()
     ended = own.replace(f"-{os.getpid()}-", f"-{process.pid}-")
-    foreign = f"{atomic.UNFINISHED}other-host-1-abc"
+    foreign = f"{atomic.TEMPORARY}other-host-1-abc"
     for name in (ended, own, foreign):
         make_directory(tmp_path / name, "half")
     make_directory(tmp_path / "epoch=1.ckpt", "whole")

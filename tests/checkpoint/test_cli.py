@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from lightning_automodel.checkpoint.__main__ import main
+from lightning_automodel.checkpoint.cli.export import in_portions, number_of_bytes
 from lightning_automodel.checkpoint.saver import CheckpointSaver
 from lightning_automodel.checkpoint.single_file import check_file, save_file
-from lightning_automodel.checkpoint.splitting import in_portions, number_of_bytes
 
 MODEL = {"model.weight": torch.arange(12.0).view(3, 4), "model.bias": torch.ones(3, dtype=torch.bfloat16)}
 AVERAGES = {name: value + 1 for name, value in MODEL.items()}
@@ -113,7 +113,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any, 
 @pytest.mark.parametrize("save", [save_shards, save_whole])
 @pytest.mark.filterwarnings("ignore:The checkpoint holds more than plain data")
 def test_inspect_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any) -> None:
-    """Neither of classes, beside which all is told, nor functions that unpickling would call, which are named."""
+    """Neither of classes, beside which all is report, nor functions that unpickling would call, which are named."""
     (report,) = inspected(capsys, str(save(tmp_path / "a.ckpt", custom=Custom())))["checkpoints"]
     assert (report["global_step"], report["damage"]) == (7, None)
     assert "custom" in report["rest"]
@@ -161,8 +161,8 @@ def test_inspect_a_directory_of_checkpoints(tmp_path: Path, capsys: pytest.Captu
     assert ["(newest)" in line for line in lines[:3]] == [False, True, False]
     assert "DAMAGED" in lines[2]
     assert lines[3:] == [f"leftover of a save that has not ended: {left.name}"]
-    told = inspected(capsys, str(tmp_path), status=1)
-    assert (told["newest"], told["leftovers"]) == (str(new), [left.name])
+    report = inspected(capsys, str(tmp_path), status=1)
+    assert (report["newest"], report["leftovers"]) == (str(new), [left.name])
 
 
 def test_inspect_shards_of_other_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,7 +236,7 @@ def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("inspect", str(empty)): f"{empty} is no checkpoint: it holds neither .metadata nor checkpoints",
         ("consolidate", str(whole), out): "is no directory of shards: there is nothing to consolidate",
         ("consolidate", str(shards), str(whole)): "exists: remove it, or choose another path",
-        ("consolidate", str(shards), "memory://out"): "is not local: consolidate to a local file, and upload that",
+        ("consolidate", str(shards), "memory://out"): "is not local: write to a local path, and upload that",
         ("consolidate", str(empty), out): "there is no .metadata: this is no directory of shards",
         ("export", str(shards), out): "give the prefix of what to export, such as model.; config.json is then yours",
         ("export", str(shards), str(whole), "--key", "model"): "exists: remove it, or choose another path",
@@ -245,11 +245,11 @@ def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }
     for arguments, message in cases.items():
         assert main(list(arguments)) == 1
-        told = capsys.readouterr()
-        assert message in told.err
-        assert told.err.startswith("error: ")
-        assert told.err.count("\n") == 1
-        assert told.out == ""
+        report = capsys.readouterr()
+        assert message in report.err
+        assert report.err.startswith("error: ")
+        assert report.err.count("\n") == 1
+        assert report.out == ""
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.ckpt", "b.ckpt", "empty"]
 
 
@@ -327,7 +327,7 @@ def test_inspect_numbers_that_are_none(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("path", ["nosuchprotocol://a.ckpt", "a::b.ckpt"])
-def test_paths_that_lead_nowhere(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_paths(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", path]) == 1
     assert capsys.readouterr().err.startswith(f"error: {path} ")
 

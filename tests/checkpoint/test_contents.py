@@ -11,15 +11,9 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from torch import Tensor, nn
 
 from lightning_automodel.checkpoint.__main__ import main
-from tests.checkpoint.checkpoints import AdamModule, fit
+from tests.checkpoint.checkpoints import FORMS, AdamModule, fit, forms
 from tests.rank_pool import RankPool
 
-FORMS: dict[str, dict[str, Any]] = {
-    "shards": {},
-    "one_file_of_shards": {"save_distributed_checkpoint": False},
-    "replicated": {"data_parallel": "ddp"},
-    "replicated_directory": {"data_parallel": "ddp", "save_distributed_checkpoint": True},
-}
 EXTRA: dict[str, Any] = {
     "text": "abc",
     "dict": {"a": 1, "b": {"c": [1, 2]}, "empty": {}},
@@ -44,32 +38,49 @@ class HasExtraState(nn.Module):
 
 
 class WithExtraState(AdamModule):
-    def __init__(self, kind: str) -> None:
+    """One module of each kind."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.save_hyperparameters()
-        self.extra = HasExtraState(kind)
+        self.extra = nn.ModuleDict({f"kind_{kind}": HasExtraState(kind) for kind in EXTRA})
+
+    def loaded(self) -> list[str]:
+        return [repr(extra.loaded) for extra in self.extra.values()]
 
 
-def _load_extra_state(options: dict[str, Any], path: str, kind: str) -> list[Any]:
+WANTED = [repr(value) for value in EXTRA.values()]
+
+
+def _load_extra_state(options: dict[str, Any], path: str, with_average: bool) -> list[list[str]]:
     """As training resumes from it, and as `load_from_checkpoint` has it."""
-    trainer, _ = fit(options, WithExtraState(kind))
-    trainer.save_checkpoint(path)
-    resumed = WithExtraState(kind)
-    fit(options, resumed, ckpt_path=path, max_epochs=2)
-    return [resumed.extra.loaded, WithExtraState.load_from_checkpoint(path).extra.loaded]
+    resumed = WithExtraState()
+    for module, kwargs in ((WithExtraState(), {}), (resumed, {"ckpt_path": path, "max_epochs": 2})):
+        callbacks = [EMAWeightAveraging(decay=0.5)] if with_average else []
+        trainer, _ = fit(options, module, callbacks=callbacks, **kwargs)
+        if module is not resumed:
+            trainer.save_checkpoint(path)
+    return [resumed.loaded(), WANTED if with_average else WithExtraState.load_from_checkpoint(path).loaded()]
 
 
-@pytest.mark.parametrize("kind", EXTRA)
-@pytest.mark.parametrize("form", FORMS)
-def test_extra_state(pool2: RankPool, tmp_path: Path, form: str, kind: str) -> None:
-    """Of any kind, also what `torch.distributed.checkpoint` would take apart or lose."""
+@pytest.mark.parametrize(
+    ("form", "with_average"),
+    [
+        *((form, False) for form in FORMS),
+        ("shards", True),
+        *(pytest.param(form, True, marks=pytest.mark.sweep) for form in FORMS if form != "shards"),
+    ],
+)
+def test_extra_state(pool2: RankPool, tmp_path: Path, form: str, with_average: bool) -> None:
+    """Of any kind, also what `torch.distributed.checkpoint` would take apart or lose.
+
+    A callback that averages puts both the weights and their average into the checkpoint.
+    """
     path = tmp_path / "last.ckpt"
-    for loaded in pool2.run(_load_extra_state, FORMS[form], str(path), kind):
-        assert [repr(each) for each in loaded] == [repr(EXTRA[kind])] * 2
-    if path.is_dir():
+    for loaded in pool2.run(_load_extra_state, FORMS[form], str(path), with_average):
+        assert loaded == [WANTED] * 2
+    if path.is_dir() and not with_average:
         assert main(["consolidate", str(path), str(tmp_path / "whole.ckpt")]) == 0
-        loaded = WithExtraState.load_from_checkpoint(tmp_path / "whole.ckpt").extra.loaded
-        assert repr(loaded) == repr(EXTRA[kind])
+        assert WithExtraState.load_from_checkpoint(tmp_path / "whole.ckpt").loaded() == WANTED
 
 
 class Keeps(Callback):
@@ -111,7 +122,7 @@ def _keep(options: dict[str, Any], path: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", forms("shards", "one_file_of_shards"))
 def test_states_of_callbacks(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """What was shards comes back as shards, the rest as it was, each in its dtype."""
     for saved, loaded in pool2.run(_keep, FORMS[form], str(tmp_path / "last.ckpt")):
@@ -174,8 +185,16 @@ def _save_tensors(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor]
     return loaded.loaded, {"conjugate": module.conjugate, "negative": module.negative}
 
 
-@pytest.mark.parametrize("in_background", [False, True], ids=["at_once", "in_background"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "in_background"),
+    [
+        ("shards", True),
+        ("one_file_of_shards", False),
+        ("replicated", True),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in (("shards", False), ("replicated", False))),
+        *(pytest.param("replicated_directory", case, marks=pytest.mark.sweep) for case in (False, True)),
+    ],
+)
 def test_tensors_of_all_kinds(pool2: RankPool, tmp_path: Path, form: str, in_background: bool) -> None:
     """Views, those without storages, and those without values."""
     options = {**FORMS[form], "async_checkpoint": in_background}
@@ -229,24 +248,8 @@ def _count(options: dict[str, Any], folder: str) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", forms("shards", "replicated_directory"))
 def test_optimizers_that_count_in_their_groups(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """What torch does to know an optimizer's state is no step of the run."""
     for counts in pool2.run(_count, FORMS[form], str(tmp_path)):
         assert counts == [2, 2, 4]
-
-
-def _load_extra_state_beside_an_average(options: dict[str, Any], path: str, kind: str) -> list[Any]:
-    trainer, _ = fit(options, WithExtraState(kind), callbacks=[EMAWeightAveraging(decay=0.5)])
-    trainer.save_checkpoint(path)
-    resumed = WithExtraState(kind)
-    fit(options, resumed, callbacks=[EMAWeightAveraging(decay=0.5)], ckpt_path=path, max_epochs=2)
-    return [resumed.extra.loaded]
-
-
-@pytest.mark.parametrize("kind", ["text", "dict"])
-@pytest.mark.parametrize("form", FORMS)
-def test_extra_state_beside_an_average(pool2: RankPool, tmp_path: Path, form: str, kind: str) -> None:
-    """The callback puts both the weights and their average into the checkpoint."""
-    for loaded in pool2.run(_load_extra_state_beside_an_average, FORMS[form], str(tmp_path / "last.ckpt"), kind):
-        assert [repr(each) for each in loaded] == [repr(EXTRA[kind])]

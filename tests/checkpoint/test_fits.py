@@ -24,6 +24,10 @@ ENGINES: dict[str, dict[str, Any]] = {
     "offloaded": {"cpu_offload": True},
     "ddp": {"data_parallel": "ddp"},
 }
+SOME_ENGINES = [
+    pytest.param(options, id=name, marks=() if name in ("kept", "ddp") else pytest.mark.sweep)
+    for name, options in ENGINES.items()
+]
 
 
 def decoder(seed: int = CASE.seed) -> nn.Module:
@@ -69,8 +73,8 @@ def _resume(options: dict[str, Any], make_module: type[ModelModule], folder: str
     return full_weights(resumed.model), full_weights(uninterrupted.model), path.is_dir(), path.is_file()
 
 
-@pytest.mark.parametrize("make_module", [ModelModule, AdamModule])
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("make_module", [pytest.param(ModelModule, marks=pytest.mark.sweep), AdamModule])
+@pytest.mark.parametrize("options", SOME_ENGINES)
 def test_resumes_where_it_stopped(
     pool2: RankPool, tmp_path: Path, make_module: type[ModelModule], options: dict[str, Any]
 ) -> None:
@@ -107,7 +111,7 @@ def _save_before_the_first_step(options: dict[str, Any], folder: str) -> tuple[d
     return full_weights(saving.model), full_weights(module.model)
 
 
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("options", SOME_ENGINES)
 def test_saving_before_the_first_step_changes_nothing(pool2: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
     """No step of Adam is counted that nobody made, no gradient of the open window is lost, and the file can be read."""
     expected = plain_weights(decoder(), ACCUMULATE, make_optimizer=adamw)
@@ -133,7 +137,7 @@ def _resume_from_the_start(
     return full_weights(saving.model), full_weights(resumed.model)
 
 
-@pytest.mark.parametrize("make_module", [ModelModule, PlainAdamModule])
+@pytest.mark.parametrize("make_module", [pytest.param(ModelModule, marks=pytest.mark.sweep), PlainAdamModule])
 @pytest.mark.parametrize("options", [ENGINES["kept"], ENGINES["ddp"]], ids=["fsdp2", "ddp"])
 def test_resumes_from_before_the_first_step(
     pool2: RankPool, tmp_path: Path, make_module: type[ModelModule], options: dict[str, Any]
@@ -199,3 +203,29 @@ def test_a_missing_checkpoint_raises_on_every_rank(pool2: RankPool, tmp_path: Pa
     """Naming the path."""
     for message in pool2.run(_error_of_missing_checkpoint, options, str(tmp_path)):
         assert "missing.ckpt" in message
+
+
+class NoOptimizerModule(ModelModule):
+    """Trains nothing, as a run that gathers statistics does."""
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def _go_on_without_optimizer(options: dict[str, Any], other: dict[str, Any], folder: str) -> int:
+    path = Path(folder) / "run.ckpt"
+    trainer, _ = _fit(options, NoOptimizerModule)
+    trainer.save_checkpoint(path)
+    trainer, module = _fit(other, NoOptimizerModule, ckpt_path=path, max_epochs=2)
+    assert deviation(full_weights(module.model), full_weights(decoder())) == 0
+    return trainer.current_epoch
+
+
+@pytest.mark.parametrize(
+    ("options", "other"),
+    [(ENGINES["kept"], ENGINES["kept"]), (ENGINES["ddp"], ENGINES["kept"]), (ENGINES["kept"], ENGINES["ddp"])],
+    ids=["fsdp2", "ddp to fsdp2", "fsdp2 to ddp"],
+)
+def test_no_optimizer(pool2: RankPool, tmp_path: Path, options: dict[str, Any], other: dict[str, Any]) -> None:
+    """`configure_optimizers` that returns None: saved, and resumed from."""
+    assert pool2.run(_go_on_without_optimizer, options, other, str(tmp_path)) == [2, 2]

@@ -97,8 +97,8 @@ def test_where_tensors_go(pool2: RankPool, tmp_path: Path) -> None:
     """Where `map_location` says, of whatever kind it is."""
     path = str(tmp_path / "run.ckpt")
     pool2.run(_save, {}, path)
-    for nowhere in ("meta", torch.device("meta"), {"cpu": "meta"}):
-        found = saving.pl_load(path, map_location=nowhere)["state_dict"]
+    for device in ("meta", torch.device("meta"), {"cpu": "meta"}):
+        found = saving.pl_load(path, map_location=device)["state_dict"]
         assert {tensor.device.type for tensor in found.values()} == {"meta"}
     found = saving.pl_load(path, map_location=lambda storage, _: storage)["state_dict"]
     assert {tensor.device.type for tensor in found.values()} == {"cpu"}

@@ -76,7 +76,7 @@ def test_object_store(pool2: RankPool, tmp_path: Path, form: str) -> None:
     path = tmp_path / "runs" / "last.ckpt"
     assert path.is_dir() == (form == "shards")
     if form == "shards":
-        assert sum(each.name.startswith(atomic.UNFINISHED) for each in path.iterdir()) == 1
+        assert sum(each.name.startswith(atomic.TEMPORARY) for each in path.iterdir()) == 1
 
 
 def _fail_to_replace(root: str) -> tuple[str, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import threading
 from collections.abc import Iterator
@@ -19,16 +20,10 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
 from lightning_automodel.checkpoint import CheckpointError, RunCheckpoints, atomic, sharded, single_file
-from tests.checkpoint.checkpoints import files_of, fit, load_only, save
+from tests.checkpoint.checkpoints import FORMS, files_of, fit, forms, load_only, save
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import full_weights
 
-FORMS: dict[str, dict[str, Any]] = {
-    "shards": {},
-    "one_file_of_shards": {"save_distributed_checkpoint": False},
-    "replicated": {"data_parallel": "ddp"},
-    "replicated_directory": {"data_parallel": "ddp", "save_distributed_checkpoint": True},
-}
 PATIENCE_S = 60
 
 
@@ -55,12 +50,9 @@ def _fail_to_save(options: dict[str, Any], path: str, failing: int) -> tuple[str
     return str(raised.value), saved, load_only(options, path)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "failing"), [("shards", 1), *((form, 0) for form in FORMS)])
 def test_full_disk(pool2: RankPool, tmp_path: Path, form: str, failing: int) -> None:
     """On one rank: an error on every rank that names it, and the older checkpoint is whole."""
-    if failing == 1 and form != "shards":
-        pytest.skip("rank 1 writes shards alone")
     path = tmp_path / "last.ckpt"
     for message, saved, loaded in pool2.run(_fail_to_save, FORMS[form], str(path), failing):
         assert message.startswith(f"Cannot save {path}: rank {failing}: OSError: [Errno 27] File too large")
@@ -75,7 +67,7 @@ def _save_where_nothing_can_be(options: dict[str, Any], path: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", forms("shards", "replicated"))
 def test_impossible_place(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """Below a file."""
     (tmp_path / "file").write_text("")
@@ -84,7 +76,7 @@ def test_impossible_place(pool2: RankPool, tmp_path: Path, form: str) -> None:
         assert message.startswith(f"Cannot save {path}: rank 0: ")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", forms("shards", "replicated"))
 def test_other_directories_are_not_replaced(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """A directory of the user's that a checkpoint was to be called like stays; an empty one is taken."""
     path = tmp_path / "results"
@@ -146,7 +138,7 @@ def slow_writing(recorder: Recorder) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded.ShardWriter, "write_data", slow_shards)
-        patch.setattr("lightning_automodel.checkpoint.session.save_file", slow_file)
+        patch.setattr(single_file, "save_file", slow_file)
         yield
 
 
@@ -160,7 +152,7 @@ def _save_while_training(
     return {path: (weights, load_only(options, path)) for path, weights in recorder.weights.items()}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", forms("shards", "replicated"))
 def test_training_goes_on_while_a_checkpoint_is_written(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """It holds what the weights were when the save began; the last one is on disk when `fit` returns."""
     for saved in pool2.run(_save_while_training, FORMS[form], str(tmp_path)):
@@ -182,7 +174,7 @@ class SavesOnce(Callback):
         self.batches_after += trainer.global_step >= self.at_step
         if trainer.global_step == self.at_step and not trainer.fit_loop.epoch_loop._should_accumulate():
             trainer.save_checkpoint(self.path)
-            trainer.strategy._checkpoints.linger()  # else one rank may know a step before the other
+            trainer.strategy._checkpoints.wait_for_pending_save()  # else one rank may know a step before the other
 
 
 @contextmanager
@@ -195,7 +187,7 @@ def failing_writes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(sharded.ShardWriter, "write_data", fail)
-        patch.setattr("lightning_automodel.checkpoint.session.save_file", fail)
+        patch.setattr(single_file, "save_file", fail)
         yield
 
 
@@ -230,7 +222,7 @@ def _fail_in_the_last_save(options: dict[str, Any], folder: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", forms("shards", "replicated"))
 def test_failure_of_the_last_save_ends_the_run_with_an_error(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """`fit` does not return as if all were well, on any rank."""
     for message in pool2.run(_fail_in_the_last_save, FORMS[form], str(tmp_path)):
@@ -239,39 +231,42 @@ def test_failure_of_the_last_save_ends_the_run_with_an_error(pool2: RankPool, tm
 
 
 def _keep_the_newest(options: dict[str, Any], folder: str, save_last: Any) -> tuple[str, str, list[tuple[int, int]]]:
-    """Best and last path, and how many checkpoints were there whenever one was about to be published."""
+    """Best and last path, and how many checkpoints were there whenever one was about to be replaced."""
     seen: list[tuple[int, int]] = []
-    publish = atomic.publish
+    replace = atomic.replace
 
     def count(staging: Path, target: Path) -> None:
         whole = [each for each in Path(folder).glob("epoch*.ckpt") if each.exists()]
         dangling = [each for each in Path(folder).iterdir() if each.is_symlink() and not each.exists()]
         seen.append((len(whole), len(dangling)))
-        publish(staging, target)
+        replace(staging, target)
 
     callback = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_last=save_last)
     with pytest.MonkeyPatch.context() as patch:
         for room in (atomic, sharded.atomic, single_file.atomic):
-            patch.setattr(room, "publish", count)
+            patch.setattr(room, "replace", count)
         fit(options, callbacks=[callback], enable_checkpointing=True, max_epochs=3)
     return callback.best_model_path, callback.last_model_path, seen
 
 
+KEPT = [("shards", "link", True), ("shards", None, False), ("replicated", True, True), ("replicated", "link", False)]
+
+
 @pytest.mark.parametrize(
-    ("form", "save_last"),
+    ("form", "save_last", "in_background"),
     [
-        ("shards", None),
-        *(pytest.param(form, None, marks=pytest.mark.sweep) for form in FORMS if form != "shards"),
-        *((form, save_last) for form in FORMS for save_last in ("link", True)),
+        *KEPT,
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in itertools.product(FORMS, (None, "link", True), (False, True))
+            if case not in KEPT
+        ),
     ],
 )
-@pytest.mark.parametrize("in_background", [False, True], ids=["at_once", "in_background"])
 def test_the_newest_is_kept_until_a_newer_one_is_there(
     pool2: RankPool, tmp_path: Path, form: str, save_last: Any, in_background: bool
 ) -> None:
-    """`ModelCheckpoint` keeps one: it is removed after the next was published, and a link to the last never dangles."""
-    if form.endswith(("directory", "of_shards")) and save_last is not None:
-        pytest.skip("as with the other form")
+    """`ModelCheckpoint` keeps one: it is removed after the next was there, and a link to the last never dangles."""
     options = {**FORMS[form], "async_checkpoint": in_background}
     results = pool2.run(_keep_the_newest, options, str(tmp_path), save_last)
     best, last, seen = results[0]
@@ -309,8 +304,7 @@ def _two_callbacks(options: dict[str, Any], folder: str) -> list[str]:
     return [callback.best_model_path for callback in callbacks]
 
 
-@pytest.mark.parametrize("in_background", [False, True], ids=["at_once", "in_background"])
-@pytest.mark.parametrize("form", ["shards", "replicated"])
+@pytest.mark.parametrize(("form", "in_background"), [("shards", True), ("replicated", False)])
 def test_two_callbacks_do_not_share_a_file(pool2: RankPool, tmp_path: Path, form: str, in_background: bool) -> None:
     """Else one removes what is the best of the other."""
     for first, second in pool2.run(_two_callbacks, {**FORMS[form], "async_checkpoint": in_background}, str(tmp_path)):
@@ -338,9 +332,9 @@ def test_saving_on_one_rank_is_told(pool2: RankPool, tmp_path: Path, form: str) 
     """After the timeout, on both; the process used to be aborted where two different collectives met."""
     with pytest.raises(RankError) as raised:
         pool2.run(_save_on_one_rank, FORMS[form], str(tmp_path / "last.ckpt"))
-    told = "".join(raised.value.failures.values())
+    text = "".join(raised.value.failures.values())
     # Which rank notices first decides whether the barrier, or the connection that it closed, is named.
-    assert any(what in told for what in ("barrier 'save_checkpoint'", "pair closure", "closed by peer"))
+    assert any(what in text for what in ("barrier 'save_checkpoint'", "pair closure", "closed by peer"))
     assert list(tmp_path.iterdir()) == []
 
 

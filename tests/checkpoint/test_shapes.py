@@ -75,16 +75,44 @@ def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return weight_error(Outcome(weights, None), Outcome(expected, None))
 
 
-@pytest.mark.parametrize("saving", SAVING)
+# Every layout is saved and resumed in here once; all pairs are a sweep.
+PAIRS: dict[str, tuple[str, ...]] = {
+    "fsdp2-4": ("fsdp2-2", "ddp-2"),
+    "hsdp-4": ("tensor-4",),
+    "tensor-4": ("fsdp2-4",),
+    "tensor-4-file": ("hsdp-4",),
+    "ddp-2": ("fsdp2-2",),
+    "ddp-2-directory": ("fsdp2-4",),
+    "fsdp2-2-file": ("ddp-2",),
+}
+
+
+@pytest.mark.parametrize(
+    ("saving", "resuming"),
+    [
+        *PAIRS.items(),
+        *(
+            pytest.param(saving, tuple(RESUMING), marks=[pytest.mark.sweep, pytest.mark.timeout(900)])
+            for saving in SAVING
+        ),
+    ],
+    ids=[*PAIRS, *(f"{saving} to all" for saving in SAVING)],
+)
 def test_another_shape(
-    pool2: RankPool, pool4: RankPool, tmp_path: Path, expected: dict[str, Tensor], saving: str
+    pool2: RankPool,
+    pool4: RankPool,
+    tmp_path: Path,
+    expected: dict[str, Tensor],
+    saving: str,
+    resuming: tuple[str, ...],
 ) -> None:
     """Whatever wrote it, every layout goes on from it."""
     path = str(tmp_path / "saved.ckpt")
     pools = {2: pool2, 4: pool4}
     ranks, options = SAVING[saving]
     saved = pools[ranks].run(_save, options, path)[0]
-    for name, (ranks, other) in RESUMING.items():
+    for name in resuming:
+        ranks, other = RESUMING[name]
         for weights in pools[ranks].run(_load_only, other, path):
             assert all(torch.equal(value, saved[key]) for key, value in weights.items()), name
         for weights in pools[ranks].run(_resume, other, path):
@@ -127,8 +155,16 @@ def _lazy(
     return full_weights(resumed.model), full_weights(through.model), trainer.optimizers[0].param_groups[1]["lr"]
 
 
-@pytest.mark.parametrize("options", [FSDP2, DDP, ONE_FILE], ids=["fsdp2", "ddp", "file"])
-@pytest.mark.parametrize("other", [FSDP2, DDP], ids=["to_fsdp2", "to_ddp"])
+@pytest.mark.parametrize(
+    ("options", "other"),
+    [
+        (FSDP2, FSDP2),
+        (DDP, FSDP2),
+        (ONE_FILE, DDP),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((FSDP2, DDP), (DDP, DDP), (ONE_FILE, FSDP2))),
+    ],
+    ids=["fsdp2", "ddp to fsdp2", "file to ddp", "fsdp2 to ddp", "ddp", "file to fsdp2"],
+)
 def test_state_that_is_not_there_yet(
     pool2: RankPool, tmp_path: Path, options: dict[str, Any], other: dict[str, Any]
 ) -> None:
@@ -141,7 +177,7 @@ def test_state_that_is_not_there_yet(
 
 
 class CompiledModule(AdamModule):
-    """Its blocks are compiled where it is told so; eagerly, since names matter here."""
+    """Its blocks are compiled where it is to be; eagerly, since names matter here."""
 
     def __init__(self, seed: int, is_compiled: bool) -> None:
         super().__init__(seed)
@@ -156,8 +192,20 @@ def _compiled(options: dict[str, Any], path: str, saves_compiled: bool) -> dict[
     return {name.replace("_orig_mod.", ""): value for name, value in full_weights(module.model).items()}
 
 
-@pytest.mark.parametrize("saves_compiled", [True, False])
-@pytest.mark.parametrize("options", [FSDP2, ONE_FILE, {**DDP, "save_distributed_checkpoint": True}, DDP])
+@pytest.mark.parametrize(
+    ("options", "saves_compiled"),
+    [
+        (FSDP2, True),
+        (DDP, False),
+        *(
+            pytest.param(options, saves_compiled, marks=pytest.mark.sweep)
+            for options in (ONE_FILE, {**DDP, "save_distributed_checkpoint": True})
+            for saves_compiled in (True, False)
+        ),
+        pytest.param(FSDP2, False, marks=pytest.mark.sweep),
+        pytest.param(DDP, True, marks=pytest.mark.sweep),
+    ],
+)
 def test_compiled_blocks(
     pool2: RankPool, tmp_path: Path, expected: dict[str, Tensor], options: dict[str, Any], saves_compiled: bool
 ) -> None:

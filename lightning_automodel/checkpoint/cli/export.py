@@ -1,28 +1,43 @@
 """Exporting a model as consolidated safetensors in the layout that Hugging Face's ``from_pretrained`` reads.
 
-torch's ``HuggingFaceStorageWriter`` (2.13) is not used: it wants the whole state on one rank, or writes all shards, to
-read them back into one file a tensor at a time; neither sizes files, casts, nor knows tied weights or adapters.
+torch's ``HuggingFaceStorageWriter`` (2.13 to 2.15) is not used: from shards, it writes all of them first and lets one
+rank put them together, which turns tensors without dimensions into zeros and leaves out the format that
+``from_pretrained`` looks for; from whole tensors, it wants the whole model in the memory of one process.
 """
 
 import json
-import os
-from collections.abc import Callable, Iterator
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from tqdm import tqdm
 
 from lightning_automodel.checkpoint import atomic, paths
-from lightning_automodel.checkpoint.cli.export_plan import ExportOptions, Plan, make_plan
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.hugging_face import KEY, describe_models
-from lightning_automodel.checkpoint.reading import TensorInfo, open_model
+from lightning_automodel.checkpoint.hugging_face import KEY, Description, check_descriptions, describe_models
+from lightning_automodel.checkpoint.reading import open_model
 from lightning_automodel.checkpoint.state_dict import model_state
 from lightning_automodel.distributed import collectives
-from lightning_automodel.distributed.process_group import group_rank as get_rank_safe
-from lightning_automodel.distributed.process_group import group_size as get_world_size_safe
+from lightning_automodel.distributed.process_group import group_rank, group_size
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What to export, and how; see :func:`export_hugging_face`."""
+
+    max_shard_size: str | int = "5GB"
+    dtype: torch.dtype | None = None
+    adapter_only: bool = False
+    prefix: str | None = None
 
 
 def export_hugging_face(
@@ -54,96 +69,88 @@ def export_hugging_face(
     Raises:
         CheckpointError: On every rank, if there is no such model, or one of them cannot write.
     """
-    what = f"Cannot export to {path}"
+    state = model_state(module)
     options = ExportOptions(max_shard_size, dtype, adapter_only, prefix)
-    rank, state = get_rank_safe(), model_state(module)
-    staging = None
-    with on_every_rank(what):
-        tensors = {name: TensorInfo.of(value) for name, value in state.items() if isinstance(value, Tensor)}
-        plan = make_plan(tensors, describe_models(module).get(KEY, []), options)
-        save = _safetensors()
-        if rank == 0:
-            staging = _new_directory(path)
-    staging = collectives.broadcast_object(staging, 0)
-    try:
-        for files in _rounds(list(plan.files), get_world_size_safe()):
-            mine = _gathered(plan, state, files, options.dtype)
-            with on_every_rank(what):
-                if mine:
-                    _write(save, staging / files[rank], mine)
-            mine.clear()
-        with on_every_rank(what):
-            if rank == 0:
-                _write_texts(staging, plan.texts)
-                _save_tokenizers(module, staging)
-                atomic.publish(staging, Path(paths.normal(path)))
-    except BaseException:
-        if rank == 0:
-            atomic.discard(staging)
-        raise
+
+    def gathered(names: list[str], keep: bool) -> dict[str, Tensor]:
+        found = {}
+        for name in names:
+            tensor = _cast(state[name].detach(), dtype)
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if keep:
+                found[name] = whole.cpu()
+        return found
+
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    tokenizers = [
+        each for each in vars(module).values() if hasattr(each, "save_pretrained") and hasattr(each, "decode")
+    ]
+    _export(path, tensors, lambda: describe_models(module).get(KEY, []), options, gathered, tokenizers)
 
 
-def export_checkpoint(
-    path: str, out: str, options: ExportOptions, weights_only: bool | None, progress: Callable[[int, int], None]
-) -> Plan:
+def export_checkpoint(path: str, out: str, options: ExportOptions, weights_only: bool | None) -> None:
     """The same from a checkpoint of any form, in one process that holds one file of the result at a time.
 
-    Not a collective.
-
-    Args:
-        path: A checkpoint.
-        out: A local directory that is not there yet.
-        options: What to export.
-        weights_only: False runs code that the checkpoint may hold.
-        progress: Called with the bytes written so far, and of all, after each file.
-
-    Returns:
-        What was written.
-
-    Raises:
-        CheckpointError: If the checkpoint is damaged, or holds nothing to export.
+    Runs code that the checkpoint may hold where ``weights_only`` is False.
     """
-    save = _safetensors()
     saved = open_model(path, weights_only)
-    plan = make_plan(saved.tensors, saved.rest.get(KEY, []), options)
-    total, written = sum(map(plan.num_bytes, plan.files)), 0
-    staging = _new_directory(out)
+
+    def read(names: list[str], keep: bool) -> dict[str, Tensor]:
+        tensors = saved.read(names)
+        return {name: _cast(tensors.pop(name), options.dtype) for name in names}
+
+    _export(out, saved.tensors, lambda: check_descriptions(saved.rest.get(KEY, [])), options, read, [])
+
+
+def _export(
+    path: str | Path,
+    tensors: Mapping[str, Tensor],
+    describe: Callable[[], list[Description]],
+    options: ExportOptions,
+    gather: Callable[[list[str], bool], dict[str, Tensor]],
+    tokenizers: list[Any],
+) -> None:
+    """Write ``tensors`` as files, each rank one of as many at a time as there are ranks; ``gather`` is a collective.
+
+    It gets names of tensors, which it returns where the second argument says that this rank is to keep them.
+    """
+    what = f"Cannot export to {path}"
+    rank, world_size = group_rank(), group_size()
+    folder = None
+    with on_every_rank(what):
+        plan = make_plan(tensors, describe(), options)
+        save = _safetensors()
+        if rank == 0:
+            folder = paths.new_local_target(path).with_name(atomic.temporary_name())
+            folder.mkdir()
+    folder = collectives.broadcast_object(folder, 0)
+    files = list(plan.files)
     try:
-        for file, names in plan.files.items():
-            read = saved.read([plan.sources[name] for name in names])
-            tensors = {name: _cast(read.pop(plan.sources[name]), options.dtype) for name in names}
-            _write(save, staging / file, tensors)
-            del tensors
-            written += plan.num_bytes(file)
-            progress(written, total)
-        _write_texts(staging, plan.texts)
-        atomic.publish(staging, Path(paths.normal(out)))
+        for start in tqdm(range(0, len(files), world_size), "exporting", disable=None if rank == 0 else True):
+            # As many files at a time as there are ranks: each gathers all of them with the others, and keeps its own.
+            mine: dict[str, Tensor] = {}
+            for owner, file in enumerate(files[start : start + world_size]):
+                mine |= gather([plan.sources[name] for name in plan.files[file]], owner == rank)
+            with on_every_rank(what):
+                if mine:
+                    file = files[start + rank]
+                    _write(save, folder / file, {name: mine.pop(plan.sources[name]) for name in plan.files[file]})
+        with on_every_rank(what):
+            if rank == 0:
+                for name, content in plan.texts.items():
+                    (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+                    atomic.sync(folder / name)
+                for tokenizer in tokenizers:
+                    tokenizer.save_pretrained(folder)
+                atomic.replace(folder, Path(paths.normalize(path)))
     except BaseException:
-        atomic.discard(staging)
+        if rank == 0:
+            atomic.discard(folder)
         raise
-    return plan
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-
-def _rounds(files: list[str], world_size: int) -> Iterator[list[str]]:
-    """Files in groups of as many as there are ranks."""
-    for start in range(0, len(files), world_size):
-        yield files[start : start + world_size]
-
-
-def _gathered(plan: Plan, state: dict[str, Any], files: list[str], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors of this rank's one of ``files``, in host memory; empty where it has none. A collective."""
-    mine: dict[str, Tensor] = {}
-    for owner, file in enumerate(files):
-        for name in plan.files[file]:
-            tensor = _cast(state[plan.sources[name]].detach(), dtype)
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if owner == get_rank_safe():
-                mine[name] = whole.cpu()
-    return mine
 
 
 def _safetensors() -> Callable[..., None]:
@@ -156,47 +163,124 @@ def _safetensors() -> Callable[..., None]:
     return save_file
 
 
-def _new_directory(path: str | Path) -> Path:
-    """Make a directory to write in, beside what it is to become."""
-    if not paths.is_local(str(path)):
-        raise CheckpointError(f"{path} is not local: export to a local directory, and upload that")
-    target = Path(paths.normal(path))
-    if target.exists():
-        raise CheckpointError(f"{target} exists: remove it, or choose another path")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = target.with_name(atomic.unfinished_name())
-    staging.mkdir()
-    return staging
-
-
 def _write(save: Callable[..., None], path: Path, tensors: dict[str, Tensor]) -> None:
-    save(_apart(tensors), path, metadata={"format": "pt"})
-    _sync(path)
-
-
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors`` such that no two share memory, which safetensors refuses: ties that no configuration tells of."""
+    """Write a file. safetensors refuses tensors that share memory, as ties do that no configuration tells of."""
     apart: dict[str, Tensor] = {}
     known: set[int] = set()
     for name, tensor in tensors.items():
         is_shared = tensor.untyped_storage().data_ptr() in known
         apart[name] = tensor.clone(memory_format=torch.contiguous_format) if is_shared else tensor.contiguous()
         known.add(apart[name].untyped_storage().data_ptr())
-    return apart
+    save(apart, path, metadata={"format": "pt"})
+    atomic.sync(path)
 
 
-def _write_texts(folder: Path, texts: dict[str, Any]) -> None:
-    for name, content in texts.items():
-        (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-        _sync(folder / name)
+# --- What is written where --------------------------------------------------------------------------------------------
 
 
-def _sync(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+@dataclass(frozen=True)
+class Plan:
+    """Names in the LightningModule by exported name, exported names by file, and content of JSON files by name."""
+
+    sources: dict[str, str]
+    files: dict[str, list[str]]
+    texts: dict[str, Any]
 
 
-def _save_tokenizers(module: nn.Module, folder: Path) -> None:
-    for value in vars(module).values():
-        if hasattr(value, "save_pretrained") and hasattr(value, "decode"):
-            value.save_pretrained(folder)
+def make_plan(tensors: Mapping[str, Tensor], models: list[Description], options: ExportOptions) -> Plan:
+    """Decide what is written where of ``tensors``, the state, perhaps without values, of a module with ``models``."""
+    model, prefix = _chosen(tensors, models, options.prefix)
+    if options.adapter_only:
+        sources = _adapter_sources(tensors, model, prefix)
+        files = {"adapter_model.safetensors": list(sources)}
+        return Plan(sources, files, {"adapter_config.json": model["peft"]["config"]} if model else {})
+    sources = _model_sources(tensors, model, prefix)
+    dtypes, sizes = {}, {}
+    for name, source in sources.items():
+        is_cast = options.dtype is not None and tensors[source].is_floating_point()
+        dtypes[name] = options.dtype if is_cast and options.dtype else tensors[source].dtype
+        sizes[name] = tensors[source].numel() * dtypes[name].itemsize
+    portions = in_portions(sizes, number_of_bytes(options.max_shard_size))
+    if len(portions) == 1:
+        files, texts = {"model.safetensors": portions[0]}, {}
+    else:
+        count = len(portions)
+        files = {f"model-{index:05d}-of-{count:05d}.safetensors": names for index, names in enumerate(portions, 1)}
+        weight_map = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        texts = {"model.safetensors.index.json": index}
+    if model is not None:
+        config = dict(model["config"])
+        if floating := [dtype for dtype in dtypes.values() if dtype.is_floating_point]:
+            key = "torch_dtype" if "torch_dtype" in config else "dtype"
+            config[key] = str(Counter(floating).most_common(1)[0][0]).removeprefix("torch.")
+        texts["config.json"] = config
+        if "generation_config" in model:
+            texts["generation_config.json"] = model["generation_config"]
+    return Plan(sources, files, texts)
+
+
+def _chosen(
+    tensors: Mapping[str, Tensor], models: list[Description], prefix: str | None
+) -> tuple[Description | None, str]:
+    """The model that is meant, if it is described, and its prefix."""
+    if prefix is not None:
+        prefix = prefix if prefix == "" or prefix.endswith(".") else f"{prefix}."
+        return next((model for model in models if model["prefix"] == prefix), None), prefix
+    if len(models) == 1:
+        return models[0], models[0]["prefix"]
+    if models:
+        known = ", ".join(f"{model['prefix']} ({model['class']})" for model in models)
+        raise CheckpointError(f"there are {len(models)} Hugging Face models: choose one by its prefix, of {known}")
+    first = sorted({f"{name.partition('.')[0]}." for name in tensors if "." in name})
+    raise CheckpointError(
+        "there is no description of a Hugging Face model, which this strategy saves where the LightningModule has one:"
+        f" give the prefix of what to export, such as {', '.join(first[:5]) or 'an empty one'}; config.json is then"
+        " yours to add"
+    )
+
+
+def _model_sources(tensors: Mapping[str, Tensor], model: Description | None, prefix: str) -> dict[str, str]:
+    if model is not None and "peft" in model:
+        raise CheckpointError(
+            f"{prefix} is a {model['class']} with PEFT adapters, which from_pretrained would not read as one model:"
+            " export the adapters (adapter_only), and merge them with PEFT's merge_and_unload where you want one"
+        )
+    tied = set(model["tied"]) if model is not None else set()
+    sources = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
+    sources = {name: source for name, source in sources.items() if name not in tied}
+    if not sources:
+        raise CheckpointError(f"there are no tensors under {prefix!r}, only such as {', '.join(list(tensors)[:3])}")
+    return sources
+
+
+def _adapter_sources(tensors: Mapping[str, Tensor], model: Description | None, prefix: str) -> dict[str, str]:
+    names = model["peft"]["names"] if model is not None and "peft" in model else {}
+    sources = {name: f"{prefix}{source}" for name, source in names.items()}
+    if not sources:
+        raise CheckpointError(f"{prefix} has no adapters of PEFT that are kept by name: export the model without them")
+    if missing := [source for source in sources.values() if source not in tensors]:
+        raise CheckpointError(f"the adapters lack {missing[0]}, and {len(missing)} entries in all")
+    return sources
+
+
+def number_of_bytes(size: str | int) -> int:
+    """Bytes that ``"5GB"`` or ``"200MiB"`` says; a number is one of bytes. Raises ValueError for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    unit = _UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None or float(found[1]) * unit < 1:
+        raise ValueError(f"{size!r} is no size: write a number of bytes, or one with KB, MB, GB, KiB, MiB or GiB (5GB)")
+    return int(float(found[1]) * unit)
+
+
+def in_portions(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names in their order, in lists of at most ``limit`` bytes together; what is larger by itself is a list."""
+    portions: list[list[str]] = []
+    total = 0
+    for name, size in sizes.items():
+        if not portions or total + size > limit:
+            portions.append([])
+            total = 0
+        portions[-1].append(name)
+        total += size
+    return portions
