@@ -25,17 +25,14 @@ from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _Stateful as Stateful
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
-from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
 from lightning.pytorch.loops import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops import _FitLoop as FitLoop
 from lightning.pytorch.loops import _Loop as Loop
 from lightning.pytorch.loops import _TrainingEpochLoop as TrainingEpochLoop
 from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
-from lightning.pytorch.overrides.distributed import prepare_for_backward as prepare_ddp_for_backward
-from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalStateSnapshot
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
@@ -48,20 +45,17 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as ResultSync
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
-from torch.optim.swa_utils import AveragedModel
 
 __all__ = [
     "CHECKPOINT_METADATA_FILENAME",
     "IS_INTERACTIVE",
     "BaseProgress",
-    "DDPForwardRedirection",
     "DatasetSamplerWrapper",
     "EvaluationLoop",
     "FitLoop",
     "GlobalStateSnapshot",
     "Launcher",
     "Loop",
-    "MockOptimizer",
     "MultiProcessingLauncher",
     "RestartStage",
     "ResultMetadata",
@@ -72,7 +66,6 @@ __all__ = [
     "SubprocessScriptLauncher",
     "TrainingEpochLoop",
     "TunerExitException",
-    "averaged_model",
     "call_and_handle_interrupt",
     "check_bad_cuda_fork",
     "check_missing_main_guard",
@@ -83,7 +76,6 @@ __all__ = [
     "give_back_model_checkpoints",
     "give_back_sigterm",
     "optimizers_to_device",
-    "prepare_ddp_for_backward",
     "replace_loading_of_directories",
     "reset_seed",
     "save_and_requeue",
@@ -129,11 +121,6 @@ def failing_hook(exception: BaseException) -> str | None:
             name = str(frame.f_locals["hook_name"])
         traceback = traceback.tb_next
     return name
-
-
-def averaged_model(callback: WeightAveraging) -> AveragedModel | None:
-    """The average that ``callback`` keeps, once it has been set up for a fit; the callback has no accessor."""
-    return callback._average_model
 
 
 def take_over_sigterm(trainer: Trainer) -> None:

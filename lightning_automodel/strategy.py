@@ -42,8 +42,9 @@ from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWei
 from lightning_automodel.gradients.windows import GradientFinisher, OptimizerWindows, optimizer_parameters, unwrap
 from lightning_automodel.launch.launchers import InPlaceLauncher, make_launcher
 from lightning_automodel.options import StrategyOptions
+from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume, schedule_callbacks
-from lightning_automodel.sharding import apply, meta_init, precision, units, weight_averaging
+from lightning_automodel.sharding import checks, meta_init, precision, tensor_parallel, units, weight_averaging
 from lightning_automodel.sharding.activation_checkpointing import RecomputedBlocks
 from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.engine import Engine
@@ -192,14 +193,13 @@ class AutomodelStrategy(ParallelStrategy):
         )
         self._guard = RunGuard(before_telling=self._checkpoints.linger)
         self._setup_turn: FirstRankPerNode | None = None
+        self._patches = PatchStack()
         self._averages = AverageCopies()
         self._evaluation_steps = 0
-        self._forward_redirection = lightning_internals.DDPForwardRedirection()
         self._mesh: RunMesh | None = None
         self._engine: Engine | None = None
         self._recomputed: RecomputedBlocks | None = None
         self._created_as: dict[str, torch.dtype] = {}
-        self._untouched: list[str] = []
         self._windows = OptimizerWindows(self._on_zero_grad, self._is_misplaced_zero_grad)
         self._batch: Any = None
         self._count: Count | None = None
@@ -392,10 +392,8 @@ class AutomodelStrategy(ParallelStrategy):
             turn = self.first_rank_per_node()
             turn.__enter__()
             self._setup_turn = turn
-        if name == "run-stage" and self._untouched:
-            assert self.lightning_module is not None
-            untouched, self._untouched = self._untouched, []
-            meta_init.check_filled(self.lightning_module, untouched, self.root_device)
+        if name == "run-stage" and self.lightning_module is not None:
+            meta_init.check_initialized(self.lightning_module, self.root_device)
 
     def _end_setup_turn(self, exception: BaseException | None = None) -> None:
         turn, self._setup_turn = self._setup_turn, None
@@ -438,14 +436,16 @@ class AutomodelStrategy(ParallelStrategy):
         precision.check_precision(self.precision_plugin, self._options.data_parallel)
         if self._shards_model:
             precision.check_conversion(self.precision_plugin, module)
-        self._created_as, self._untouched = meta_init.waiting(module), meta_init.left_empty(module)
+        if fitting:
+            checks.check_training(module, trainer.accumulate_grad_batches)
+        self._created_as = meta_init.meta_dtypes(module)
         for note in self._options.without_effect():
             self._advice.say_once(note)
         if fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
-        apply.check_hooks(module)
+        checks.check_hooks(module)
         if fitting:
             self._recomputed = RecomputedBlocks(
                 module,
@@ -475,7 +475,7 @@ class AutomodelStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         self._advice.about_clipping(self.precision_plugin)
         adapt_plugin(self.precision_plugin, self._finisher)
-        precision.leave_casting_to_units(self.precision_plugin, module)
+        precision.leave_casting_to_units(self.precision_plugin, module, self._patches)
         if fitting:
             lightning_internals.optimizers_to_device(self.optimizers, self.root_device)
             if self._resume is not None:
@@ -488,6 +488,7 @@ class AutomodelStrategy(ParallelStrategy):
                 self._windows.hold_gradients,
                 partial(self._advice.say_once, say=rank_zero_info),
             )
+        tensor_parallel.synchronize_metrics(module, self._joined_mesh(), self._patches)
         self._log_description()
 
     def _give_values(self) -> None:
@@ -497,7 +498,7 @@ class AutomodelStrategy(ParallelStrategy):
         if not self._created_as:
             return
         offloads = self._shards_model and self._options.cpu_offload
-        self._untouched += meta_init.materialize(module, self._created_as, self.root_device, offloads)
+        meta_init.materialize(module, self._created_as, self.root_device, offloads)
         self.model_to_device()
 
     def _make_engine(self, module: "pl.LightningModule") -> Engine:
@@ -529,7 +530,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
-        if meta_init.waiting(self.lightning_module):
+        if meta_init.meta_dtypes(self.lightning_module):
             torch_internals.move_what_has_values(self.lightning_module, self.root_device)
             return
         if self._options.cpu_offload and units.is_sharded(self.lightning_module):
@@ -542,8 +543,8 @@ class AutomodelStrategy(ParallelStrategy):
         super().setup_optimizers(trainer)
         module = self.lightning_module
         assert module is not None
-        apply.check_optimizers(module, self.optimizers, self._joined_mesh().sizes.data_parallel)
-        apply.check_hooks(module)
+        checks.check_optimizers(module, self.optimizers, self._joined_mesh().sizes.data_parallel)
+        checks.check_hooks(module)
         if not module.automatic_optimization:
             self._windows.watch_toggling(module, on_toggle=self._require_engine().release)
 
@@ -621,6 +622,7 @@ class AutomodelStrategy(ParallelStrategy):
         module, engine, scaling = self.lightning_module, self._require_engine(), self._scaling
         assert module is not None
         assert scaling is not None
+        checks.check_loss(closure_loss, module)
         if module.automatic_optimization:
             owner, count, accumulate = optimizer, self._count, module.trainer.accumulate_grad_batches
             self._count = None
@@ -747,6 +749,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def on_validation_start(self) -> None:
         self._require_engine().release()
+        self._require_engine().synchronize_buffers()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -805,6 +808,7 @@ class AutomodelStrategy(ParallelStrategy):
         if not self._guard.has_failed:
             # Ranks that go on without saving would otherwise meet those that save in one collective.
             collectives.named_barrier("save_checkpoint", process_group.parse_timeout(self._options.timeout))
+            self._require_engine().synchronize_buffers()
         checkpoint.update(describe_models(module))
         ranks = self._those_who_save()
         if self._resume is not None and "optimizer_states" in checkpoint:
@@ -900,7 +904,7 @@ class AutomodelStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self._windows.close()
         give_back_plugin(self.precision_plugin)
-        precision.give_back_casting(self.precision_plugin)
+        self._patches.restore()
         if self._scaling is not None:
             self._scaling.close()
         if self._engine is not None:

@@ -1,7 +1,6 @@
 """Every private name of torch that the package touches, each with its reason."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,14 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
-from torch.distributed.utils import _apply_to_tensors
-from torch.distributed.utils import _sync_params_and_buffers as broadcast_tensors
-from torch.distributed.utils import _verify_param_shape_across_processes as verify_shapes_across_ranks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -39,8 +34,6 @@ __all__ = [
     "FsspecWriter",
     "OptimizedModule",
     "averaging_size",
-    "broadcast_tensors",
-    "cast_floating",
     "check_ddp_backward_is_complete",
     "clear_accumulated_gradients",
     "current_scale",
@@ -48,7 +41,6 @@ __all__ = [
     "discard_partial_reduction",
     "finish_backward",
     "flatten_mesh",
-    "flush_static_graph",
     "forget_meshes",
     "forget_process_groups",
     "free_parked",
@@ -81,11 +73,9 @@ __all__ = [
     "sharded_versions",
     "start_accumulator",
     "storage_records",
-    "take_over_forward_hooks",
     "unpark_gathered",
     "unscale_anew",
     "unsharded_gradient_bytes",
-    "verify_shapes_across_ranks",
     "was_gathered",
     "widen_gradient",
 ]
@@ -184,18 +174,6 @@ def initialise_fsdp_root(root: FSDPModule) -> None:
     root._get_fsdp_state()._lazy_init()
 
 
-def take_over_forward_hooks(root: FSDPModule) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Remove FSDP2's forward hooks from ``root`` and return them, for the caller to run around more than ``forward``.
-
-    Returns:
-        ``before(module, args, kwargs) -> (args, kwargs)`` and ``after(module, args, output) -> output``.
-    """
-    state = root._get_fsdp_state()
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()
-    return state._pre_forward, state._post_forward
-
-
 def clear_accumulated_gradients(param: FSDPParam) -> None:
     """Drop the unsharded gradients that FSDP2 keeps through ``zero_grad`` and ``reset_iter_state`` (torch 2.13)."""
     param.unsharded_accumulated_grad = None
@@ -279,11 +257,6 @@ def reduction_dtype(group: FSDPParamGroup) -> torch.dtype | None:
     """What the group's gradients are reduced in; None for a group without trainable parameters."""
     trainable = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
     return next((p.reduce_dtype or p.param_dtype or p.orig_dtype for p in trainable), None)
-
-
-def cast_floating(values: Any, dtype: torch.dtype) -> Any:
-    """Cast all floating-point tensors in nested containers, as FSDP2 casts what enters and leaves its units."""
-    return _apply_to_tensors(partial(_cast_fp_tensor, dtype), values)
 
 
 def lacks_accumulator(group: FSDPParamGroup) -> list[FSDPParam]:
@@ -453,11 +426,6 @@ def give_back_unscaling(scaler: GradScaler) -> None:
 def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
     """Raise RuntimeError unless the last synchronised backward has reduced every bucket."""
     ddp._check_reducer_finalized()
-
-
-def flush_static_graph(ddp: DistributedDataParallel) -> None:
-    """Launch the reductions that a static graph delays in its first iteration (Lightning's own DDP does the same)."""
-    ddp.reducer._delay_all_reduce()  # type: ignore[attr-defined]
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -164,7 +164,7 @@ def _is_used_outside(model: nn.Module, unit: nn.Module) -> bool:
 
 
 def _find_replicated(model: nn.Module, roots: list[nn.Module]) -> dict[str, str]:
-    """Parameters that FSDP2 cannot take: scalars, empty ones, and those of no root or of several."""
+    """Parameters that FSDP2 cannot take: scalars, empty and complex ones, and those of no root or of several."""
     owners: Counter[nn.Parameter] = Counter(p for root in roots for p in root.parameters())
     reasons: dict[str, str] = {}
     for name, parameter in model.named_parameters():
@@ -172,6 +172,8 @@ def _find_replicated(model: nn.Module, roots: list[nn.Module]) -> dict[str, str]
             reasons[name] = "a scalar"
         elif parameter.numel() == 0:
             reasons[name] = "empty"
+        elif parameter.is_complex():
+            reasons[name] = "complex"  # FSDP2 reduces the gradients of a unit in one real dtype
         elif owners[parameter] == 0:
             reasons[name] = "outside of every FSDP root"
         elif owners[parameter] > 1:

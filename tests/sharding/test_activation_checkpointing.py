@@ -276,14 +276,6 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     assert original != copied
 
 
-def test_undone_blocks_are_as_before() -> None:
-    """No attribute of theirs stays."""
-    module = ModelModule(filled_decoder())
-    before = [dict(block.__dict__) for block in module.model.blocks]
-    RecomputedBlocks(module, True, None, True).undo()
-    assert [dict(block.__dict__) for block in module.model.blocks] == before
-
-
 class WithoutBlocks(nn.Module):
     """Nothing in it is repeated."""
 
