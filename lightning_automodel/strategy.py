@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_automodel import lightning_internals, torch_internals
-from lightning_automodel.advice import Advice, shortened
+from lightning_automodel.advice import Advice, summary
 from lightning_automodel.checkpoint import RunCheckpoints, describe_models, model_state, optimizer_state
 from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.caller_mesh import adopt_mesh
@@ -955,9 +955,7 @@ class AutomodelStrategy(ParallelStrategy):
         }
 
     def _log_description(self) -> None:
-        described = {name: value for name, value in self.describe().items() if name != "options"}
-        lines = "\n".join(f"  {name}: {shortened(value)}" for name, value in described.items())
-        self._advice.say_once(f"{type(self).__name__}:\n{lines}", say=rank_zero_info)
+        self._advice.say_once(summary(self.describe()), say=rank_zero_info)
 
     def _require_engine(self) -> Engine:
         assert self._engine is not None

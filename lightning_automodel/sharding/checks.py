@@ -13,9 +13,10 @@ from lightning_automodel.sharding.units import class_name
 
 _FSDP2_ERRORS = {
     "got mixed torch.Tensor and DTensor": (
-        "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit for its forward alone, so code"
-        " that uses them outside of it sees shards. Compute a penalty on weights after the forward and from all of them"
-        " alike (sum over self.parameters()), use weight_decay, or pass data_parallel='ddp'."
+        "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit for its forward, so code that"
+        " uses them outside of it sees shards. For a penalty on weights, use weight_decay; or compute it after the"
+        " forward and pass reshard_during_accumulation=False, which leaves parameters gathered; or pass"
+        " data_parallel='ddp'."
     ),
     "out of bounds for storage of size 0": (
         "A backward needed parameters that FSDP2 had freed: a second backward through the same forward (gradient"
@@ -38,7 +39,7 @@ def explained_errors() -> Iterator[None]:
     except RuntimeError as error:
         for symptom, explanation in _FSDP2_ERRORS.items():
             if symptom in str(error):
-                raise RuntimeError(f"{explanation} (torch: {str(error).splitlines()[0]})") from error
+                raise RuntimeError(explanation) from error
         raise
 
 

@@ -54,12 +54,14 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
     Args:
         model: The LightningModule, not sharded yet.
         policy: Overrides the default: classes whose (outermost) instances become units, or a predicate on modules.
-        root_is_model: Whether the whole model is one root (its steps run as its forward), else each of its children:
-            for manual optimization, where gradients are needed while the step is still running.
+        root_is_model: Whether the whole model is one root (its steps run as its forward) where its class allows that,
+            else each of its children: for manual optimization, where gradients are needed while the step is still
+            running.
 
     Returns:
         The plan; nothing has been changed.
     """
+    root_is_model = root_is_model and _takes_fsdp_class(type(model))
     roots = [model] if root_is_model else distinct(callable_children(model))
     starts = list(model.children()) if root_is_model and policy is not None else roots
     units = distinct(unit for start in starts for unit in _find_units(start, policy))
@@ -121,8 +123,19 @@ def _as_predicate(policy: set[type[nn.Module]] | Callable[[nn.Module], bool]) ->
 
 
 def can_be_unit(module: nn.Module) -> bool:
-    """FSDP2 needs a module with parameters and a forward of its own."""
-    return _has_forward(module) and any(True for _ in module.parameters())
+    """FSDP2 needs a module with parameters, a forward of its own and a class that can be extended."""
+    return _has_forward(module) and any(True for _ in module.parameters()) and _takes_fsdp_class(type(module))
+
+
+def _takes_fsdp_class(cls: type) -> bool:
+    """Whether FSDP2 can put a class of its own in front of this one on an instance.
+
+    Python allows no such change where the first base has no ``__dict__``, as in ``class Net(Generic[T], nn.Module)``.
+    """
+    base = cls
+    while base.__base__ not in (None, object):
+        base = base.__base__
+    return base.__dictoffset__ != 0
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -134,11 +134,15 @@ def test_which_models_shift_labels() -> None:
     assert not contains_hugging_face_causal_lm(OwnLoss(pair))
 
 
-def test_unshifted_count(pool2: RankPool) -> None:
-    """Without `label_shift` a label that the loss drops is counted: said once, on rank 0, and seen in the weights."""
-    expected, _ = train_plainly(tied_llama(), CAUSAL)
-    results = pool2.run(fit, tied_llama, CAUSAL, {"label_shift": 0})
-    said = [[message for message in messages if "pass label_shift=1" in message] for _, _, messages, _ in results]
+@pytest.mark.parametrize(
+    ("make_model", "case", "shift", "advice"),
+    [(tied_llama, CAUSAL, 0, "pass label_shift=1"), (t5, SEQ2SEQ, 1, "Leave label_shift at 0")],
+)
+def test_wrong_shift(pool2: RankPool, make_model: Callable[[], nn.Module], case: Case, shift: int, advice: str) -> None:
+    """Counting a label that the loss drops, or dropping one that it uses, is said once and seen in the weights."""
+    expected, _ = train_plainly(make_model(), case)
+    results = pool2.run(fit, make_model, case, {"label_shift": shift})
+    said = [[message for message in messages if advice in message] for _, _, messages, _ in results]
     assert [len(messages) for messages in said] == [1, 0]
     assert all(error(weights, expected) > 1e-4 for weights, _, _, _ in results)
 
