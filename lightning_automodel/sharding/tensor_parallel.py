@@ -184,10 +184,10 @@ def synchronize_metrics(module: nn.Module, mesh: RunMesh, patches: PatchStack) -
     """
     if mesh.tensor_group is None:
         return
-    group = mesh.group
+    data_parallel = mesh.group
 
-    def gather(value: Tensor, chosen: dist.ProcessGroup | None = None) -> list[Tensor]:
-        return gather_all_tensors(value, group if chosen is None else chosen)
+    def gather(value: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+        return gather_all_tensors(value, data_parallel if group is None else group)
 
     for metric in module.modules():
         # A function, not the group itself: users copy metrics in mid-run, and groups cannot be copied.

@@ -25,7 +25,7 @@ from tests.rank_pool import RankError, RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import PLAN, Outcome, TinyDecoder, full_weights, micro_batches, weight_error
 from tests.trainer.plain import ModelModule, differ_by_rank, plain_weights
-from tests.trainer.runs import TOLERANCE, make_trainer
+from tests.trainer.runs import TOLERANCE, by_default, make_trainer
 
 TENSOR = 2
 ACCUMULATE = 3
@@ -82,7 +82,7 @@ def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return weight_error(Outcome(weights, None), Outcome(expected, None))
 
 
-@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("options", by_default(MODES, "kept", "undeferred"))
 def test_two_by_two(pool4: RankPool, options: dict[str, Any]) -> None:
     expected = plain_weights(decoder(), ACCUMULATE, CASE)
     for weights, description, _ in pool4.run(fit_tensor_parallel, CASE, options=options):

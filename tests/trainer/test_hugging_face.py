@@ -34,7 +34,7 @@ from tests.trainer.hugging_face import (
     untied_gpt2,
 )
 from tests.trainer.plain import differ_by_rank, prefixed
-from tests.trainer.runs import STRATEGIES, TOLERANCE, loader, make_trainer
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer
 
 ENGINES = {name: STRATEGIES[name] for name in ("kept", "resharded", "ddp")}
 MODELS: dict[str, tuple[Callable[[], nn.Module], Case, list[str]]] = {
@@ -104,7 +104,7 @@ def test_units_of_nested_models() -> None:
     assert units(translating) == ["MarianEncoderLayer", *["MarianDecoderLayer"] * 2]
 
 
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("options", by_default(ENGINES, "kept", "ddp"))
 @pytest.mark.parametrize(("make_model", "case", "expected_units"), MODELS.values(), ids=MODELS)
 def test_own_loss(
     pool2: RankPool, make_model: Callable[[], nn.Module], case: Case, expected_units: list[str], options: dict[str, Any]
@@ -184,7 +184,7 @@ class ReturnsAuxLoss(OwnLoss):
         return {"loss": outputs.loss, "aux_loss": self.model.router_aux_loss_coef * outputs.aux_loss}
 
 
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("options", by_default(ENGINES, "resharded"))
 def test_aux_loss_that_is_reported(pool2: RankPool, options: dict[str, Any]) -> None:
     """Token losses train; the balance loss of a mixture of experts is logged as its mean over micro-batches and ranks.
 
