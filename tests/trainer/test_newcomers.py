@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -117,3 +118,23 @@ def test_classifier(pool2: RankPool, make: type[Classifier], weights: Tensor | N
         assert weight_error(found[0], outcome) <= TOLERANCE
         assert found[1] == pytest.approx(accuracy)
         assert found[2] == pytest.approx(loss, rel=TOLERANCE)
+
+
+class CopiesTrainer(Classifier):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.copied = copy.deepcopy(self.trainer).strategy
+
+
+def _copy_trainer() -> tuple[bool, bool]:
+    module, strategy = (
+        CopiesTrainer(),
+        AutomodelStrategy(**STRATEGIES["ddp"], per_token_loss=False, track_grad_norm=True),
+    )
+    make_trainer(strategy).fit(module, DataLoader(samples(), batch_size=BATCH_SIZE))
+    copied = module.copied
+    return copied.describe()["options"] == strategy.describe()["options"], copied.last_step is None
+
+
+def test_trainer_is_copied_in_mid_fit(pool2: RankPool) -> None:
+    """The copy has the options and no run: groups cannot be copied. FSDP2 refuses copies of what it has sharded."""
+    assert pool2.run(_copy_trainer) == [(True, True)] * 2
