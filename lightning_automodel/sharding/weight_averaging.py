@@ -12,7 +12,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
@@ -20,6 +19,7 @@ from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import meta_init
 from lightning_automodel.sharding.param_names import WRAPPED
 from lightning_automodel.sharding.units import is_sharded
+from lightning_automodel.torch_internals import local_tensor
 
 
 class WeightCopy(nn.Module):
@@ -110,7 +110,7 @@ class AverageCopies:
             empty.fill(module)
         self._copies = []
         for averaged in filter(is_sharded, averaged_models(module)):
-            averaged.update_parameters = _UpdateByKind(averaged)  # type: ignore[method-assign]
+            averaged.update_parameters = partial(_update_locally, averaged)  # type: ignore[method-assign]
 
 
 def refuse_pruning(module: pl.LightningModule) -> None:
@@ -138,32 +138,21 @@ def averaged_models(module: pl.LightningModule) -> list[AveragedModel]:
     return [held for callback in averaging for held in vars(callback).values() if isinstance(held, AveragedModel)]
 
 
-class _UpdateByKind:
-    """Updates an average in two goes, shards and plain tensors: torch's fused averaging takes no mixture of them."""
-
-    def __init__(self, averaged: AveragedModel) -> None:
-        self._averaged = averaged
-
-    def __call__(self, model: nn.Module) -> None:
-        averaged = self._averaged
-        average, n_averaged = averaged.module, averaged.n_averaged.clone()
-        kinds = {isinstance(tensor, DTensor) for tensor in (*average.parameters(), *average.buffers())}
-        try:
-            for sharded in kinds:
-                averaged.n_averaged.copy_(n_averaged)
-                averaged.module = _select(average, sharded)
-                AveragedModel.update_parameters(averaged, _select(model, sharded))
-        finally:
-            averaged.module = average
+def _update_locally(averaged: AveragedModel, model: nn.Module) -> None:
+    """Update an average shard by shard: torch's fused averaging takes no mixture of shards and plain tensors."""
+    average = averaged.module
+    averaged.module = _local_tensors(average)
+    try:
+        AveragedModel.update_parameters(averaged, _local_tensors(model))
+    finally:
+        averaged.module = average
 
 
-def _select(model: nn.Module, sharded: bool) -> nn.Module:
-    """The parameters and buffers of ``model`` that are sharded, or those that are not, themselves, in their order."""
-    selected = nn.Module()
+def _local_tensors(model: nn.Module) -> nn.Module:
+    """This rank's parts of the parameters and buffers of ``model``, sharing their memory, in their order."""
+    local = nn.Module()
     for index, parameter in enumerate(model.parameters()):
-        if isinstance(parameter, DTensor) == sharded:
-            selected.register_parameter(str(index), parameter)
+        local.register_parameter(str(index), nn.Parameter(local_tensor(parameter.detach()), requires_grad=False))
     for index, buffer in enumerate(model.buffers()):
-        if isinstance(buffer, DTensor) == sharded:
-            selected.register_buffer(f"buffer_{index}", buffer)
-    return selected
+        local.register_buffer(f"buffer_{index}", local_tensor(buffer))
+    return local
