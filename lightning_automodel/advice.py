@@ -111,7 +111,7 @@ def summary(described: dict[str, Any]) -> str:
     if isinstance(units, list):
         parts.append(f"{len(units)} FSDP units")
     if described["activation_checkpointing"]:
-        parts.append(f"{len(described['activation_checkpointing'])} blocks recomputed")
+        parts.append(f"{len(described['activation_checkpointing'])} blocks checkpointed")
     parts.append(f"precision {described['precision'].get('trainer', 'unknown')}")
     parts.append(f"gradients per {described['gradient_denominator'].removesuffix('s')}")
     return f"AutomodelStrategy: {', '.join(parts)}; trainer.strategy.describe() tells all."

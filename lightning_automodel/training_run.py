@@ -25,7 +25,7 @@ from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import checks, meta_init, precision, tensor_parallel, units
-from lightning_automodel.sharding.activation_checkpointing import RecomputedBlocks
+from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks
 from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
@@ -74,7 +74,7 @@ class TrainingRun:
         plugin.convert_module(module)
         self.move_to_device()
         checks.check_hooks(module)
-        self._recomputed = RecomputedBlocks(
+        self._checkpointed = CheckpointedBlocks(
             module,
             options.activation_checkpointing if fitting else False,
             options.auto_wrap_policy,
@@ -295,7 +295,7 @@ class TrainingRun:
             "gradient_denominator": "label tokens" if self._options.per_token_loss else "micro-batches",
             "precision": precision.describe_dtypes(self.plugin, self.module, self.policy),
             "tensors_created_without_values": len(self._created_as),
-            "activation_checkpointing": self._recomputed.names,
+            "activation_checkpointing": self._checkpointed.names,
             **self.engine.describe(),
         }
 
@@ -311,5 +311,5 @@ class TrainingRun:
         self.watch.close()
         self.patches.restore()
         self.engine.close()
-        self._recomputed.undo()
+        self._checkpointed.undo()
         self._batch = self._count = None

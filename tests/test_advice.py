@@ -16,7 +16,7 @@ def test_summary_is_one_line() -> None:
         "gradient_denominator": "label tokens",
     }
     assert summary(described) == (
-        "AutomodelStrategy: fsdp2 over data_parallel_shard=4, tensor_parallel=2, 2 FSDP units, 1 blocks recomputed,"
+        "AutomodelStrategy: fsdp2 over data_parallel_shard=4, tensor_parallel=2, 2 FSDP units, 1 blocks checkpointed,"
         " precision bf16-mixed, gradients per label token; trainer.strategy.describe() tells all."
     )
     described.update(data_parallel="ddp", mesh={"data_parallel_shard": 1}, activation_checkpointing=[])

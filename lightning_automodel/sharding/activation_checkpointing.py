@@ -13,7 +13,7 @@ from lightning_automodel.sharding.units import WrapPolicy, class_name, outermost
 
 ActivationCheckpointing = bool | set[type[nn.Module]]
 
-_ATTRIBUTE = "_recomputed_forward"
+_ATTRIBUTE = "_checkpointed_forward"
 
 
 class _Checkpoint:
@@ -54,7 +54,7 @@ class _Checkpoint:
             setattr(holder, name, value)
 
 
-class _RecomputedForward:
+class _CheckpointedForward:
     """Stands in for the forward of one module, by an object of its own: a deep copy of the module copies it along.
 
     Hooks of the module, FSDP2's among them, stay outside and do not run again in the backward; names of parameters and
@@ -72,11 +72,17 @@ class _RecomputedForward:
         return self._checkpoint(forward, *args, **kwargs) if self.is_active else forward(*args, **kwargs)
 
     def deactivate(self) -> None:
-        """Let the module compute as before. The object stays: others may have wrapped it since."""
+        """Let the module compute as before."""
         self.is_active = False
+        held = vars(self._module)
+        # Where others have wrapped it since (casts around FSDP units), the object stays and passes calls on.
+        if held.get("forward") is self:
+            del held["forward"], held[_ATTRIBUTE]
+            if self._own_forward is not None:
+                held["forward"] = self._own_forward
 
 
-class RecomputedBlocks:
+class CheckpointedBlocks:
     """The modules of a fit whose activations are computed again in the backward, from the inputs that they keep.
 
     Args:
@@ -118,12 +124,12 @@ class RecomputedBlocks:
 
 
 def _wrap(block: nn.Module) -> Callable[[], None]:
-    recomputed = block.__dict__.get(_ATTRIBUTE)
-    if recomputed is None:
-        recomputed = block.__dict__[_ATTRIBUTE] = _RecomputedForward(block)
-        block.forward = recomputed
-    recomputed.is_active = True
-    return recomputed.deactivate
+    wrapper = block.__dict__.get(_ATTRIBUTE)
+    if wrapper is None:
+        wrapper = block.__dict__[_ATTRIBUTE] = _CheckpointedForward(block)
+        block.forward = wrapper
+    wrapper.is_active = True
+    return wrapper.deactivate
 
 
 def _has_switch(block: nn.Module) -> bool:

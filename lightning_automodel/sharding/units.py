@@ -66,6 +66,7 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
     starts = list(model.children()) if root_is_model and policy is not None else roots
     units = distinct(unit for start in starts for unit in _find_units(start, policy))
     units = [unit for unit in units if not any(unit is root for root in roots)]
+    # Tied parameters must be in one unit: FSDP2 gathers each unit by itself, and torch raises where two hold one.
     units = [unit for unit in units if _belongs_to_one_root(unit, roots) and not _is_used_outside(model, unit)]
     return ShardingPlan(roots=roots, units=units, replicated=_find_replicated(model, roots))
 
@@ -83,6 +84,7 @@ def _find_units(module: nn.Module, policy: WrapPolicy) -> Iterator[nn.Module]:
     if policy is not None:
         yield from _outermost(module, _as_predicate(policy))
         return
+    # Hugging Face's own word for what must stay on one device; None and missing both occur.
     names = getattr(module, "_no_split_modules", None) or ()
     if named := list(_outermost(module, lambda candidate: class_name(candidate) in names)):
         yield from named

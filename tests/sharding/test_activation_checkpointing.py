@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.sharding.activation_checkpointing import RecomputedBlocks
+from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import VOCABULARY, WIDTH, Block, Outcome, TinyDecoder, full_weights, weight_error
 from tests.trainer.plain import ModelModule, fill, filled_decoder, plain_weights, prefixed
@@ -258,7 +258,7 @@ def test_each_fit_chooses_anew(pool2: RankPool, options: dict[str, Any]) -> None
 
 def _outputs_of_a_copy() -> tuple[float, float]:
     module = ModelModule(filled_decoder())
-    blocks = RecomputedBlocks(module, True, None, True)
+    blocks = CheckpointedBlocks(module, True, None, True)
     copied = copy.deepcopy(module)
     with torch.no_grad():
         for parameter in copied.parameters():
@@ -274,6 +274,14 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     copied, original = _outputs_of_a_copy()
     assert copied == 2 * WIDTH
     assert original != copied
+
+
+def test_undone_blocks_are_as_before() -> None:
+    """No attribute of theirs stays."""
+    module = ModelModule(filled_decoder())
+    before = [dict(block.__dict__) for block in module.model.blocks]
+    CheckpointedBlocks(module, True, None, True).undo()
+    assert [dict(block.__dict__) for block in module.model.blocks] == before
 
 
 class WithoutBlocks(nn.Module):
@@ -302,7 +310,7 @@ class WithoutBlocks(nn.Module):
 def test_nothing_to_recompute_raises(choice: Any, message: str) -> None:
     """The classes that there are stand in the message."""
     with pytest.raises(ValueError, match="activation_checkpointing") as raised:
-        RecomputedBlocks(ModelModule(WithoutBlocks()), choice, None, True)
+        CheckpointedBlocks(ModelModule(WithoutBlocks()), choice, None, True)
     assert str(raised.value).startswith(message)
     assert str(raised.value).endswith(" Embedding, Linear, WithoutBlocks.")
 
@@ -354,9 +362,9 @@ def test_hugging_face_layers_in_evaluation_mode_raise() -> None:
     layers[1].eval()
     before = [dict(vars(layer)) for layer in layers]
     with pytest.raises(ValueError, match=r"has no effect on model\.inner\.model\.layers\.1 .*Call \.train"):
-        RecomputedBlocks(module, True, None, True)
+        CheckpointedBlocks(module, True, None, True)
     assert [dict(vars(layer)) for layer in layers] == before
     layers[1].train()
     before[1] = dict(vars(layers[1]))
-    RecomputedBlocks(module, True, None, True).undo()
+    CheckpointedBlocks(module, True, None, True).undo()
     assert [dict(vars(layer)) for layer in layers] == before
