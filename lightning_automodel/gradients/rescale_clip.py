@@ -274,10 +274,15 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device, foreach: bool) 
         # On a CPU float64 takes four times as long, and looking at the result costs nothing: the square of a float32
         # beyond 1.8e19 overflows, and an infinite norm would clip all gradients to zero.
         fast = _norms(group, torch.promote_types(group[0].dtype, torch.float32), foreach)
-        norms.extend(fast if all(norm.isfinite() for norm in fast) else _norms(group, torch.float64, foreach))
+        norms.extend(_norms(group, torch.float64, foreach) if _overflows(fast) else fast)
     if not norms:
         return torch.zeros((), dtype=wide, device=device)
     return torch.stack([norm.to(device, wide) for norm in norms]).square().sum()
+
+
+def _overflows(norms: list[Tensor]) -> bool:
+    """Whether any is not finite. For tensors on a CPU alone: elsewhere reading it would wait for the device."""
+    return not torch.stack(norms).isfinite().all()
 
 
 def _norms(tensors: list[Tensor], dtype: torch.dtype, foreach: bool) -> list[Tensor]:
