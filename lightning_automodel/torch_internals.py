@@ -39,6 +39,7 @@ __all__ = [
     "check_ddp_backward_is_complete",
     "clear_accumulated_gradients",
     "default_store",
+    "detach_forward_hooks",
     "discard_partial_reduction",
     "finish_backward",
     "flatten_mesh",
@@ -170,6 +171,18 @@ def initialise_fsdp_root(root: FSDPModule) -> None:
     this package has recorded it.
     """
     root._get_fsdp_state()._lazy_init()
+
+
+def detach_forward_hooks(root: FSDPModule) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Remove FSDP2's forward hooks from ``root`` and return them, for the caller to run around more than ``forward``.
+
+    Returns:
+        ``before(module, args, kwargs) -> (args, kwargs)`` and ``after(module, args, output) -> output``.
+    """
+    state = root._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    return state._pre_forward, state._post_forward
 
 
 def clear_accumulated_gradients(param: FSDPParam) -> None:

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -101,37 +100,32 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 class _RootForward:
     """Runs FSDP2's root hooks around the outermost of nested calls: a step, the ``forward`` inside it, a child's.
 
-    A step uses parameters outside of ``forward`` too. Where no gradients are to come, what was gathered is freed at the
-    end: kept for a backward that never follows, it would outlive the next write to the sharded weights.
+    A step uses parameters outside of ``forward`` too. ``register_fsdp_forward_method`` would leave the root's own hooks
+    in place, which run again for the ``forward`` inside a step: one all-gather more in each micro-batch. Where no
+    gradients are to come, what was gathered is freed at the end: kept for a backward that never follows, it would
+    outlive the next write to the sharded weights.
     """
 
     def __init__(self, root: FSDPModule) -> None:
         self._root = root
+        self._before, self._after = torch_internals.detach_forward_hooks(root)
         self._is_running = False
-        module: Any = root
-        module._call_gathered = _call
-        register_fsdp_forward_method(module, "_call_gathered")
 
     def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        root: Any = self._root
-
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_running:
                 return method(*args, **kwargs)
             self._is_running = True
             try:
-                return root._call_gathered(method, *args, **kwargs)
+                args, kwargs = self._before(self._root, args, kwargs)
+                return self._after(self._root, args, method(*args, **kwargs))
             finally:
                 self._is_running = False
                 if not torch.is_grad_enabled():
-                    root.reshard()
+                    self._root.reshard()
 
         return call
-
-
-def _call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return method(*args, **kwargs)
 
 
 def _run_steps_as_forward(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -75,7 +76,8 @@ def fit_tensor_parallel(
     trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, **trainer_options)
     trainer.fit(module, DataLoader(micro_batches(case)[data_rank()], batch_size=None))
     assert strategy.last_step is not None
-    return full_weights(module.model), strategy.describe(), float(strategy.last_step.grad_norm)
+    norm = strategy.last_step.grad_norm
+    return full_weights(module.model), strategy.describe(), math.nan if norm is None else float(norm)
 
 
 def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
