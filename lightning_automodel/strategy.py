@@ -1,6 +1,5 @@
 """The strategy: hooks in the order in which the Trainer calls them, each handing over to the room of its concern."""
 
-import copy
 import dataclasses
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -202,13 +201,16 @@ class AutomodelStrategy(ParallelStrategy):
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AutomodelStrategy":
-        """A strategy of the same options that has no run: groups, stores and shards cannot be copied."""
+        """A strategy of the same options that has no run: groups, stores and shards cannot be copied.
+
+        It shares the plugins, whose methods are patched while a run lasts.
+        """
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         options = {field.name: getattr(self._options, field.name) for field in dataclasses.fields(self._options)}
         AutomodelStrategy.__init__(copied, **options)
         for name in ("accelerator", "checkpoint_io", "precision_plugin", "cluster_environment", "parallel_devices"):
-            setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
+            setattr(copied, name, getattr(self, name))
         copied.num_nodes = self.num_nodes
         if copied.cluster_environment is not None:
             copied._configure_launcher()
