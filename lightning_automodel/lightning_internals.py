@@ -33,6 +33,7 @@ from lightning.pytorch.loops import _Loop as Loop
 from lightning.pytorch.loops import _TrainingEpochLoop as TrainingEpochLoop
 from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalStateSnapshot
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
@@ -50,6 +51,7 @@ __all__ = [
     "CHECKPOINT_METADATA_FILENAME",
     "IS_INTERACTIVE",
     "BaseProgress",
+    "DDPForwardRedirection",
     "DatasetSamplerWrapper",
     "EvaluationLoop",
     "FitLoop",

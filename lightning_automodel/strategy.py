@@ -179,6 +179,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._setup_turn: FirstRankPerNode | None = None
         self._averages = AverageCopies()
         self._evaluation_steps = 0
+        self._forward_redirection = lightning_internals.DDPForwardRedirection()
         self._mesh: RunMesh | None = None
         self._run: TrainingRun | None = None
         self._advice = Advice()

@@ -44,6 +44,11 @@ class DDPEngine(Engine):
                 f"{units.class_name(module)} is already sharded by FSDP2, which data_parallel='ddp' cannot"
                 " replicate: pass data_parallel='fsdp2', or a module that was not sharded before."
             )
+        if self._ddp_kwargs.get("static_graph") and not module.automatic_optimization:
+            raise ValueError(
+                "ddp_kwargs: static_graph=True works under automatic optimization alone: DDP learns the graph from one"
+                " backward for each training_step, and manual optimization may run any number."
+            )
         give_values()
         if not fitting:
             apply.broadcast_states(module, self.mesh)
@@ -51,29 +56,8 @@ class DDPEngine(Engine):
         self._reduced = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         device_ids = None if self.device.type == "cpu" else [self.device.index]
         ddp = DistributedDataParallel(module, device_ids=device_ids, process_group=self.mesh.group, **self._ddp_kwargs)
-        if not module.automatic_optimization:
-            self._let_backwards_choose(ddp)
         self._ddp, self._order = ddp, BucketOrder(ddp)
         return ddp
-
-    def _let_backwards_choose(self, ddp: DistributedDataParallel) -> None:
-        """Let each manual backward reduce by itself: DDP would expect exactly one backward for each forward."""
-        if ddp.static_graph:
-            raise ValueError(
-                "ddp_kwargs: static_graph=True works under automatic optimization alone: DDP learns the graph from one"
-                " backward for each training_step, and manual optimization may run any number."
-            )
-        syncs = True
-
-        def before(*_: Any) -> None:
-            nonlocal syncs
-            syncs, ddp.require_backward_grad_sync = ddp.require_backward_grad_sync, False
-
-        def after(*_: Any) -> None:
-            ddp.require_backward_grad_sync = syncs
-
-        ddp.register_forward_pre_hook(before)
-        ddp.register_forward_hook(after, always_call=True)
 
     @override
     def state(self) -> dict[str, Any]:
