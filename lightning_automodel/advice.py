@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_automodel.gradients.precision_plugin import replaced_clipping
-from lightning_automodel.gradients.token_loss import Count, TokenWeighting, contains_hugging_face_causal_lm
+from lightning_automodel.gradients.token_loss import (
+    Count,
+    TokenWeighting,
+    contains_hugging_face_causal_lm,
+    contains_hugging_face_encoder_decoder,
+)
 from lightning_automodel.sharding.precision import HALF, unit_dtypes
 from lightning_automodel.sharding.units import WrapPolicy
 
@@ -81,19 +86,32 @@ class Advice:
             )
 
     def about_label_shift(self, module: nn.Module, weighting: TokenWeighting, batch: Any, output: Any) -> None:
-        """Warn about a Hugging Face causal language model whose first labels are counted though its loss drops them."""
-        if self._shift_is_checked or not weighting.counts_unshifted_labels(batch, output):
+        """Warn about a Hugging Face model whose own loss drops other labels than ``label_shift`` says."""
+        if self._shift_is_checked or not weighting.counts_labels_of(batch, output):
             return
         self._shift_is_checked = True
-        if contains_hugging_face_causal_lm(module):
+        if weighting.label_shift == 0 and contains_hugging_face_causal_lm(module):
             self.say_once(
                 "Label tokens are counted with label_shift=0, but Hugging Face causal language models drop the"
                 " first label of each row: pass label_shift=1 if training_step returns the model's own loss."
             )
+        if weighting.label_shift > 0 and contains_hugging_face_encoder_decoder(module):
+            self.say_once(
+                f"Label tokens are counted with label_shift={weighting.label_shift}, but Hugging Face encoder-decoders"
+                " use every label: they shift the decoder's inputs instead. Leave label_shift at 0 if training_step"
+                " returns the model's own loss."
+            )
 
 
-def shortened(value: Any, longest: int = 6) -> Any:
-    """A long list, as people want to read it: its first and last entries and how many there are."""
-    if not isinstance(value, list) or len(value) <= longest:
-        return value
-    return f"{len(value)}: {value[0]}, {value[1]}, ..., {value[-1]}"
+def summary(described: dict[str, Any]) -> str:
+    """What ``describe()`` says, in one line."""
+    ranks = ", ".join(f"{name}={size}" for name, size in described["mesh"].items() if size > 1) or "one rank"
+    units = described.get("units")
+    parts = [f"{described['data_parallel']} over {ranks}"]
+    if isinstance(units, list):
+        parts.append(f"{len(units)} FSDP units")
+    if described["activation_checkpointing"]:
+        parts.append(f"{len(described['activation_checkpointing'])} blocks checkpointed")
+    parts.append(f"precision {described['precision'].get('trainer', 'unknown')}")
+    parts.append(f"gradients per {described['gradient_denominator'].removesuffix('s')}")
+    return f"AutomodelStrategy: {', '.join(parts)}; trainer.strategy.describe() tells all."

@@ -18,16 +18,14 @@ from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _Stateful as Stateful
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
-from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
 from lightning.pytorch.loops import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops import _FitLoop as FitLoop
 from lightning.pytorch.loops import _Loop as Loop
 from lightning.pytorch.loops import _TrainingEpochLoop as TrainingEpochLoop
 from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
-from lightning.pytorch.overrides.distributed import prepare_for_backward as prepare_ddp_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import (
@@ -39,7 +37,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as ResultSync
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
-from torch.optim.swa_utils import AveragedModel
 
 from lightning_automodel.patching import PatchStack
 
@@ -51,7 +48,6 @@ __all__ = [
     "EvaluationLoop",
     "FitLoop",
     "Loop",
-    "MockOptimizer",
     "MultiProcessingLauncher",
     "RestartStage",
     "ResultMetadata",
@@ -62,7 +58,6 @@ __all__ = [
     "SubprocessScriptLauncher",
     "TrainingEpochLoop",
     "TunerExitException",
-    "averaged_model",
     "call_and_handle_interrupt",
     "collect_rng_states",
     "default_backend_for_device",
@@ -70,7 +65,6 @@ __all__ = [
     "give_back_sigterm",
     "optimizers_to_device",
     "patch_model_checkpoints",
-    "prepare_ddp_for_backward",
     "reset_seed",
     "save_and_requeue",
     "saving",
@@ -95,11 +89,6 @@ def failing_hook(exception: BaseException) -> str | None:
             name = str(frame.f_locals["hook_name"])
         traceback = traceback.tb_next
     return name
-
-
-def averaged_model(callback: WeightAveraging) -> AveragedModel | None:
-    """The average that ``callback`` keeps, once it has been set up for a fit; the callback has no accessor."""
-    return callback._average_model
 
 
 def take_over_sigterm(trainer: Trainer) -> None:

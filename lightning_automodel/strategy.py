@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.advice import Advice, shortened
+from lightning_automodel.advice import Advice, summary
 from lightning_automodel.checkpoint import RunCheckpoints, describe_models, model_state, optimizer_state
 from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.caller_mesh import adopt_mesh
@@ -40,7 +40,7 @@ from lightning_automodel.launch.launchers import make_launcher
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume, schedule_callbacks
-from lightning_automodel.sharding import apply, weight_averaging
+from lightning_automodel.sharding import checks, weight_averaging
 from lightning_automodel.sharding.weight_averaging import AverageCopies
 from lightning_automodel.training_run import TrainingRun
 
@@ -202,6 +202,22 @@ class AutomodelStrategy(ParallelStrategy):
             strategy_registry.register(
                 name, cls, description=f"{engine}, gradients of one single-process batch", override=True, **kwargs
             )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "AutomodelStrategy":
+        """A strategy of the same options that has no run: groups, stores and shards cannot be copied.
+
+        It shares the plugins, whose methods are patched while a run lasts.
+        """
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        options = {field.name: getattr(self._options, field.name) for field in dataclasses.fields(self._options)}
+        AutomodelStrategy.__init__(copied, **options)
+        for name in ("accelerator", "checkpoint_io", "precision_plugin", "cluster_environment", "parallel_devices"):
+            setattr(copied, name, getattr(self, name))
+        copied.num_nodes = self.num_nodes
+        if copied.cluster_environment is not None:
+            copied._configure_launcher()
+        return copied
 
     # --- What the Trainer asks before it starts -----------------------------------------------------------------------
 
@@ -371,7 +387,7 @@ class AutomodelStrategy(ParallelStrategy):
             turn.__enter__()
             self._setup_turn = turn
         if name == "run-stage" and self._run is not None:
-            self._run.check_filled()
+            self._run.check_initialized()
 
     def _end_setup_turn(self, exception: BaseException | None = None) -> None:
         turn, self._setup_turn = self._setup_turn, None
@@ -448,8 +464,8 @@ class AutomodelStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
-        apply.check_optimizers(self._module, self.optimizers, self._joined_mesh().sizes.data_parallel)
-        apply.check_hooks(self._module)
+        checks.check_optimizers(self._module, self.optimizers, self._joined_mesh().sizes.data_parallel)
+        checks.check_hooks(self._module)
         self._required_run.watch_module()
 
     @property
@@ -579,6 +595,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def on_validation_start(self) -> None:
         self._required_run.engine.release()
+        self._required_run.engine.synchronize_buffers()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -649,6 +666,8 @@ class AutomodelStrategy(ParallelStrategy):
         if not self._guard.has_failed:
             # Ranks that go on without saving would otherwise meet those that save in one collective.
             collectives.named_barrier("save_checkpoint", process_group.parse_timeout(self._options.timeout))
+            if self._run is not None:
+                self._run.engine.synchronize_buffers()
         checkpoint.update(describe_models(module))
         ranks = self._saving_group()
         if self._resume is not None and "optimizer_states" in checkpoint:
@@ -771,6 +790,4 @@ class AutomodelStrategy(ParallelStrategy):
         return {"options": options, **self._run.describe()}
 
     def _log_description(self) -> None:
-        described = {name: value for name, value in self.describe().items() if name != "options"}
-        lines = "\n".join(f"  {name}: {shortened(value)}" for name, value in described.items())
-        self._advice.say_once(f"{type(self).__name__}:\n{lines}", say=rank_zero_info)
+        self._advice.say_once(summary(self.describe()), say=rank_zero_info)

@@ -1,7 +1,6 @@
 """Every private name of torch that the package touches, each with its reason."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +11,10 @@ from torch._dynamo import OptimizedModule
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
-from torch.distributed.utils import _apply_to_tensors
-from torch.distributed.utils import _sync_params_and_buffers as broadcast_tensors
-from torch.distributed.utils import _verify_param_shape_across_processes as verify_shapes_across_ranks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -30,14 +25,12 @@ __all__ = [
     "FSDPParamGroup",
     "OptimizedModule",
     "averaging_size",
-    "broadcast_tensors",
-    "cast_floating",
     "check_ddp_backward_is_complete",
     "clear_accumulated_gradients",
+    "detach_forward_hooks",
     "discard_partial_reduction",
     "finish_backward",
     "flatten_mesh",
-    "flush_static_graph",
     "forget_meshes",
     "forget_process_groups",
     "free_parked",
@@ -62,10 +55,8 @@ __all__ = [
     "sharded_and_gathered",
     "sharded_versions",
     "start_accumulator",
-    "take_over_forward_hooks",
     "unpark_gathered",
     "unsharded_gradient_bytes",
-    "verify_shapes_across_ranks",
     "was_gathered",
     "widen_gradient",
 ]
@@ -136,7 +127,7 @@ def initialise_fsdp_root(root: FSDPModule) -> None:
     root._get_fsdp_state()._lazy_init()
 
 
-def take_over_forward_hooks(root: FSDPModule) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def detach_forward_hooks(root: FSDPModule) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Remove FSDP2's forward hooks from ``root`` and return them, for the caller to run around more than ``forward``.
 
     Returns:
@@ -231,11 +222,6 @@ def reduction_dtype(group: FSDPParamGroup) -> torch.dtype | None:
     """What the group's gradients are reduced in; None for a group without trainable parameters."""
     trainable = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
     return next((p.reduce_dtype or p.param_dtype or p.orig_dtype for p in trainable), None)
-
-
-def cast_floating(values: Any, dtype: torch.dtype) -> Any:
-    """Cast all floating-point tensors in nested containers, as FSDP2 casts what enters and leaves its units."""
-    return _apply_to_tensors(partial(_cast_fp_tensor, dtype), values)
 
 
 def lacks_accumulator(group: FSDPParamGroup) -> list[FSDPParam]:
@@ -402,11 +388,6 @@ def _with_local_gradient(parameter: Tensor) -> Tensor:
 def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
     """Raise RuntimeError unless the last synchronised backward has reduced every bucket."""
     ddp._check_reducer_finalized()
-
-
-def flush_static_graph(ddp: DistributedDataParallel) -> None:
-    """Launch the reductions that a static graph delays in its first iteration (Lightning's own DDP does the same)."""
-    ddp.reducer._delay_all_reduce()  # type: ignore[attr-defined]
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -24,8 +24,8 @@ from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWei
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
-from lightning_automodel.sharding import apply, meta_init, precision, units
-from lightning_automodel.sharding.activation_checkpointing import RecomputedBlocks
+from lightning_automodel.sharding import checks, meta_init, precision, tensor_parallel, units
+from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks
 from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
@@ -66,14 +66,15 @@ class TrainingRun:
         precision.check_precision(plugin, options.data_parallel)
         if self._is_sharded:
             precision.check_conversion(plugin, module)
-        self._created_as = meta_init.waiting(module)
-        self.unfilled = meta_init.left_empty(module)
+        if fitting:
+            checks.check_training(module, module.trainer.accumulate_grad_batches)
+        self._created_as = meta_init.meta_dtypes(module)
         for note in options.without_effect():
             advice.say_once(note)
         plugin.convert_module(module)
         self.move_to_device()
-        apply.check_hooks(module)
-        self._recomputed = RecomputedBlocks(
+        checks.check_hooks(module)
+        self._checkpointed = CheckpointedBlocks(
             module,
             options.activation_checkpointing if fitting else False,
             options.auto_wrap_policy,
@@ -81,6 +82,7 @@ class TrainingRun:
         )
         self.engine = self._make_engine()
         self.model = self.engine.setup(module, fitting, self._give_values)
+        tensor_parallel.synchronize_metrics(module, mesh, self.patches)
         advice.about_wrap_policy(options.auto_wrap_policy, self.engine.describe())
         self._weighting = TokenWeighting(
             per_token_loss=options.per_token_loss,
@@ -135,27 +137,25 @@ class TrainingRun:
         """Initialise what was created on the meta device, now that it is sharded or is going to be copied."""
         if self._created_as:
             offloads = self._is_sharded and self._options.cpu_offload
-            self.unfilled += meta_init.materialize(self.module, self._created_as, self.device, offloads)
+            meta_init.materialize(self.module, self._created_as, self.device, offloads)
             self.move_to_device()
 
     def move_to_device(self) -> None:
         """Move the module to this rank's device, but for what has no values yet and for offloaded shards."""
-        if meta_init.waiting(self.module):
+        if meta_init.meta_dtypes(self.module):
             torch_internals.move_what_has_values(self.module, self.device)
         elif not (self._options.cpu_offload and units.is_sharded(self.module)):
             self.module.to(self.device)
 
-    def check_filled(self) -> None:
+    def check_initialized(self) -> None:
         """Raise on every rank, once checkpoints are loaded, if parameters still have no values. A collective."""
-        if self.unfilled:
-            unfilled, self.unfilled = self.unfilled, []
-            meta_init.check_filled(self.module, unfilled, self.device)
+        meta_init.check_initialized(self.module, self.device)
 
     def patch_plugin(self) -> None:
         """Replace what clips and casts on the Trainer's precision plugin, once Lightning has set it up."""
         self.advice.about_clipping(self.plugin)
         patch_clipping(self.plugin, self.clipper, self.patches)
-        precision.leave_casting_to_units(self.plugin, self.module)
+        precision.leave_casting_to_units(self.plugin, self.module, self.patches)
 
     def watch_optimizers(self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer]) -> None:
         """Follow these optimizers from now on, instead of those before."""
@@ -200,6 +200,7 @@ class TrainingRun:
     ) -> Tensor:
         """See :meth:`AutomodelStrategy.backward`."""
         module, plugin, ends = self.module, self.plugin, self._ends_window
+        checks.check_loss(loss, module)
         if optimizer is not None and not self.windows.open_windows:
             self._zero_if_skipped(optimizer)
         count, accumulate = self._take_count(kwargs)
@@ -294,7 +295,7 @@ class TrainingRun:
             "gradient_denominator": "label tokens" if self._options.per_token_loss else "micro-batches",
             "precision": precision.describe_dtypes(self.plugin, self.module, self.policy),
             "tensors_created_without_values": len(self._created_as),
-            "activation_checkpointing": self._recomputed.names,
+            "activation_checkpointing": self._checkpointed.names,
             **self.engine.describe(),
         }
 
@@ -309,7 +310,6 @@ class TrainingRun:
         self.windows.reset()
         self.watch.close()
         self.patches.restore()
-        precision.give_back_casting(self.plugin)
         self.engine.close()
-        self._recomputed.undo()
+        self._checkpointed.undo()
         self._batch = self._count = None

@@ -97,10 +97,10 @@ class TokenWeighting:
                 " 'aux_loss' out of the returned dict to have it weighed by label tokens like the rest of the loss."
             )
 
-    def counts_unshifted_labels(self, batch: Any, output: Any = None) -> bool:
-        """Whether :meth:`count` takes every label position of the batch, the first of each row included."""
+    def counts_labels_of(self, batch: Any, output: Any = None) -> bool:
+        """Whether :meth:`count` looks at the labels of the batch, since nobody tells a count."""
         told = _is_told(output) or self.count_label_tokens is not None
-        return self.per_token_loss and self.label_shift == 0 and not told and self._has_labels(batch)
+        return self.per_token_loss and not told and self._has_labels(batch)
 
     def _has_labels(self, batch: Any) -> bool:
         return isinstance(batch, Mapping) and self.label_key in batch
@@ -112,7 +112,15 @@ class TokenWeighting:
                 f"batch[{self.label_key!r}] must be a tensor to count label tokens, got {type(labels).__name__};"
                 " return num_label_tokens from training_step or pass count_label_tokens instead."
             )
-        return (labels[..., self.label_shift :] != self.ignore_index).sum()
+        if self.label_shift and labels.ndim < 2:
+            raise ValueError(
+                f"label_shift={self.label_shift} drops the first label positions of each row [..., s], but"
+                f" batch[{self.label_key!r}] has the shape {list(labels.shape)} without rows: leave label_shift at 0"
+                " where each sample has one label, add a dimension to single sequences (labels[None]), or return"
+                " num_label_tokens from training_step."
+            )
+        used = labels[..., self.label_shift :] if self.label_shift else labels
+        return (used != self.ignore_index).sum()
 
     def objective(self, loss: Tensor, count: Count) -> Tensor:
         """The loss of one micro-batch as a sum of token losses: what is backpropagated.
@@ -156,12 +164,24 @@ def contains_hugging_face_causal_lm(module: nn.Module) -> bool:
     Of models within each other the outermost decides: it computes the loss. A ``...ForConditionalGeneration`` that is
     no encoder-decoder sees images or hears, and shifts like the language model inside of it.
     """
-    if not any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
-        return any(contains_hugging_face_causal_lm(child) for child in module.children())
-    name = type(module).__name__
-    if name.endswith("ForConditionalGeneration"):
-        return not getattr(module.config, "is_encoder_decoder", False)
-    return name.endswith(("ForCausalLM", "LMHeadModel"))
+    shifting = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+    models = _outermost_hugging_face_models(module)
+    return any(type(m).__name__.endswith(shifting) and not _is_encoder_decoder(m) for m in models)
+
+
+def contains_hugging_face_encoder_decoder(module: nn.Module) -> bool:
+    """Whether a Hugging Face encoder-decoder, whose own loss uses every label, is at or below ``module``."""
+    return any(_is_encoder_decoder(model) for model in _outermost_hugging_face_models(module))
+
+
+def _outermost_hugging_face_models(module: nn.Module) -> list[nn.Module]:
+    if any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
+        return [module]
+    return [model for child in module.children() for model in _outermost_hugging_face_models(child)]
+
+
+def _is_encoder_decoder(model: nn.Module) -> bool:
+    return bool(getattr(model.config, "is_encoder_decoder", False))
 
 
 def check_count(count: Any, source: str) -> Count:

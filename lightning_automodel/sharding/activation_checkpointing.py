@@ -1,7 +1,6 @@
 """Which blocks drop their activations after the forward and compute them again in the backward."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,82 +8,53 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.units import WrapPolicy, class_name, outermost_instances, uncompiled, units_of
 
 ActivationCheckpointing = bool | set[type[nn.Module]]
 
-_ATTRIBUTE = "_recomputed_forward"
-_SWITCH = ("gradient_checkpointing", "_gradient_checkpointing_func")
+_ATTRIBUTE = "_checkpointed_forward"
 
 
 class _Checkpoint:
     """Computes something of a module, and again in the backward, with the buffers that it met the first time.
 
-    Running statistics, counters and the like are written by the first computation alone. Which buffers that are is
-    learnt as they are written, so that the others are not kept for the backward.
+    Otherwise running statistics would be written twice, and a power iteration would give other weights the second time.
+    Only buffers of the state dict are kept for the backward; others (masks, rotary frequencies) are constants.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._slots = [(part._buffers, name) for part in module.modules() for name in part._buffers]
-        # Torch's normalisations write these past the version counter.
-        self._statistics = {i for i, (buffers, _) in enumerate(self._slots) if buffers.get("running_mean") is not None}
-        self._written: set[int] | None = None
+        kept = module.state_dict(keep_vars=True).keys()
+        held = [name.rpartition(".") for name, _ in module.named_buffers() if name in kept]
+        self._buffers = [(module.get_submodule(prefix), name) for prefix, _, name in held]
 
     def __call__(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return compute(*args, **kwargs)
-        met: dict[int, Tensor] | None = None
+        met: list[Tensor] | None = None
 
         def first_or_again(*args: Any, **kwargs: Any) -> Any:
             nonlocal met
-            if met is not None:
-                with self._standing_in(met):
-                    return compute(*args, **kwargs)
-            met, before = self._copies(), self._versions()
-            output = compute(*args, **kwargs)
-            written = self._learn(before)
-            met = {index: copy for index, copy in met.items() if index in written}
-            return output
+            if met is None:
+                met = [getattr(holder, name).clone() for holder, name in self._buffers]
+                return compute(*args, **kwargs)
+            current = [getattr(holder, name) for holder, name in self._buffers]
+            try:
+                self._set([buffer.clone() for buffer in met])
+                return compute(*args, **kwargs)
+            finally:
+                self._set(current)
 
+        # torch.compile partitions the graph itself and cannot trace what happens to buffers here.
         is_traced = torch.compiler.is_compiling()
         return checkpoint(compute if is_traced else first_or_again, *args, use_reentrant=False, **kwargs)
 
-    def _buffers(self) -> dict[int, Tensor]:
-        held = ((index, buffers.get(name)) for index, (buffers, name) in enumerate(self._slots))
-        return {index: buffer for index, buffer in held if buffer is not None}
-
-    def _copies(self) -> dict[int, Tensor]:
-        """Copies of the buffers that are written; of all of them until that is known."""
-        wanted = self._written
-        return {index: b.clone() for index, b in self._buffers().items() if wanted is None or index in wanted}
-
-    def _versions(self) -> dict[int, tuple[int, int]]:
-        """What changes with each buffer that is written in place or replaced; none is written in inference mode."""
-        return {i: (id(b), 0 if b.is_inference() else b._version) for i, b in self._buffers().items()}
-
-    def _learn(self, before: dict[int, tuple[int, int]]) -> set[int]:
-        changed = {index for index, version in self._versions().items() if before.get(index) != version}
-        self._written = changed | self._statistics | (self._written or set())
-        return self._written
-
-    @contextmanager
-    def _standing_in(self, met: dict[int, Tensor]) -> Iterator[None]:
-        """Context of a repetition: it writes copies of the buffers, and finds in them what the first one found."""
-        actual = {index: b for index, b in self._buffers().items() if index in (self._written or ())}
-        try:
-            for index, buffer in actual.items():
-                self._put(index, met.get(index, buffer).clone())
-            yield
-        finally:
-            for index, buffer in actual.items():
-                self._put(index, buffer)
-
-    def _put(self, index: int, buffer: Tensor) -> None:
-        buffers, name = self._slots[index]
-        buffers[name] = buffer
+    def _set(self, values: list[Tensor]) -> None:
+        for (holder, name), value in zip(self._buffers, values, strict=True):
+            setattr(holder, name, value)
 
 
-class _RecomputedForward:
+class _CheckpointedForward:
     """Stands in for the forward of one module, by an object of its own: a deep copy of the module copies it along.
 
     Hooks of the module, FSDP2's among them, stay outside and do not run again in the backward; names of parameters and
@@ -101,16 +71,18 @@ class _RecomputedForward:
         forward = self._own_forward or partial(type(self._module).forward, self._module)
         return self._checkpoint(forward, *args, **kwargs) if self.is_active else forward(*args, **kwargs)
 
-    def put_back(self) -> None:
-        """Let the module compute as before; the object stays where somebody has wrapped it since."""
+    def deactivate(self) -> None:
+        """Let the module compute as before."""
         self.is_active = False
-        if self._module.__dict__.get("forward") is self:
-            del self._module.__dict__["forward"], self._module.__dict__[_ATTRIBUTE]
+        held = vars(self._module)
+        # Where others have wrapped it since (casts around FSDP units), the object stays and passes calls on.
+        if held.get("forward") is self:
+            del held["forward"], held[_ATTRIBUTE]
             if self._own_forward is not None:
-                self._module.__dict__["forward"] = self._own_forward
+                held["forward"] = self._own_forward
 
 
-class RecomputedBlocks:
+class CheckpointedBlocks:
     """The modules of a fit whose activations are computed again in the backward, from the inputs that they keep.
 
     Args:
@@ -152,12 +124,12 @@ class RecomputedBlocks:
 
 
 def _wrap(block: nn.Module) -> Callable[[], None]:
-    recomputed = block.__dict__.get(_ATTRIBUTE)
-    if recomputed is None:
-        recomputed = block.__dict__[_ATTRIBUTE] = _RecomputedForward(block)
-        block.forward = recomputed
-    recomputed.is_active = True
-    return recomputed.put_back
+    wrapper = block.__dict__.get(_ATTRIBUTE)
+    if wrapper is None:
+        wrapper = block.__dict__[_ATTRIBUTE] = _CheckpointedForward(block)
+        block.forward = wrapper
+    wrapper.is_active = True
+    return wrapper.deactivate
 
 
 def _has_switch(block: nn.Module) -> bool:
@@ -174,18 +146,11 @@ def _refuse_evaluation_mode(block: nn.Module, name: str) -> None:
 
 
 def _switch_on(block: nn.Module) -> Callable[[], None]:
-    if block.gradient_checkpointing:
-        return lambda: None
-    before = {name: block.__dict__[name] for name in _SWITCH if name in block.__dict__}
-    for name, value in zip(_SWITCH, (True, _Checkpoint(block)), strict=True):
-        block.__dict__[name] = value
-
-    def switch_off() -> None:
-        for name in _SWITCH:
-            block.__dict__.pop(name, None)
-        block.__dict__.update(before)
-
-    return switch_off
+    patches = PatchStack()
+    if not block.gradient_checkpointing:
+        patches.set(block, "gradient_checkpointing", True)
+        patches.set(block, "_gradient_checkpointing_func", _Checkpoint(block))
+    return patches.restore
 
 
 def _nothing_to_checkpoint(model: nn.Module, choice: ActivationCheckpointing) -> str:

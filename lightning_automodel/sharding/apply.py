@@ -1,8 +1,8 @@
-"""Handing a model to FSDP2 or DDP, with equal weights on every rank, and what it must not hold."""
+"""Handing a model to FSDP2 or DDP, with equal weights on every rank."""
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -18,10 +18,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
 
-from lightning_automodel import lightning_internals, torch_internals
+from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.sharding.precision import cast_around, compute_as_units, step_policy, unit_policy
 from lightning_automodel.sharding.units import (
@@ -29,15 +27,12 @@ from lightning_automodel.sharding.units import (
     ShardingPlan,
     callable_children,
     can_be_unit,
-    class_name,
     distinct,
     fsdp_roots,
 )
 
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
-
-
-_BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024
+_BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024  # large enough for the network, small beside a model
 
 
 def apply_fsdp2(
@@ -105,14 +100,15 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 class _RootForward:
     """Runs FSDP2's root hooks around the outermost of nested calls: a step, the ``forward`` inside it, a child's.
 
-    A step uses parameters outside of ``forward`` too, and torch's own registration of several forward methods would
-    gather a root twice for nested ones. Where no gradients are to come, what was gathered is freed at the end: kept for
-    a backward that never follows, it would outlive the next write to the sharded weights.
+    A step uses parameters outside of ``forward`` too. ``register_fsdp_forward_method`` would leave the root's own hooks
+    in place, which run again for the ``forward`` inside a step: one all-gather more in each micro-batch. Where no
+    gradients are to come, what was gathered is freed at the end: kept for a backward that never follows, it would
+    outlive the next write to the sharded weights.
     """
 
     def __init__(self, root: FSDPModule) -> None:
         self._root = root
-        self._before, self._after = torch_internals.take_over_forward_hooks(root)
+        self._before, self._after = torch_internals.detach_forward_hooks(root)
         self._is_running = False
 
     def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,110 +192,91 @@ def shard_like(tensor: Tensor, whole: Tensor) -> Tensor:
     return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
-def apply_ddp(
-    model: nn.Module, device: torch.device, group: dist.ProcessGroup, ddp_kwargs: dict[str, Any]
-) -> DistributedDataParallel:
-    """Replicate ``model``. A collective over ``group``: broadcasts weights and buffers from its first rank."""
-    device_ids = None if device.type == "cpu" else [device.index]
-    return DistributedDataParallel(model, device_ids=device_ids, process_group=group, **ddp_kwargs)
-
-
 def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:
     """Make copies equal: every rank gets rank 0's plain parameters and buffers, every replica its shards.
 
     A collective over the world and, for what is sharded already, over the groups of its replicas: the axes of its mesh
-    along which it is replicated, and all data-parallel ranks where only tensor parallelism has sharded it. If shapes of
-    plain tensors differ between ranks, every rank raises. What has no values (meta device) is left alone.
+    along which it is replicated, and all data-parallel ranks where only tensor parallelism has sharded it. What has no
+    values (meta device) is left alone.
+
+    Raises:
+        ValueError: On every rank, if shapes of plain tensors differ between ranks.
     """
     world = dist.group.WORLD
     assert world is not None
     copies: dict[dist.ProcessGroup, list[Tensor]] = defaultdict(list)
-    for tensor in (*model.parameters(), *model.buffers()):
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type == "meta":
             continue
         if not isinstance(tensor, DTensor):
-            copies[world].append(tensor.detach())
+            copies[world].append(tensor)
+            shapes[name] = tuple(tensor.shape)
             continue
-        local = torch_internals.local_tensor(tensor).detach()
+        local = torch_internals.local_tensor(tensor)
         for axis, placement in enumerate(tensor.placements):
             if placement.is_replicate():
                 copies[tensor.device_mesh.get_group(axis)].append(local)
         if tensor.device_mesh == mesh.tensor_parallel:
             copies[mesh.group].append(local)
-    if copies[world]:
-        torch_internals.verify_shapes_across_ranks(world, copies[world])
+    _check_equal_shapes(shapes)
     for group, tensors in copies.items():
-        _broadcast(tensors, group)
+        broadcast_tensors(tensors, group)
 
 
-def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite ``tensors`` with those of the group's first rank. A collective over the group."""
+def _check_equal_shapes(shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raise on every rank where one has other tensors than rank 0: a broadcast would hang or mix them up."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, shapes)
+    differing = [rank for rank, found in enumerate(ranks) if found != ranks[0]]
+    if differing:
+        other = ranks[differing[0]]
+        name = next(n for n in {**ranks[0], **other} if ranks[0].get(n) != other.get(n))
+        raise ValueError(
+            f"Ranks hold different models: {name} has shape {ranks[0].get(name)} on rank 0 and {other.get(name)} on"
+            f" rank {differing[0]} (of ranks {differing}). Build the same model on every rank."
+        )
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite ``tensors`` with those of the group's first rank, many at a time. A collective over the group."""
     if group.size() == 1:
         return
-    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        if tensor.numel() > 0:
-            by_device[tensor.device].append(tensor)
-    for same_device in by_device.values():
-        torch_internals.broadcast_tensors(group, same_device, _BROADCAST_BUCKET_BYTES, 0)
+        alike[tensor.device, tensor.dtype].append(tensor)
+    for remaining in alike.values():
+        while remaining:
+            bucket = [remaining.pop(0)]
+            num_bytes = bucket[0].nbytes
+            while remaining and num_bytes + remaining[0].nbytes <= _BROADCAST_BUCKET_BYTES:
+                num_bytes += remaining[0].nbytes
+                bucket.append(remaining.pop(0))
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+            # As bytes: no backend knows every dtype.
+            dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
+            for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(values.view(tensor.shape))
 
 
-def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: int) -> None:
-    """Refuse optimizers that would train something else than the distributed model, in silence.
+class BufferBroadcast:
+    """Gives every rank the first rank's buffers, as ``DistributedDataParallel(broadcast_buffers=True)`` does.
 
-    Raises:
-        ValueError: For parameters that are none of the module's (collected before it was sharded), and for an optimizer
-            that decides from a rank's own loss.
+    Running statistics would otherwise follow each rank's own data, and a checkpoint hold those of whichever rank saved
+    them. Buffers that a state dict leaves out are constants (masks, rotary frequencies) and are not sent; a model
+    without others costs nothing.
     """
-    known = {id(parameter) for parameter in module.parameters()}
-    for optimizer in optimizers:
-        name = type(optimizer).__name__
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        strangers = sum(id(parameter) not in known for parameter in parameters)
-        if strangers and not isinstance(optimizer, lightning_internals.MockOptimizer):
-            raise ValueError(
-                f"{strangers} of {len(parameters)} parameters of {name} are not parameters of {class_name(module)}"
-                " (any more): sharding replaces them. Collect them in configure_optimizers, from self.parameters()."
-            )
-        if isinstance(optimizer, LBFGS) and divisor > 1:
-            raise ValueError(
-                f"{name} chooses its step from the loss of each rank alone, so {divisor} ranks would drift apart;"
-                " choose a first-order optimizer or one rank."
-            )
 
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        kept = module.state_dict(keep_vars=True).keys()
+        self._group = group
+        self._module = module
+        self._names = [name for name, _ in module.named_buffers() if name in kept]
 
-def check_hooks(module: nn.Module) -> None:
-    """Refuse hooks that act on a gradient before its window is complete, as optimizers that step inside backward do.
-
-    Raises:
-        ValueError: Naming the first parameters with a post-accumulate-gradient hook, or sharded with a gradient hook.
-    """
-    refuse_gradient_hooks(module, [name for name, p in module.named_parameters() if not isinstance(p, DTensor)])
-    hooked = [
-        name for name, parameter in module.named_parameters() if torch_internals.has_post_accumulate_hook(parameter)
-    ]
-    if hooked:
-        raise ValueError(
-            f"{len(hooked)} parameters have post-accumulate-gradient hooks ({', '.join(hooked[:3])}, ...), as an"
-            " optimizer that steps inside backward has. They would see sums over tokens whose number is known only at"
-            " the end of the window: remove them, and step after backward."
-        )
-
-
-def refuse_gradient_hooks(module: nn.Module, whole: Collection[str]) -> None:
-    """Refuse hooks on gradients (``parameter.register_hook``) that FSDP2 would never call.
-
-    Args:
-        module: The LightningModule.
-        whole: Names of the parameters that are not sharded, nor going to be.
-
-    Raises:
-        ValueError: Naming the first of the others that has one.
-    """
-    named = module.named_parameters()
-    hooked = [name for name, parameter in named if name not in whole and torch_internals.has_gradient_hook(parameter)]
-    if hooked:
-        raise ValueError(
-            f"{len(hooked)} parameters that FSDP2 shards have gradient hooks ({', '.join(hooked[:3])}), which it never"
-            " calls: change gradients in on_before_optimizer_step, or pass data_parallel='ddp'."
-        )
+    def __call__(self) -> None:
+        """Broadcast. A collective over the group."""
+        if self._names:
+            # Looked up each time: a forward may put a new tensor in the place of the old one.
+            buffers = (self._module.get_buffer(name) for name in self._names)
+            broadcast_tensors([buffer for buffer in buffers if not isinstance(buffer, DTensor)], self._group)

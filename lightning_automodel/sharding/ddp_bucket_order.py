@@ -1,18 +1,17 @@
-"""In which order DDP's buckets hold gradients: that of the first backward that was synchronised."""
+"""The order in which DDP's buckets hold gradients, so that a resumed run adds them up in the same one."""
 
 import torch
+from lightning.pytorch.overrides.distributed import prepare_for_backward
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from lightning_automodel import lightning_internals
 
+class BucketOrder:
+    """Records the order in which gradients become ready, and lets a new DDP arrange its buckets by it.
 
-class ReadyOrder:
-    """Notes the order in which gradients become ready, and lets a new DDP arrange its buckets by one.
-
-    Which rank adds first to an element depends on where it lies in its bucket, so that more than two ranks round
-    differently in another order.
+    DDP arranges its buckets anew after the first backward that it synchronises. Which rank adds first to an element
+    depends on its place in a bucket, so more than two ranks round differently before that and after.
 
     Attributes:
         indices: Trainable parameters, in the order of their gradients; None until a synchronised backward.
@@ -24,43 +23,39 @@ class ReadyOrder:
         self._handles: list[RemovableHandle] = []
         self.indices: list[int] | None = None
 
-    def note(self) -> None:
-        """Note the order of the backward that is about to run, if it is the first."""
-        if self.indices is None:
-            self.indices = []
-            places = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+    def start_recording(self) -> None:
+        """Record the backward that is about to run, if it is the first."""
+        if self.indices is not None:
+            return
+        indices = self.indices = []
+        places = {id(parameter): index for index, parameter in enumerate(self._parameters)}
 
-            def is_ready(parameter: Tensor) -> None:
-                assert self.indices is not None
-                self.indices.append(places[id(parameter)])
+        def record(parameter: Tensor) -> None:
+            indices.append(places[id(parameter)])
 
-            trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-            self._handles = [parameter.register_post_accumulate_grad_hook(is_ready) for parameter in trained]
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        self._handles = [parameter.register_post_accumulate_grad_hook(record) for parameter in trained]
 
-    def end(self) -> None:
-        """That backward is over."""
+    def stop_recording(self) -> None:
+        """End what :meth:`start_recording` has begun."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
-    def bring_about(self, indices: list[int]) -> None:
+    def restore(self, indices: list[int]) -> None:
         """Let the buckets be arranged in this order with the next forward. A collective over DDP's group.
 
-        It is a backward of zeros, unless the order is not of all parameters, DDP looks for unused ones and so keeps its
-        first arrangement, or has a static graph, which a backward that is not the model's would settle.
+        It is a backward of zeros, unless the order lacks parameters, DDP looks for unused ones and so keeps its first
+        arrangement, or has a static graph, which a backward that is not the model's would settle.
         """
         self.indices = list(indices)
         ddp = self._ddp
-        is_settled = ddp.find_unused_parameters or ddp.static_graph
-        if is_settled or sorted(indices) != list(range(len(self._parameters))):
+        if ddp.find_unused_parameters or ddp.static_graph or sorted(indices) != list(range(len(self._parameters))):
             return
-        terms = [(torch.zeros_like(p) * p).sum().reshape(1).to(torch.float32) for p in self._in_reverse(indices)]
-        loss = torch.cat(terms).sum()
-        lightning_internals.prepare_ddp_for_backward(ddp, loss)
+        # Autograd begins with what was computed last.
+        parameters = [self._parameters[index] for index in reversed(indices)]
+        loss = torch.cat([(torch.zeros_like(p) * p).sum().reshape(1).to(torch.float32) for p in parameters]).sum()
+        prepare_for_backward(ddp, loss)
         loss.backward()
         for parameter in self._parameters:
             parameter.grad = None
-
-    def _in_reverse(self, indices: list[int]) -> list[Tensor]:
-        """Autograd begins with what was computed last."""
-        return [self._parameters[index] for index in reversed(indices)]

@@ -7,16 +7,17 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.overrides.distributed import prepare_for_backward
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_automodel import lightning_internals, torch_internals
+from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import apply, units
-from lightning_automodel.sharding.ddp_bucket_order import ReadyOrder
+from lightning_automodel.sharding.ddp_bucket_order import BucketOrder
 from lightning_automodel.sharding.engine import Engine
 
 
@@ -33,9 +34,8 @@ class DDPEngine(Engine):
         super().__init__(mesh, device)
         self._ddp_kwargs = options.ddp_kwargs or {}
         self._ddp: DistributedDataParallel | None = None
-        self._static_graph_is_flushed = False
-        self._reduced: set[int] = set()
-        self._order: ReadyOrder | None = None
+        self._order: BucketOrder | None = None
+        self._reduced: dict[int, str] = {}
 
     @override
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
@@ -44,14 +44,20 @@ class DDPEngine(Engine):
                 f"{units.class_name(module)} is already sharded by FSDP2, which data_parallel='ddp' cannot"
                 " replicate: pass data_parallel='fsdp2', or a module that was not sharded before."
             )
+        if self._ddp_kwargs.get("static_graph") and not module.automatic_optimization:
+            raise ValueError(
+                "ddp_kwargs: static_graph=True works under automatic optimization alone: DDP learns the graph from one"
+                " backward for each training_step, and manual optimization may run any number."
+            )
         give_values()
         if not fitting:
             apply.broadcast_states(module, self.mesh)
             return module
-        self._reduced = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-        self._ddp = apply.apply_ddp(module, self.device, self.mesh.group, self._ddp_kwargs)
-        self._order = ReadyOrder(self._ddp)
-        return self._ddp
+        self._reduced = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+        device_ids = None if self.device.type == "cpu" else [self.device.index]
+        ddp = DistributedDataParallel(module, device_ids=device_ids, process_group=self.mesh.group, **self._ddp_kwargs)
+        self._ddp, self._order = ddp, BucketOrder(ddp)
+        return ddp
 
     @override
     def state(self) -> dict[str, Any]:
@@ -68,7 +74,7 @@ class DDPEngine(Engine):
     def load_state(self, state: dict[str, Any]) -> None:
         if self._ddp is not None and "broadcasts_buffers" in state:
             if self._order is not None and state["order"] is not None:
-                self._order.bring_about(state["order"])
+                self._order.restore(state["order"])
             self._ddp.require_forward_param_sync = state["broadcasts_buffers"]
 
     @override
@@ -78,9 +84,9 @@ class DDPEngine(Engine):
     @override
     def start_backward(self, loss: Tensor) -> None:
         if self._ddp is not None and not self._ddp.module.automatic_optimization:
-            lightning_internals.prepare_ddp_for_backward(self._ddp, loss)
+            prepare_for_backward(self._ddp, loss)
         if self._order is not None and self._ddp is not None and self._ddp.require_backward_grad_sync:
-            self._order.note()
+            self._order.start_recording()
 
     @override
     def end_backward(self) -> None:
@@ -94,29 +100,28 @@ class DDPEngine(Engine):
         if ddp is None or not ddp.require_backward_grad_sync:
             return
         if self._order is not None:
-            self._order.end()
+            self._order.stop_recording()
         if ddp.static_graph:
-            if not ddp.module.automatic_optimization and not self._static_graph_is_flushed:
-                self._static_graph_is_flushed = True
-                torch_internals.flush_static_graph(ddp)
             return
         try:
             torch_internals.check_ddp_backward_is_complete(ddp)
         except RuntimeError as error:
-            trainable = [name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad]
-            listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-            unused = [trainable[int(i)] for i in listed[1].split() if int(i) < len(trainable)] if listed else []
+            # DDP counts the parameters that were trainable when it was set up.
+            names = list(self._reduced.values())
+            listed = re.search(r"did not receive grad for rank \d+: (\d[\d ]*)", str(error))
+            unused = [names[int(index)] for index in listed[1].split()] if listed else ["(DDP does not say which)"]
+            frozen = {n for n, p in ddp.module.named_parameters() if not p.requires_grad}.intersection(unused)
+            reason = f" ({', '.join(sorted(frozen))} frozen since set-up)" if frozen else ""
             raise RuntimeError(
                 "DistributedDataParallel did not reduce all gradients of this window: parameters"
-                f" {', '.join(unused) or '(unknown)'} took no part in its last micro-batch, so ranks would step with"
-                " different gradients. Pass AutomodelStrategy(data_parallel='ddp',"
-                " ddp_kwargs={'find_unused_parameters': True})."
+                f" {', '.join(unused)} took no part in its last micro-batch{reason}, so ranks would step with different"
+                " gradients. Pass AutomodelStrategy(data_parallel='ddp', ddp_kwargs={'find_unused_parameters': True})."
             ) from error
 
     @override
     def close(self) -> None:
         if self._order is not None:
-            self._order.end()
+            self._order.stop_recording()
 
     @override
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:

@@ -60,6 +60,9 @@ class Engine(ABC):
     def release(self) -> None:
         """Free gathered parameters: somebody may be about to write weights."""
 
+    def synchronize_buffers(self) -> None:
+        """Make buffers equal before somebody evaluates or saves. May be a collective over the data-parallel group."""
+
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Drop gradients that the engine holds outside of ``.grad`` for these (or all) parameters."""
 

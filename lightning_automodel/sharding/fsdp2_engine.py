@@ -1,7 +1,7 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the ranks."""
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.sharding import apply, memory, precision, tensor_parallel, units
+from lightning_automodel.sharding import apply, checks, memory, precision, tensor_parallel, units
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.grad_sync import Deferral, FSDPGradSync
 
@@ -60,6 +60,7 @@ class FSDP2Engine(Engine):
         self._sync = FSDPGradSync(module, self._defer(), self._keep_gathered(module))
         self._sync.discard()
         tensor_parallel.share_random_state(self.mesh, self.device)
+        self._broadcast_buffers = apply.BufferBroadcast(module, self.mesh.group)
         return module
 
     def _shard(self, module: pl.LightningModule) -> None:
@@ -68,7 +69,7 @@ class FSDP2Engine(Engine):
         if plan is None:
             self._report = {"units": _SHARDED_BEFORE}
         else:
-            apply.refuse_gradient_hooks(module, plan.replicated)
+            checks.check_shardable(module, plan.replicated)
             self._check_reshard_after_forward()
             self._report = _describe_plan(module, plan)
         tensor_parallel.apply_own_plans(module, self.mesh)
@@ -134,14 +135,17 @@ class FSDP2Engine(Engine):
         )
 
     @override
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        return self._sync.micro_batch(is_last)
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        with checks.explained_errors(), self._sync.micro_batch(is_last):
+            yield
 
     @override
     def start_forward(self, batch: Any) -> None:
         if self._is_first_batch:
             self._is_first_batch = False
             tensor_parallel.check_same_batch(batch, self.mesh, self.device)
+        self._broadcast_buffers()
         self._sync.resume()
 
     @override
@@ -161,6 +165,10 @@ class FSDP2Engine(Engine):
     @override
     def release(self) -> None:
         self._sync.release()
+
+    @override
+    def synchronize_buffers(self) -> None:
+        self._broadcast_buffers()
 
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:

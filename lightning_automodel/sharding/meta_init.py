@@ -1,194 +1,218 @@
-"""Values for a model that was created on the meta device: those that it would have had elsewhere, on every rank.
+"""Values for a model that was created on the meta device: allocate the shards, then run each module's initialiser.
 
-The model is sharded while it still has no values, and memory is allocated for the shards alone. Then every module's own
-initialiser runs as it would have in the constructor: children before parents, on whole tensors in host memory, in the
-dtype that they were created in, from rank 0's random state. Each rank keeps its shards of what comes out. So the
-weights are the same for every layout, and the same as without the meta device where constructors do nothing but build
-children and call these initialisers; and a rank never holds more than what one call touches.
+As in torchtitan, the model is sharded while it has no values, and memory is allocated for the shards alone. Unlike
+there, an initialiser runs on whole tensors in host memory, in the dtype that they were created in and from rank 0's
+random state, and each rank keeps its shards of the result. Random numbers drawn shard by shard would differ with the
+number of ranks, and on CPU meshes torch draws the same ones for every shard.
+
+So one seed gives one model, whatever the layout, and the same as without the meta device where constructors do nothing
+but build children and call these initialisers. The cost: what is below a module is whole, in the host memory of every
+rank, while its initialiser runs. Large models should initialise layer by layer.
 """
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from lightning_automodel import lightning_internals, torch_internals
+from lightning_automodel import torch_internals
 from lightning_automodel.distributed import collectives
 from lightning_automodel.sharding.apply import shard_like
 from lightning_automodel.sharding.units import class_name
 
-_UNTOUCHED = 0xA5
-"""What the bytes of a tensor hold that nobody has given values yet."""
+# Memory that nobody has initialised is filled with this byte. A tensor of nothing else has no values yet: a checkpoint
+# or the user may still write some, so what is left is decided by looking, when the run starts.
+_FILL_BYTE = 0xA5
 
-_LEFT_EMPTY = "_lightning_automodel_left_empty"
-"""Attribute of a module: names of its parameters and buffers that have memory and were left without values.
-
-Kept on modules, not on tensors: torch replaces those, and swaps none that anything refers to weakly.
-"""
+_UNINITIALIZED = "_lightning_automodel_uninitialized"
+"""Attribute of the model: names of tensors without values. Kept there so that a second attempt raises again."""
 
 
-class _Call(NamedTuple):
-    """One initialiser, and the module whose tensors, and those below, it may fill."""
+@dataclass
+class _Materialized:
+    """A tensor that came from the meta device."""
 
-    module: nn.Module
-    run: Callable[[], Any]
-
-
-class _Slot(NamedTuple):
-    """Where a module holds a tensor."""
-
-    module: nn.Module
     name: str
-
-    def get(self) -> Tensor:
-        return getattr(self.module, self.name)
-
-    def put(self, tensor: Tensor) -> None:
-        setattr(self.module, self.name, tensor)
+    dtype: torch.dtype  # in which it was created, before precision plugins converted the model
+    owner: nn.Module  # of the modules that share it, the one whose own initialiser counts
 
 
-def waiting(model: nn.Module) -> dict[str, torch.dtype]:
-    """Parameters and buffers without values (meta device), by all names, with the dtypes that they were created in."""
+def meta_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Dtypes of the parameters and buffers that are on the meta device, by all of their names."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: tensor.dtype for name, tensor in named if tensor.device.type == "meta"}
 
 
-def left_empty(model: nn.Module) -> list[str]:
-    """Names of parameters and buffers that an earlier :func:`materialize` left without values. Not a collective."""
-    return [
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, module in model.named_modules()
-        for name in sorted(vars(module).get(_LEFT_EMPTY, ()))
-    ]
+def materialize(model: nn.Module, created_as: dict[str, torch.dtype], device: torch.device, offload: bool) -> None:
+    """Allocate what is on the meta device, and initialise it.
 
-
-def _mark_left_empty(module: nn.Module, name: str) -> None:
-    if any(slot.name == name for slot in _slots(module)):
-        vars(module).setdefault(_LEFT_EMPTY, set()).add(name)
-
-
-def materialize(model: nn.Module, created_as: dict[str, torch.dtype], device: torch.device, offload: bool) -> list[str]:
-    """Give values to what has none, in place.
-
-    A collective over the default group: every rank must call it, with the same model. Random numbers are drawn as on
-    rank 0, and each rank goes on with its own random state as if none had been drawn.
+    A collective over the default group: every rank must call it, with the same model. Random states are left as they
+    were. What no initialiser fills is found by :func:`check_initialized`.
 
     Args:
         model: The model, sharded as it is to be.
-        created_as: From :func:`waiting`, before anybody converted the model.
+        created_as: From :func:`meta_dtypes`, before anybody converted the model.
         device: Where tensors are to be.
         offload: Where shards are to be in host memory instead.
-
-    Returns:
-        Names of the parameters, buffers and tensor attributes that no initialiser has touched: see
-        :func:`check_filled`.
     """
-    filling = _Filling(model, created_as, device, offload)
+    materialized = _allocate(model, created_as, device, offload)
+    pending = {id(tensor): entry.name for tensor, entry in materialized.items() if tensor.numel() > 0}
     try:
-        with _random_as_on_rank_zero(), torch.no_grad():
-            for call in _calls(model):
-                filling.run(call)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.set_rng_state(collectives.broadcast_object(torch.get_rng_state(), src=0))
+            for module, below, initialize in _initializers(model):
+                _run(module, below, initialize, materialized, pending)
     finally:
-        for slot in (slot for module in model.modules() for slot in _slots(module)):
-            if id(slot.get()) in filling.pending:
-                _bytes(torch_internals.local_tensor(slot.get())).fill_(_UNTOUCHED)
-                _mark_left_empty(slot.module, slot.name)
+        vars(model)[_UNINITIALIZED] = list(pending.values())
+
+
+def _allocate(
+    model: nn.Module, created_as: dict[str, torch.dtype], device: torch.device, offload: bool
+) -> dict[Tensor, _Materialized]:
+    """Memory for everything on the meta device. ``Module.to_empty`` would also drop values that exist, and untie."""
+    allocated: dict[Tensor, Tensor] = {}
+    materialized: dict[Tensor, _Materialized] = {}
+    for prefix, module in _children_first(model):
+        for name, tensor in _own_tensors(module):
+            if tensor.device.type != "meta":
+                continue
+            if tensor not in allocated:
+                where = torch.device("cpu") if offload and isinstance(tensor, DTensor) else device
+                empty = torch.empty_like(tensor, device=where, memory_format=torch.contiguous_format)
+                _bytes(empty).fill_(_FILL_BYTE)
+                allocated[tensor] = _as_parameter(tensor, empty)
+                full_name = f"{prefix}{name}"
+                materialized[allocated[tensor]] = _Materialized(full_name, created_as[full_name], module)
+            setattr(module, name, allocated[tensor])
+    return materialized
+
+
+def _initializers(model: nn.Module) -> Iterator[tuple[nn.Module, Iterable[nn.Module], Callable[[], Any]]]:
+    """Every initialiser in the order of construction, with its module and the modules whose tensors it may write.
+
+    ``reset_parameters()`` is torch's convention, ``_reset_parameters()`` that of its attention and transformers;
+    ``_init_weights(module)``, called for each module below, that of Hugging Face, timm and many others.
+    """
+    for _, module in _children_first(model):
+        for name in ("reset_parameters", "_reset_parameters"):
+            if _takes(module, name, 0):
+                yield module, module.modules(), getattr(module, name)
+                break
+        if _takes(module, "_init_weights", 1):
+            initialize: Any = module._init_weights
+            has_its_own = [m for m in module.modules() if m is not module and _takes(m, "_init_weights", 1)]
+            elsewhere = {id(below) for m in has_its_own for below in m.modules()}
+            for _, submodule in _children_first(module):
+                if id(submodule) not in elsewhere:
+                    # It is called for each module, so what lies in FSDP units below this one has had its turn, and
+                    # gathering it again for every module around would hold the whole model at once.
+                    yield submodule, _up_to_units(submodule), partial(initialize, submodule)
+        elif _takes(module, "init_weights", 0):
+            yield module, module.modules(), module.init_weights  # type: ignore[misc]
+
+
+def _run(
+    module: nn.Module,
+    below: Iterable[nn.Module],
+    initialize: Callable[[], Any],
+    materialized: dict[Tensor, _Materialized],
+    pending: dict[int, str],
+) -> None:
+    """Run an initialiser while modules hold whole copies of their tensors, and keep this rank's part of the result."""
+    held = [(holder, name, tensor) for holder in below for name, tensor in _own_tensors(holder)]
+    if not any(tensor in materialized for _, _, tensor in held):
+        return
+    whole: dict[Tensor, Tensor] = {}
+    for _, _, tensor in held:
+        if tensor not in whole:
+            entry = materialized.get(tensor)
+            dtype = tensor.dtype if entry is None else entry.dtype
+            whole[tensor] = _as_parameter(tensor, _whole_copy(tensor, dtype, id(tensor) in pending))
+    default_dtype = torch.get_default_dtype()
+    try:
+        # What an initialiser computes beside its tensors has their dtype, as it had in the constructor.
+        floating = (copy.dtype for copy in whole.values() if copy.is_floating_point())
+        torch.set_default_dtype(next(floating, default_dtype))
+        for holder, name, tensor in held:
+            setattr(holder, name, whole[tensor])
+        initialize()
+    finally:
+        torch.set_default_dtype(default_dtype)
+        results = [getattr(holder, name) for holder, name, _ in held]
+        for holder, name, tensor in held:
+            setattr(holder, name, tensor)
+    for (holder, _, tensor), result in zip(held, results, strict=True):
+        entry = materialized.get(tensor)
+        # A layer must not overwrite what it shares with another one that has initialised it; a parent may.
+        may_write = entry is not None and (entry.owner is module or holder is not module)
+        if may_write and not (id(tensor) in pending and _has_no_values(result)):
+            torch_internals.local_tensor(tensor).copy_(torch_internals.local_tensor(shard_like(tensor, result)))
+            pending.pop(id(tensor), None)
+
+
+def check_initialized(model: nn.Module, device: torch.device) -> None:
+    """Raise ValueError, on every rank, for tensors that still have no values, naming them.
+
+    A collective over the default group where :func:`materialize` left any. It then reads tensors on the host.
+
+    Args:
+        model: The model, after checkpoints were loaded.
+        device: Where the group can reduce.
+    """
+    names = vars(model).get(_UNINITIALIZED)
+    if names is None:
+        return
     attributes = [
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
         for name, value in vars(module).items()
         if isinstance(value, Tensor) and value.device.type == "meta"
     ]
-    return [*filling.pending.values(), *attributes]
-
-
-def check_filled(model: nn.Module, untouched: list[str], device: torch.device) -> None:
-    """Raise ValueError, on every rank, for tensors that still have no values, naming them.
-
-    A collective over the default group where ``untouched`` is not empty. It reads tensors on the host.
-
-    Args:
-        model: The model, after checkpoints were loaded.
-        untouched: From :func:`materialize` and :func:`left_empty`.
-        device: Where the group can reduce.
-    """
-    if not untouched:
-        return
-    modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in untouched}
-    tensors = [getattr(modules[name], name.rpartition(".")[2]) for name in untouched]
-    flags = torch.tensor([_is_untouched(tensor) for tensor in tensors], dtype=torch.int32)
-    if dist.group.WORLD is not None:
+    names = [*names, *(name for name in attributes if name not in names)]
+    holders = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+    flags = torch.tensor([_has_no_values(getattr(holders[n], n.rpartition(".")[2])) for n in names], dtype=torch.int32)
+    if names and dist.group.WORLD is not None:
+        # A rank whose shard is empty cannot tell; others can.
         flags = collectives.reduce_tensor(flags, dist.group.WORLD, "max", device)
-    for module in modules.values():
-        vars(module).pop(_LEFT_EMPTY, None)
-    still = [name for name, flag in zip(untouched, flags, strict=True) if flag]
-    for name in still:
-        _mark_left_empty(modules[name], name.rpartition(".")[2])
-    if not still:
+    missing = [name for name, flag in zip(names, flags, strict=True) if flag]
+    if not missing:
+        del vars(model)[_UNINITIALIZED]
         return
-    empty = [f"{name} ({class_name(modules[name])})" for name in still]
-    more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
+    vars(model)[_UNINITIALIZED] = missing
+    listed = ", ".join(f"{name} ({class_name(holders[name])})" for name in missing[:5])
+    more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
     raise ValueError(
-        f"{len(empty)} parameters, buffers or tensor attributes of {class_name(model)} were created on the meta device"
-        f" and nobody gave them values: {', '.join(empty[:5])}{more}. Give their classes a reset_parameters() that"
-        " fills them, as torch's layers have, load a checkpoint that holds them, or create them on a real device."
+        f"{len(missing)} parameters, buffers or tensor attributes of {class_name(model)} were created on the meta"
+        f" device and nobody gave them values: {listed}{more}. Give their classes a reset_parameters() that fills them,"
+        " as torch's layers have, load a checkpoint that holds them, or create them on a real device."
     )
 
 
-@contextmanager
-def _random_as_on_rank_zero() -> Iterator[None]:
-    with _random_state_kept():
-        lightning_internals.set_rng_states(
-            collectives.broadcast_object(lightning_internals.collect_rng_states(include_cuda=False), src=0)
-        )
-        yield
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """Context that draws nothing, also where it ends by an exception (for which Lightning's ``isolate_rng`` does)."""
-    states = lightning_internals.collect_rng_states(include_cuda=False)
-    try:
-        yield
-    finally:
-        lightning_internals.set_rng_states(states)
-
-
-def _children_first(model: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
+def _children_first(
+    model: nn.Module, prefix: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with the prefix of their tensors' names, each once, in the order in which constructors finish."""
     seen = set() if seen is None else seen
     if id(model) in seen:
         return
     seen.add(id(model))
-    for child in model.children():
-        yield from _children_first(child, seen)
-    yield model
+    for name, child in model.named_children():
+        yield from _children_first(child, f"{prefix}{name}.", seen)
+    yield prefix, model
 
 
-def _calls(model: nn.Module) -> Iterator[_Call]:
-    """Every initialiser in the order of construction.
-
-    ``reset_parameters()`` is torch's convention, ``_reset_parameters()`` that of its attention and transformers;
-    ``_init_weights(module)``, called for each module below, that of Hugging Face, timm and many others.
-    """
-    for module in _children_first(model):
-        for name in ("reset_parameters", "_reset_parameters"):
-            if _takes(module, name, 0):
-                yield _Call(module, getattr(module, name))
-                break
-        if _takes(module, "_init_weights", 1):
-            initialise: Any = module._init_weights
-            for submodule in _own_modules(module):
-                yield _Call(submodule, partial(initialise, submodule))
-        elif _takes(module, "init_weights", 0):
-            yield _Call(module, module.init_weights)  # type: ignore[arg-type]
+def _up_to_units(module: nn.Module) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _up_to_units(child)
 
 
 def _takes(module: nn.Module, name: str, num_arguments: int) -> bool:
@@ -202,110 +226,13 @@ def _takes(module: nn.Module, name: str, num_arguments: int) -> bool:
     return True
 
 
-def _own_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Children first, without submodels that have an ``_init_weights`` of their own."""
-    others = {
-        id(below)
-        for module in model.modules()
-        if module is not model and _takes(module, "_init_weights", 1)
-        for below in module.modules()
-    }
-    return (module for module in _children_first(model) if id(module) not in others)
+def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers that ``module`` itself holds, by attribute."""
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
-def _slots(module: nn.Module) -> list[_Slot]:
-    """Where ``module`` itself holds parameters and buffers."""
-    held = (*module._parameters.items(), *module._buffers.items())
-    return [_Slot(module, name) for name, tensor in held if tensor is not None]
-
-
-class _Filling:
-    """What has been filled so far.
-
-    Attributes:
-        pending: Names of the tensors that have no values yet, by the tensor's id.
-    """
-
-    def __init__(
-        self, model: nn.Module, created_as: dict[str, torch.dtype], device: torch.device, offload: bool
-    ) -> None:
-        self.pending: dict[int, str] = {}
-        self._dtypes: dict[int, torch.dtype] = {}
-        self._owners: dict[int, nn.Module] = {}
-        self._allocate(model, device, offload)
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if id(tensor) in self._owners:
-                self._dtypes[id(tensor)] = created_as[name]
-                if tensor.numel() > 0:
-                    self.pending[id(tensor)] = name
-
-    def _allocate(self, model: nn.Module, device: torch.device, offload: bool) -> None:
-        """Memory for what has none, whatever it holds; who shares a tensor goes on sharing it."""
-        allocated: dict[Tensor, Tensor] = {}
-        for module in _children_first(model):
-            for slot in _slots(module):
-                tensor = slot.get()
-                if tensor.device.type != "meta":
-                    continue
-                if tensor not in allocated:
-                    on_host = offload and isinstance(tensor, DTensor)
-                    where = torch.device("cpu") if on_host else device
-                    empty = torch.empty_like(tensor, device=where, memory_format=torch.contiguous_format)
-                    allocated[tensor] = _like(tensor, empty)
-                    self._owners[id(allocated[tensor])] = module
-                slot.put(allocated[tensor])
-
-    def run(self, call: _Call) -> None:
-        """Run an initialiser on whole copies of what it touches, and keep this rank's part of the outcome."""
-        slots = [slot for module in call.module.modules() for slot in _slots(module)]
-        whole = {id(slot.get()) for slot in slots}
-        if whole.isdisjoint(self._owners):
-            return
-        reached = whole
-        if any(slot.module is not call.module for slot in slots):
-            with _random_state_kept():
-                trial = _run(call, slots, {id(slot.get()): _on_meta(slot.get()) for slot in slots})
-            reached = whole if trial.error else trial.reached
-        states = lightning_internals.collect_rng_states(include_cuda=False)
-        outcome = self._run_on_copies(call, slots, reached)
-        if not outcome.reached <= reached:
-            lightning_internals.set_rng_states(states)
-            outcome = self._run_on_copies(call, slots, whole)
-        if outcome.error is not None:
-            raise outcome.error
-        for slot, result in zip(slots, outcome.results, strict=True):
-            if id(slot.get()) in outcome.reached and self._may_fill(call, slot):
-                self._keep(slot.get(), result)
-
-    def _run_on_copies(self, call: _Call, slots: list[_Slot], whole: set[int]) -> "_Outcome":
-        tensors = {id(slot.get()): slot.get() for slot in slots}
-        copies = {key: self._whole_copy(t) if key in whole else _on_meta(t) for key, t in tensors.items()}
-        with _default_dtype(next((c.dtype for c in copies.values() if c.is_floating_point()), None)):
-            return _run(call, slots, copies)
-
-    def _whole_copy(self, tensor: Tensor) -> Tensor:
-        """Its values in host memory, gathered where they are sharded: a collective; a pattern where it has none."""
-        dtype = self._dtypes.get(id(tensor), tensor.dtype)
-        if id(tensor) in self.pending:
-            copy = _untouched_like(tensor, torch.device("cpu"), dtype)
-        else:
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            copy = whole.detach().to("cpu", dtype, copy=True)
-        return _like(tensor, copy)
-
-    def _may_fill(self, call: _Call, slot: _Slot) -> bool:
-        """Not what had values from the start; and of the modules that share a tensor, the first one fills it."""
-        owner = self._owners.get(id(slot.get()))
-        return owner is not None and (owner is call.module or slot.module is not call.module)
-
-    def _keep(self, tensor: Tensor, whole: Tensor) -> None:
-        """Overwrite ``tensor`` with its part of ``whole``, which every rank holds, if that has values by now."""
-        if id(tensor) not in self.pending or not _is_untouched(whole):
-            torch_internals.local_tensor(tensor).copy_(torch_internals.local_tensor(shard_like(tensor, whole)))
-            self.pending.pop(id(tensor), None)
-
-
-def _like(original: Tensor, tensor: Tensor) -> Tensor:
+def _as_parameter(original: Tensor, tensor: Tensor) -> Tensor:
     """``tensor``, as a parameter with the same attributes where the original is one."""
     if not isinstance(original, nn.Parameter):
         return tensor
@@ -314,80 +241,23 @@ def _like(original: Tensor, tensor: Tensor) -> Tensor:
     return parameter
 
 
-@contextmanager
-def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """What initialisers compute beside their tensors has the dtype that these were created in, as in a constructor."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+def _whole_copy(tensor: Tensor, dtype: torch.dtype, is_pending: bool) -> Tensor:
+    """The whole of ``tensor`` in host memory; where it is sharded and has values, a collective that gathers it."""
+    if is_pending:
+        copy = torch.empty(tensor.shape, dtype=dtype)
+        _bytes(copy).fill_(_FILL_BYTE)
+        return copy
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().to("cpu", dtype, copy=True)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return torch_internals.local_tensor(tensor).detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _untouched_like(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    pattern = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
-    _bytes(pattern).fill_(_UNTOUCHED)
-    return pattern
-
-
-def _is_untouched(tensor: Tensor) -> bool:
-    """Whether this rank's part has no values; where it has no part, others know."""
-    local = torch_internals.local_tensor(tensor)
-    return local.device.type == "meta" or (local.numel() > 0 and bool((_bytes(local) == _UNTOUCHED).all()))
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return _like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-
-
-class _Outcome(NamedTuple):
-    """What came of an initialiser: what the slots held afterwards, whose tensors it reached, by id, and its failure."""
-
-    results: list[Tensor]
-    reached: set[int]
-    error: Exception | None
-
-
-def _run(call: _Call, slots: list[_Slot], copies: dict[int, Tensor]) -> _Outcome:
-    """Run ``call`` while ``slots`` hold copies, by the ids of what they hold before and after."""
-    originals = [slot.get() for slot in slots]
-    error = None
-    watch = _Watch(copies.values())
-    try:
-        for slot, tensor in zip(slots, originals, strict=True):
-            slot.put(copies[id(tensor)])
-        with watch:
-            call.run()
-    except Exception as raised:  # the caller decides whether it wanted values that it did not get
-        error = raised
-    finally:
-        results = [slot.get() for slot in slots]
-        for slot, tensor in zip(slots, originals, strict=True):
-            slot.put(tensor)
-    reached = {
-        id(tensor)
-        for tensor, result in zip(originals, results, strict=True)
-        if result is not copies[id(tensor)] or id(result) in watch.seen
-    }
-    return _Outcome(results, reached, error)
-
-
-class _Watch(TorchFunctionMode):
-    """Notes which of ``tensors`` take part in any operation."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.seen: set[int] = set()
-        self._ids = {id(tensor) for tensor in tensors}
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """See :class:`TorchFunctionMode`."""
-        self.seen.update(self._ids.intersection(id(leaf) for leaf in tree_leaves((args, kwargs))))
-        return function(*args, **(kwargs or {}))
+def _has_no_values(tensor: Tensor) -> bool:
+    """Whether this rank's part was never written; False where it has no part."""
+    if tensor.device.type == "meta":
+        return True
+    content = _bytes(tensor)
+    return content.numel() > 0 and bool((content == _FILL_BYTE).all())

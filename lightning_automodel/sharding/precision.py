@@ -16,11 +16,13 @@ from lightning.pytorch.plugins.precision import (
     TransformerEnginePrecision,
     XLAPrecision,
 )
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_automodel import torch_internals
+from lightning_automodel.patching import PatchStack
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATING = (*HALF, torch.float32, torch.float64)
@@ -164,11 +166,11 @@ class _OutermostCasts:
             self._is_running = True
             try:
                 if self.input_dtype is not None:
-                    args, kwargs = torch_internals.cast_floating((args, kwargs), self.input_dtype)
+                    args, kwargs = cast_floating((args, kwargs), self.input_dtype)
                 output = forward(*args, **kwargs)
             finally:
                 self._is_running = False
-            return output if self._output_dtype is None else torch_internals.cast_floating(output, self._output_dtype)
+            return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
 
         return call
 
@@ -198,9 +200,18 @@ def _in_half(forward: Callable[..., Any], dtype: torch.dtype, device_type: str) 
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device_type, dtype=dtype, cache_enabled=False):
             output = forward(*args, **kwargs)
-        return torch_internals.cast_floating(output, dtype)
+        return cast_floating(output, dtype)
 
     return call
+
+
+def cast_floating(values: Any, dtype: torch.dtype) -> Any:
+    """Cast all floating-point tensors in nested containers, as FSDP2 casts what enters and leaves its units."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return apply_to_collection(values, Tensor, cast, allow_frozen=True)
 
 
 def check_conversion(plugin: Precision, model: nn.Module) -> None:
@@ -221,15 +232,10 @@ def check_conversion(plugin: Precision, model: nn.Module) -> None:
         )
 
 
-def leave_casting_to_units(plugin: Precision, model: nn.Module) -> None:
+def leave_casting_to_units(plugin: Precision, model: nn.Module, patches: PatchStack) -> None:
     """Switch the plugin's autocast off where FSDP2 units cast already: both together would cast twice."""
     if isinstance(plugin, MixedPrecision) and unit_dtypes(model):
-        plugin.forward_context = nullcontext  # type: ignore[assignment,method-assign]
-
-
-def give_back_casting(plugin: Precision) -> None:
-    """Undo :func:`leave_casting_to_units`."""
-    plugin.__dict__.pop("forward_context", None)
+        patches.set(plugin, "forward_context", nullcontext)
 
 
 def unit_dtypes(model: nn.Module) -> set[torch.dtype]:

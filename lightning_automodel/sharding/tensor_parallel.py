@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -17,10 +18,12 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils import _pytree as pytree
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import TENSOR, RunMesh
+from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.units import class_name
 
 _HEADS_DIM = 2  # [b, s, heads, head width]
@@ -173,6 +176,25 @@ def share_random_state(mesh: RunMesh, device: torch.device) -> None:
         module.set_rng_state(state.cpu())
 
 
+def synchronize_metrics(module: nn.Module, mesh: RunMesh, patches: PatchStack) -> None:
+    """Let TorchMetrics of ``module`` synchronise over the ranks that hold different data.
+
+    They know the world only, in which each sample appears once for each tensor-parallel peer: sums would be multiples.
+    A metric that was given a process group, or a way to gather, keeps it.
+    """
+    if mesh.tensor_group is None:
+        return
+    data_parallel = mesh.group
+
+    def gather(value: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+        return gather_all_tensors(value, data_parallel if group is None else group)
+
+    for metric in module.modules():
+        # A function, not the group itself: users copy metrics in mid-run, and groups cannot be copied.
+        if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+            patches.set(metric, "dist_sync_fn", gather)
+
+
 def check_same_batch(batch: Any, mesh: RunMesh, device: torch.device) -> None:
     """Refuse tensor-parallel peers with unequal batches: they would compute a mixture of both, and not know it.
 
@@ -186,11 +208,15 @@ def check_same_batch(batch: Any, mesh: RunMesh, device: torch.device) -> None:
     if group is None:
         return
     checksum = 0
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
-            plain = leaf.detach().cpu().resolve_conj().resolve_neg()
+
+    def add(tensor: Tensor) -> None:
+        nonlocal checksum
+        if tensor.layout == torch.strided and not tensor.is_nested:
+            plain = tensor.detach().cpu().resolve_conj().resolve_neg()
             data = plain.contiguous().reshape(-1).view(torch.uint8).numpy()
-            checksum = zlib.crc32(data.tobytes(), zlib.crc32(str(tuple(leaf.shape)).encode(), checksum))
+            checksum = zlib.crc32(data.tobytes(), zlib.crc32(str(tuple(tensor.shape)).encode(), checksum))
+
+    apply_to_collection(batch, Tensor, add, allow_frozen=True)
     smallest, largest = (torch.tensor(checksum, device=device) for _ in range(2))
     dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)

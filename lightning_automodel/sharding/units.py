@@ -54,16 +54,19 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
     Args:
         model: The LightningModule, not sharded yet.
         policy: Overrides the default: classes whose (outermost) instances become units, or a predicate on modules.
-        root_is_model: Whether the whole model is one root (its steps run as its forward), else each of its children:
-            for manual optimization, where gradients are needed while the step is still running.
+        root_is_model: Whether the whole model is one root (its steps run as its forward) where its class allows that,
+            else each of its children: for manual optimization, where gradients are needed while the step is still
+            running.
 
     Returns:
         The plan; nothing has been changed.
     """
+    root_is_model = root_is_model and _takes_fsdp_class(type(model))
     roots = [model] if root_is_model else distinct(callable_children(model))
     starts = list(model.children()) if root_is_model and policy is not None else roots
     units = distinct(unit for start in starts for unit in _find_units(start, policy))
     units = [unit for unit in units if not any(unit is root for root in roots)]
+    # Tied parameters must be in one unit: FSDP2 gathers each unit by itself, and torch raises where two hold one.
     units = [unit for unit in units if _belongs_to_one_root(unit, roots) and not _is_used_outside(model, unit)]
     return ShardingPlan(roots=roots, units=units, replicated=_find_replicated(model, roots))
 
@@ -81,6 +84,7 @@ def _find_units(module: nn.Module, policy: WrapPolicy) -> Iterator[nn.Module]:
     if policy is not None:
         yield from _outermost(module, _as_predicate(policy))
         return
+    # Hugging Face's own word for what must stay on one device; None and missing both occur.
     names = getattr(module, "_no_split_modules", None) or ()
     if named := list(_outermost(module, lambda candidate: class_name(candidate) in names)):
         yield from named
@@ -121,8 +125,19 @@ def _as_predicate(policy: set[type[nn.Module]] | Callable[[nn.Module], bool]) ->
 
 
 def can_be_unit(module: nn.Module) -> bool:
-    """FSDP2 needs a module with parameters and a forward of its own."""
-    return _has_forward(module) and any(True for _ in module.parameters())
+    """FSDP2 needs a module with parameters, a forward of its own and a class that can be extended."""
+    return _has_forward(module) and any(True for _ in module.parameters()) and _takes_fsdp_class(type(module))
+
+
+def _takes_fsdp_class(cls: type) -> bool:
+    """Whether FSDP2 can put a class of its own in front of this one on an instance.
+
+    Python allows no such change where the first base has no ``__dict__``, as in ``class Net(Generic[T], nn.Module)``.
+    """
+    base = cls
+    while base.__base__ not in (None, object):
+        base = base.__base__
+    return base.__dictoffset__ != 0
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -164,7 +179,7 @@ def _is_used_outside(model: nn.Module, unit: nn.Module) -> bool:
 
 
 def _find_replicated(model: nn.Module, roots: list[nn.Module]) -> dict[str, str]:
-    """Parameters that FSDP2 cannot take: scalars, empty ones, and those of no root or of several."""
+    """Parameters that FSDP2 cannot take: scalars, empty and complex ones, and those of no root or of several."""
     owners: Counter[nn.Parameter] = Counter(p for root in roots for p in root.parameters())
     reasons: dict[str, str] = {}
     for name, parameter in model.named_parameters():
@@ -172,6 +187,8 @@ def _find_replicated(model: nn.Module, roots: list[nn.Module]) -> dict[str, str]
             reasons[name] = "a scalar"
         elif parameter.numel() == 0:
             reasons[name] = "empty"
+        elif parameter.is_complex():
+            reasons[name] = "complex"  # FSDP2 reduces the gradients of a unit in one real dtype
         elif owners[parameter] == 0:
             reasons[name] = "outside of every FSDP root"
         elif owners[parameter] > 1:

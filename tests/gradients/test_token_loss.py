@@ -14,7 +14,7 @@ from lightning_automodel.gradients.token_loss import TokenWeighting, WindowSums
 
 CPU = torch.device("cpu")
 LABELS = torch.tensor([[3, -100, 5, 1], [-100, -100, -100, 2]])
-BATCH = {"labels": LABELS, "targets": torch.tensor([7, 0, 0])}
+BATCH = {"labels": LABELS, "targets": torch.tensor([[7, 0, 0]])}
 
 
 def _number(count: Any) -> float:
@@ -232,3 +232,13 @@ def test_reduce_loss_alone_and_empty() -> None:
     """No loss at all is zero over zero micro-batches."""
     assert [value.item() for value in reduce_loss([], 0)] == [0.0, 0]
     assert [value.item() for value in reduce_loss([], 5, per_token_loss=False)] == [0.0, 0]
+
+
+@pytest.mark.parametrize("shape", [(5,), ()])
+def test_labels_without_rows_cannot_be_shifted(shape: tuple[int, ...]) -> None:
+    """One label for each sample is no row: dropping the first would count one too few, or nothing at all."""
+    labels = torch.ones(shape, dtype=torch.long)
+    assert TokenWeighting().count({"labels": labels}) == labels.numel()
+    with pytest.raises(ValueError, match=r"label_shift=1 drops the first label positions of each row") as raised:
+        TokenWeighting(label_shift=1).count({"labels": labels})
+    assert f"batch['labels'] has the shape {list(shape)} without rows: leave label_shift at 0" in str(raised.value)

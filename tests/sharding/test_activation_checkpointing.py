@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.sharding.activation_checkpointing import RecomputedBlocks
+from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import VOCABULARY, WIDTH, Block, Outcome, TinyDecoder, full_weights, weight_error
 from tests.trainer.plain import ModelModule, fill, filled_decoder, plain_weights, prefixed
-from tests.trainer.runs import STRATEGIES, TOLERANCE, loader, make_trainer
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer
 
 ACCUMULATE = 3
 FLOAT32_TOLERANCE = 1e-5  # a layer norm of Hugging Face's computes in float32, whatever its input
@@ -91,7 +91,7 @@ def fit_module(module: ModelModule, options: dict[str, Any], choice: Any) -> Run
 BLOCKS = [f"model.blocks.{i} (Block)" for i in range(3)]
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", by_default(OPTIONS, "kept", "ddp"))
 def test_blocks_are_recomputed(pool2: RankPool, options: dict[str, Any]) -> None:
     """Exact; each block's layers run twice a micro-batch, less is kept for the backward, no name changes."""
     model = filled_decoder()
@@ -106,7 +106,7 @@ def test_blocks_are_recomputed(pool2: RankPool, options: dict[str, Any]) -> None
         assert before.keys == run.keys == keys
 
 
-@pytest.mark.parametrize("options", [OPTIONS["resharded"], OPTIONS["ddp"]], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize("options", by_default({name: OPTIONS[name] for name in ("resharded", "ddp")}, "resharded"))
 @pytest.mark.parametrize(
     ("choice", "described", "factor"),
     [
@@ -148,7 +148,7 @@ class Sharing(TinyDecoder):
         return self.head(self.norm(hidden))
 
 
-@pytest.mark.parametrize("options", [OPTIONS["kept"], OPTIONS["ddp"]], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize("options", by_default({name: OPTIONS[name] for name in ("kept", "ddp")}, "kept"))
 def test_shared_and_frozen_blocks(pool2: RankPool, options: dict[str, Any]) -> None:
     """A block that is used several times is recomputed as often; one that is tied to the outside is no unit."""
     expected = prefixed(plain_weights(Sharing(), ACCUMULATE))
@@ -172,7 +172,7 @@ def _fit_dropping(options: dict[str, Any], choice: bool, seed: int) -> Run:
     return fit(options, choice, Dropping)
 
 
-@pytest.mark.parametrize("options", [OPTIONS["kept"], OPTIONS["ddp"]], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize("options", by_default({name: OPTIONS[name] for name in ("kept", "ddp")}, "kept"))
 def test_dropout_draws_the_same_again(pool2: RankPool, options: dict[str, Any]) -> None:
     """The second forward drops what the first did, and leaves the generator where it was."""
     runs = {args: pool2.run(_fit_dropping, options, *args)[0] for args in ((False, 1), (True, 1), (True, 2))}
@@ -214,7 +214,7 @@ def _weights_and_buffers(options: dict[str, Any], choice: bool) -> tuple[Outcome
     return run.weights, {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
-@pytest.mark.parametrize("options", [OPTIONS["kept"], OPTIONS["ddp"]], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize("options", by_default({name: OPTIONS[name] for name in ("kept", "ddp")}, "kept"))
 def test_buffers_are_written_once(pool2: RankPool, options: dict[str, Any]) -> None:
     """The second forward finds the buffers that the first one found, and leaves them as the first one did."""
     expected = pool2.run(_weights_and_buffers, options, False)
@@ -249,7 +249,7 @@ def _fit_again_and_again(options: dict[str, Any]) -> list[int]:
     return [fit_module(module, options, choice).forwards for choice in (True, True, False, {Block}, {TinyDecoder})]
 
 
-@pytest.mark.parametrize("options", [OPTIONS["kept"], OPTIONS["ddp"]], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize("options", by_default({name: OPTIONS[name] for name in ("kept", "ddp")}, "kept"))
 def test_each_fit_chooses_anew(pool2: RankPool, options: dict[str, Any]) -> None:
     """Nothing is left of an earlier fit: no block is recomputed twice, none that is not to be."""
     for forwards in pool2.run(_fit_again_and_again, options):
@@ -258,7 +258,7 @@ def test_each_fit_chooses_anew(pool2: RankPool, options: dict[str, Any]) -> None
 
 def _outputs_of_a_copy() -> tuple[float, float]:
     module = ModelModule(filled_decoder())
-    blocks = RecomputedBlocks(module, True, None, True)
+    blocks = CheckpointedBlocks(module, True, None, True)
     copied = copy.deepcopy(module)
     with torch.no_grad():
         for parameter in copied.parameters():
@@ -280,7 +280,7 @@ def test_undone_blocks_are_as_before() -> None:
     """No attribute of theirs stays."""
     module = ModelModule(filled_decoder())
     before = [dict(block.__dict__) for block in module.model.blocks]
-    RecomputedBlocks(module, True, None, True).undo()
+    CheckpointedBlocks(module, True, None, True).undo()
     assert [dict(block.__dict__) for block in module.model.blocks] == before
 
 
@@ -310,7 +310,7 @@ class WithoutBlocks(nn.Module):
 def test_nothing_to_recompute_raises(choice: Any, message: str) -> None:
     """The classes that there are stand in the message."""
     with pytest.raises(ValueError, match="activation_checkpointing") as raised:
-        RecomputedBlocks(ModelModule(WithoutBlocks()), choice, None, True)
+        CheckpointedBlocks(ModelModule(WithoutBlocks()), choice, None, True)
     assert str(raised.value).startswith(message)
     assert str(raised.value).endswith(" Embedding, Linear, WithoutBlocks.")
 
@@ -339,7 +339,7 @@ class Logits(nn.Module):
         return self.inner(input_ids=input_ids).logits
 
 
-@pytest.mark.parametrize("options", [OPTIONS["kept"], OPTIONS["ddp"]], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize("options", by_default({name: OPTIONS[name] for name in ("kept", "ddp")}, "kept"))
 def test_hugging_face_layers(pool2: RankPool, options: dict[str, Any]) -> None:
     """Their own switch is used: the cache that they would fill twice is left out, and the switch is turned back."""
     expected = prefixed(plain_weights(llama(), ACCUMULATE))
@@ -362,9 +362,9 @@ def test_hugging_face_layers_in_evaluation_mode_raise() -> None:
     layers[1].eval()
     before = [dict(vars(layer)) for layer in layers]
     with pytest.raises(ValueError, match=r"has no effect on model\.inner\.model\.layers\.1 .*Call \.train"):
-        RecomputedBlocks(module, True, None, True)
+        CheckpointedBlocks(module, True, None, True)
     assert [dict(vars(layer)) for layer in layers] == before
     layers[1].train()
     before[1] = dict(vars(layers[1]))
-    RecomputedBlocks(module, True, None, True).undo()
+    CheckpointedBlocks(module, True, None, True).undo()
     assert [dict(vars(layer)) for layer in layers] == before

@@ -69,12 +69,12 @@ def _eager_names(module: nn.Module) -> Outcome:
 @pytest.mark.parametrize(
     ("how", "options"),
     [
-        ("in place", STRATEGIES["kept"]),
+        pytest.param("in place", STRATEGIES["kept"], marks=pytest.mark.sweep),
         pytest.param("wrapped", STRATEGIES["resharded"], marks=pytest.mark.sweep),
         pytest.param("wrapped", {**STRATEGIES["kept"], "activation_checkpointing": True}, marks=pytest.mark.sweep),
         ("model", {**STRATEGIES["kept"], "activation_checkpointing": True}),
         ("after sharding", STRATEGIES["undeferred"]),
-        ("wrapped", STRATEGIES["ddp"]),
+        pytest.param("wrapped", STRATEGIES["ddp"], marks=pytest.mark.sweep),
     ],
     ids=["in-place", "wrapped", "wrapped-recomputed", "model-recomputed", "after-sharding", "ddp"],
 )

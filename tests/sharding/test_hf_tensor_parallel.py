@@ -72,7 +72,7 @@ def error_of_fit(kind: str, size: int) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Llama-tied", "Qwen3"])
+@pytest.mark.parametrize("kind", [pytest.param("Llama", marks=pytest.mark.sweep), "Llama-tied", "Qwen3"])
 def test_trains_like_one_process(pool4: RankPool, kind: str) -> None:
     """Norms of whole rows stay plain; Qwen3's norms of single heads are whole with gradients to be added up."""
     pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, full_weights, weight_error
 from tests.trainer.plain import ModelModule, plain_weights, prefixed
-from tests.trainer.runs import CASE, TOLERANCE, loader, make_trainer
+from tests.trainer.runs import CASE, TOLERANCE, by_default, loader, make_trainer
 from tests.trainer.test_models import Scalars
 
 ACCUMULATE = 3
@@ -42,7 +42,7 @@ OFFLOADED = {
 
 
 @pytest.mark.parametrize("clipping", CLIPPING)
-@pytest.mark.parametrize("options", OFFLOADED.values(), ids=OFFLOADED)
+@pytest.mark.parametrize("options", by_default(OFFLOADED, "undeferred"))
 def test_offloaded_shards_are_clipped(pool2: RankPool, options: dict[str, Any], clipping: str) -> None:
     """Exact with plain parameters beside, whatever a micro-batch communicates; clipping matters."""
     clipped = prefixed(plain_weights(Scalars(), ACCUMULATE, clip=CLIPPING[clipping][1]))
@@ -53,7 +53,7 @@ def test_offloaded_shards_are_clipped(pool2: RankPool, options: dict[str, Any], 
         assert described["cpu_offload"] is True
 
 
-@pytest.mark.parametrize("deferral", [True, "all_reduce"])
+@pytest.mark.parametrize("deferral", [pytest.param(True, marks=pytest.mark.sweep), "all_reduce"])
 def test_offloaded_replicas_are_clipped(pool4: RankPool, deferral: Any) -> None:
     """The same for replicas of shards."""
     options = {"cpu_offload": True, "data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": deferral}
@@ -64,14 +64,17 @@ def test_offloaded_replicas_are_clipped(pool4: RankPool, deferral: Any) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"reshard_after_forward": 2},
-        {"reshard_after_forward": 2, "defer_fsdp_grad_sync": False},
-        {"reshard_after_forward": 2, "cpu_offload": True, "activation_checkpointing": True},
-        {"reshard_after_forward": 4},
-        {"reshard_after_forward": False},
-    ],
-    ids=["two", "two-undeferred", "two-offloaded", "all", "never"],
+    by_default(
+        {
+            "two": {"reshard_after_forward": 2},
+            "two-undeferred": {"reshard_after_forward": 2, "defer_fsdp_grad_sync": False},
+            "two-offloaded": {"reshard_after_forward": 2, "cpu_offload": True, "activation_checkpointing": True},
+            "all": {"reshard_after_forward": 4},
+            "never": {"reshard_after_forward": False},
+        },
+        "two",
+        "never",
+    ),
 )
 def test_reshard_after_forward(pool4: RankPool, options: dict[str, Any]) -> None:
     """To a part of the ranks, to all of them, or not at all: the weights are the same."""

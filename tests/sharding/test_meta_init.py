@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_automodel.sharding.meta_init import check_filled, left_empty, materialize, waiting
+from lightning_automodel.sharding.meta_init import check_initialized, materialize, meta_dtypes
 
 CPU = torch.device("cpu")
 
@@ -25,10 +25,11 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 def filled(make: Callable[[], nn.Module], convert: Callable[[nn.Module], Any] = lambda model: None) -> nn.Module:
     """The model from the meta device, with values."""
     model = on_meta(make)
-    created_as = waiting(model)
+    created_as = meta_dtypes(model)
     convert(model)
-    assert materialize(model, created_as, CPU, offload=False) == []
-    assert waiting(model) == {}
+    materialize(model, created_as, CPU, offload=False)
+    assert meta_dtypes(model) == {}
+    check_initialized(model, CPU)
     return model
 
 
@@ -241,7 +242,8 @@ def test_what_has_values_keeps_them() -> None:
     """Only what has none is initialised."""
     model = MetaHead()
     before = model.backbone.weight.clone()
-    assert materialize(model, waiting(model), CPU, offload=False) == []
+    materialize(model, meta_dtypes(model), CPU, offload=False)
+    check_initialized(model, CPU)
     assert torch.equal(model.backbone.weight, before)
     assert bool((model.head.weight == 1).all())
 
@@ -259,61 +261,52 @@ class Forgetful(nn.Module):
         nn.init.zeros_(self.weight)
 
 
-def _untouched() -> tuple[nn.Module, list[str]]:
-    model = on_meta(
-        lambda: nn.Sequential(nn.Linear(2, 2), Forgetful(), nn.ModuleList([nn.ParameterList([torch.ones(2)])]))
-    )
-    return model, materialize(model, waiting(model), CPU, offload=False)
-
-
-def test_what_nobody_initialises_is_named() -> None:
-    """Parameters, buffers and plain attributes; with a class each, and what to do."""
-    model, untouched = _untouched()
-    assert untouched == ["1.scale", "2.0.0", "1.mask", "1.cached"]
-    with pytest.raises(ValueError, match="nobody gave them values") as raised:
-        check_filled(model, untouched, CPU)
-    assert str(raised.value) == (
-        "4 parameters, buffers or tensor attributes of Sequential were created on the meta device and nobody gave them"
-        " values: 1.scale (Forgetful), 2.0.0 (ParameterList), 1.mask (Forgetful), 1.cached (Forgetful). Give their"
-        " classes a reset_parameters() that fills them, as torch's layers have, load a checkpoint that holds them, or"
-        " create them on a real device."
-    )
-
-
-def test_values_that_come_later_count() -> None:
-    """What a checkpoint or the user fills after the initialisers is no error; the rest still is."""
-    model, untouched = _untouched()
-    model.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()})
-    with pytest.raises(ValueError, match=r"^2 parameters.*values: 1\.mask \(Forgetful\), 1\.cached \(Forgetful\)\."):
-        check_filled(model, untouched, CPU)
-    model[1].mask.fill_(False)
-    model[1].cached = torch.zeros(2)
-    check_filled(model, untouched, CPU)
-
-
 class Fails(Forgetful):
     def reset_parameters(self) -> None:
         raise RuntimeError("on purpose")
 
 
-def test_what_an_earlier_run_left_without_values_is_known() -> None:
-    """Whoever catches the error and tries again is told again, until there are values."""
-    model, untouched = _untouched()
-    assert left_empty(model) == ["1.mask", "1.scale", "2.0.0"]
+def _forgetful() -> nn.Module:
+    model = on_meta(
+        lambda: nn.Sequential(nn.Linear(2, 2), Forgetful(), nn.ModuleList([nn.ParameterList([torch.ones(2)])]))
+    )
+    materialize(model, meta_dtypes(model), CPU, offload=False)
+    return model
+
+
+def test_what_nobody_initialises_is_named() -> None:
+    """Parameters, buffers and plain attributes; with a class each, and what to do; as often as it is tried."""
+    model = _forgetful()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="nobody gave them values") as raised:
+            check_initialized(model, CPU)
+        assert str(raised.value) == (
+            "4 parameters, buffers or tensor attributes of Sequential were created on the meta device and nobody gave"
+            " them values: 1.scale (Forgetful), 1.mask (Forgetful), 2.0.0 (ParameterList), 1.cached (Forgetful). Give"
+            " their classes a reset_parameters() that fills them, as torch's layers have, load a checkpoint that holds"
+            " them, or create them on a real device."
+        )
+
+
+def test_values_that_come_later_count() -> None:
+    """What a checkpoint or the user fills after the initialisers is no error; the rest still is."""
+    model = _forgetful()
     model.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()})
-    with pytest.raises(ValueError, match="nobody gave them values"):
-        check_filled(model, untouched, CPU)
-    assert left_empty(model) == ["1.mask"]
+    with pytest.raises(ValueError, match=r"^2 parameters.*values: 1\.mask \(Forgetful\), 1\.cached \(Forgetful\)\."):
+        check_initialized(model, CPU)
+    model[1].mask.fill_(False)
+    model[1].cached = torch.zeros(2)
+    check_initialized(model, CPU)
 
 
 def test_an_initialiser_that_fails_leaves_no_garbage() -> None:
-    """Nor does it draw random numbers, here or anywhere."""
+    """Nor does it draw random numbers, here or anywhere; who goes on regardless is told what has no values."""
     state, model = torch.get_rng_state(), on_meta(lambda: nn.Sequential(Fails(), nn.Linear(2, 2)))
     with pytest.raises(RuntimeError, match="on purpose"):
-        materialize(model, waiting(model), CPU, offload=False)
+        materialize(model, meta_dtypes(model), CPU, offload=False)
     assert torch.equal(torch.get_rng_state(), state)
-    with pytest.raises(ValueError, match=r"^5 parameters.*0\.mask \(Fails\), 0\.scale \(Fails\), 0\.weight"):
-        check_filled(model, left_empty(model), CPU)
+    with pytest.raises(ValueError, match=r"^6 parameters.*0\.weight \(Fails\), 0\.scale \(Fails\), 0\.mask"):
+        check_initialized(model, CPU)
 
 
 SIZES = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "vocab_size": 11, "num_attention_heads": 2}

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
 from lightning_automodel.gradients.rescale_clip import scale_gradients_
-from lightning_automodel.gradients.token_loss import LossWindow
+from lightning_automodel.gradients.token_loss import WindowSums
+from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.precision import cast_around, resolve_policy
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -95,30 +96,30 @@ def test_rescaling_rounds_once(dtype: torch.dtype) -> None:
 
 def _scaling(is_needed: bool, per_token: bool = True) -> LossScaling:
     device = torch.device("cpu")
-    return LossScaling(None, RangeScale(is_needed, per_token, device), lambda _: LossWindow(), device, False)
+    return LossScaling(None, RangeScale(is_needed, per_token, device), device, False, PatchStack())
 
 
 @pytest.mark.parametrize("per_token", [True, False])
 def test_range_of_sums(per_token: bool) -> None:
     """A guess at first, then the rank's share of the window before, in powers of two; a window keeps what it has."""
-    scaling, window = _scaling(True, per_token), LossWindow()
+    scaling, window = _scaling(True, per_token), WindowSums()
     loss = torch.tensor(3.0)
     first = 2.0**-10 if per_token else 1.0
     assert scaling.apply(loss, window) == 3.0 * first
     window.add(loss, 1)
-    scaling.follow(torch.tensor(3000.0, dtype=FP64), 2)
+    scaling.window_ended([], torch.tensor(3000.0, dtype=FP64), 2)
     assert scaling.apply(loss, window) == 3.0 * first
     assert scaling.correction(window) == 1 / first
-    later = LossWindow()
+    later = WindowSums()
     assert scaling.apply(loss, later) == 3.0 * 2.0**-11  # 1500 tokens a rank
-    scaling.follow(torch.tensor(0.0, dtype=FP64), 2)
-    assert scaling.apply(loss, LossWindow()) == 3.0 * 2.0**-11
-    scaling.follow(torch.tensor(1.0, dtype=FP64), 2)
-    assert scaling.apply(loss, LossWindow()) == 3.0
+    scaling.window_ended([], torch.tensor(0.0, dtype=FP64), 2)
+    assert scaling.apply(loss, WindowSums()) == 3.0 * 2.0**-11
+    scaling.window_ended([], torch.tensor(1.0, dtype=FP64), 2)
+    assert scaling.apply(loss, WindowSums()) == 3.0
 
 
 def test_no_range_to_keep() -> None:
     """Without float16 nothing is multiplied."""
-    scaling, window, loss = _scaling(False), LossWindow(), torch.tensor(3.0)
+    scaling, window, loss = _scaling(False), WindowSums(), torch.tensor(3.0)
     assert scaling.apply(loss, window) is loss
     assert scaling.correction(window) == 1.0

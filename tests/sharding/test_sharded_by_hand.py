@@ -17,7 +17,7 @@ from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import Outcome, full_weights, weight_error
 from tests.trainer.plain import ModelModule, differ_by_rank, filled_decoder, plain_weights, prefixed
-from tests.trainer.runs import STRATEGIES, TOLERANCE, loader, make_trainer
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer
 
 ACCUMULATE = 3
 CLIP = 0.05
@@ -73,7 +73,7 @@ def _fit_sharded_by_hand(
     return full_weights(module), plain
 
 
-@pytest.mark.parametrize("options", [STRATEGIES["kept"], STRATEGIES["resharded"]], ids=["kept", "resharded"])
+@pytest.mark.parametrize("options", by_default({name: STRATEGIES[name] for name in ("kept", "resharded")}, "kept"))
 @pytest.mark.parametrize(
     ("make_module", "plain_parts"),
     [(ShardsByHand, PLAIN_PARTS), (ShardsOverShards, PLAIN_PARTS), (ShardsManyRoots, ("model.norm.",))],

@@ -6,7 +6,9 @@ are uneven. Every run has a short last window.
 
 from __future__ import annotations
 
+import copy
 import functools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import PLAN, Outcome, TinyDecoder, full_weights, micro_batches, weight_error
 from tests.trainer.plain import ModelModule, differ_by_rank, plain_weights
-from tests.trainer.runs import TOLERANCE, make_trainer
+from tests.trainer.runs import TOLERANCE, by_default, make_trainer
 
 TENSOR = 2
 ACCUMULATE = 3
@@ -73,14 +76,15 @@ def fit_tensor_parallel(
     trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, **trainer_options)
     trainer.fit(module, DataLoader(micro_batches(case)[data_rank()], batch_size=None))
     assert strategy.last_step is not None
-    return full_weights(module.model), strategy.describe(), float(strategy.last_step.grad_norm)
+    norm = strategy.last_step.grad_norm
+    return full_weights(module.model), strategy.describe(), math.nan if norm is None else float(norm)
 
 
 def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return weight_error(Outcome(weights, None), Outcome(expected, None))
 
 
-@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("options", by_default(MODES, "kept", "undeferred"))
 def test_two_by_two(pool4: RankPool, options: dict[str, Any]) -> None:
     expected = plain_weights(decoder(), ACCUMULATE, CASE)
     for weights, description, _ in pool4.run(fit_tensor_parallel, CASE, options=options):
@@ -318,3 +322,35 @@ def test_after_a_failure_a_new_group_is_trained_over(pool4: RankPool) -> None:
     expected = plain_weights(decoder(), ACCUMULATE, CASE)
     for weights, _, _ in pool4.run(fit_tensor_parallel, CASE):
         assert deviation(weights, expected) <= TOLERANCE
+
+
+class CountsSamples(TensorParallelModule):
+    """Sums by TorchMetrics: logged, computed by hand, and of a copy made in mid-run, as trackers make."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.logged, self.computed = SumMetric(), SumMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self(batch)
+        value = batch["labels"].double().sum()
+        self.logged(value)
+        self.computed.update(value)
+        self.log("logged", self.logged)
+
+    def on_validation_epoch_end(self) -> None:
+        self.found = float(self.computed.compute()), float(copy.deepcopy(self.computed).compute())
+
+
+def _sums() -> tuple[float, ...]:
+    module, trainer = CountsSamples(decoder()), make_trainer(AutomodelStrategy(tensor_parallel_size=TENSOR))
+    trainer.validate(module, DataLoader(micro_batches(CASE)[data_rank()], batch_size=None), verbose=False)
+    left = [metric.dist_sync_fn for metric in (module.logged, module.computed)]
+    assert left == [None, None]
+    return float(trainer.callback_metrics["logged"]), *module.found
+
+
+def test_metrics_count_each_sample_once(pool4: RankPool) -> None:
+    """TorchMetrics gather over the ranks that hold different data, and are as they were afterwards."""
+    expected = sum(float(batch["labels"].sum()) for batches in micro_batches(CASE) for batch in batches)
+    assert pool4.run(_sums) == [(expected,) * 3] * 4

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
@@ -23,6 +25,14 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "undeferred": {"defer_fsdp_grad_sync": False},
     "ddp": {"data_parallel": "ddp"},
 }
+
+
+def by_default(values: Mapping[str, Any], *names: str) -> list[Any]:
+    """All values as parameters with their names; those that are not named run in the sweep alone."""
+    return [
+        pytest.param(value, id=name, marks=[] if name in names else [pytest.mark.sweep])
+        for name, value in values.items()
+    ]
 
 
 def mean_loss(model: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor:

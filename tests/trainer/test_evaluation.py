@@ -24,7 +24,7 @@ from tests.trainer.exactness import (
     weight_error,
 )
 from tests.trainer.plain import ModelModule, plain_weights, train_model_plainly
-from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, loader, make_trainer, mean_loss
+from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, by_default, loader, make_trainer, mean_loss
 
 ACCUMULATE = 3
 ENGINES = {name: STRATEGIES[name] for name in ("kept", "resharded", "ddp")}
@@ -89,7 +89,7 @@ def _around_a_fit(options: dict[str, Any], fresh: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["one-trainer", "new-trainers"])
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("options", by_default(ENGINES, "kept", "ddp"))
 def test_around_a_fit(pool2: RankPool, options: dict[str, Any], fresh: bool) -> None:
     """Losses and predictions are those of the weights before and after, and training is what it is without them."""
     at_start, at_end = plain_losses(0), plain_losses(None)
@@ -126,7 +126,7 @@ def _train_twice() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["one-trainer", "new-trainers"])
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("options", by_default(ENGINES, "resharded"))
 def test_fit_twice(pool2: RankPool, options: dict[str, Any], fresh: bool) -> None:
     """A second fit goes on from the first one's weights, sanity check and validation in between."""
     expected = Outcome(_train_twice(), None)
@@ -159,7 +159,7 @@ def _validate_with_gradients(options: dict[str, Any], inference_mode: bool) -> t
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("options", by_default(ENGINES, "kept"))
 def test_validation_that_enables_gradients(pool2: RankPool, options: dict[str, Any], inference_mode: bool) -> None:
     """A forward for which no backward comes leaves nothing gathered that training would use."""
     expected, losses_at_end = Outcome(plain_weights(decoder(), ACCUMULATE), None), plain_losses(None)

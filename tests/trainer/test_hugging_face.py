@@ -34,7 +34,7 @@ from tests.trainer.hugging_face import (
     untied_gpt2,
 )
 from tests.trainer.plain import differ_by_rank, prefixed
-from tests.trainer.runs import STRATEGIES, TOLERANCE, loader, make_trainer
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer
 
 ENGINES = {name: STRATEGIES[name] for name in ("kept", "resharded", "ddp")}
 MODELS: dict[str, tuple[Callable[[], nn.Module], Case, list[str]]] = {
@@ -104,7 +104,7 @@ def test_units_of_nested_models() -> None:
     assert units(translating) == ["MarianEncoderLayer", *["MarianDecoderLayer"] * 2]
 
 
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("options", by_default(ENGINES, "kept", "ddp"))
 @pytest.mark.parametrize(("make_model", "case", "expected_units"), MODELS.values(), ids=MODELS)
 def test_own_loss(
     pool2: RankPool, make_model: Callable[[], nn.Module], case: Case, expected_units: list[str], options: dict[str, Any]
@@ -134,11 +134,15 @@ def test_which_models_shift_labels() -> None:
     assert not contains_hugging_face_causal_lm(OwnLoss(pair))
 
 
-def test_unshifted_count(pool2: RankPool) -> None:
-    """Without `label_shift` a label that the loss drops is counted: said once, on rank 0, and seen in the weights."""
-    expected, _ = train_plainly(tied_llama(), CAUSAL)
-    results = pool2.run(fit, tied_llama, CAUSAL, {"label_shift": 0})
-    said = [[message for message in messages if "pass label_shift=1" in message] for _, _, messages, _ in results]
+@pytest.mark.parametrize(
+    ("make_model", "case", "shift", "advice"),
+    [(tied_llama, CAUSAL, 0, "pass label_shift=1"), (t5, SEQ2SEQ, 1, "Leave label_shift at 0")],
+)
+def test_wrong_shift(pool2: RankPool, make_model: Callable[[], nn.Module], case: Case, shift: int, advice: str) -> None:
+    """Counting a label that the loss drops, or dropping one that it uses, is said once and seen in the weights."""
+    expected, _ = train_plainly(make_model(), case)
+    results = pool2.run(fit, make_model, case, {"label_shift": shift})
+    said = [[message for message in messages if advice in message] for _, _, messages, _ in results]
     assert [len(messages) for messages in said] == [1, 0]
     assert all(error(weights, expected) > 1e-4 for weights, _, _, _ in results)
 
@@ -180,7 +184,7 @@ class ReturnsAuxLoss(OwnLoss):
         return {"loss": outputs.loss, "aux_loss": self.model.router_aux_loss_coef * outputs.aux_loss}
 
 
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("options", by_default(ENGINES, "resharded"))
 def test_aux_loss_that_is_reported(pool2: RankPool, options: dict[str, Any]) -> None:
     """Token losses train; the balance loss of a mixture of experts is logged as its mean over micro-batches and ranks.
 

@@ -21,7 +21,7 @@ from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import Block, Outcome, TinyDecoder, full_weights, micro_batches, weight_error
 from tests.trainer.plain import ModelModule, plain_weights, sgd, windows
-from tests.trainer.runs import TOLERANCE, loader, make_trainer, mean_loss
+from tests.trainer.runs import TOLERANCE, by_default, loader, make_trainer, mean_loss
 
 CASE4 = Case(seed=31, telling="labels", num_batches=5, num_ranks=4, gap="micro_batches")
 CASE2 = replace(CASE4, num_ranks=2)
@@ -59,7 +59,7 @@ def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return weight_error(Outcome(weights, None), Outcome(expected, None))
 
 
-@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("options", by_default(MODES, "True-kept", "False-resharded", "all_reduce-resharded"))
 def test_replicas_of_shards(pool4: RankPool, options: dict[str, Any]) -> None:
     """Two replicas of two shards train like one process, whatever each micro-batch communicates."""
     expected = plain_weights(decoder(), ACCUMULATE, CASE4)
@@ -139,7 +139,9 @@ def _fit_partly_used(options: dict[str, Any], case: Case, schedule: tuple[set[in
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("mode", ["all_reduce-kept", "all_reduce-resharded", "True-kept"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("all_reduce-kept", marks=pytest.mark.sweep), "all_reduce-resharded", "True-kept"]
+)
 def test_parts_that_some_micro_batches_leave_out(pool4: RankPool, mode: str, schedule: tuple[set[int], ...]) -> None:
     """No gradient of an earlier micro-batch is lost where the last one does not use the part, nor the other way."""
     expected = plain_weights(PartlyUsed(*schedule), ACCUMULATE, CASE4)
@@ -222,7 +224,7 @@ def test_use_that_differs_between_ranks(
         assert deviation(weights, expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("mode", ["True-kept", "all_reduce-resharded"])
+@pytest.mark.parametrize("mode", [pytest.param("True-kept", marks=pytest.mark.sweep), "all_reduce-resharded"])
 def test_use_that_differs_between_replicas(pool4: RankPool, mode: str) -> None:
     """The same over replicas of shards."""
     for schedule in BY_RANK.values():
@@ -246,7 +248,7 @@ def _fit_after_an_abandoned_window(options: dict[str, Any]) -> dict[str, Tensor]
     return full_weights(module.model)
 
 
-@pytest.mark.parametrize("mode", ["all_reduce-kept", "all_reduce-resharded"])
+@pytest.mark.parametrize("mode", ["all_reduce-kept", pytest.param("all_reduce-resharded", marks=pytest.mark.sweep)])
 def test_an_abandoned_window_leaves_no_partly_reduced_gradients(pool4: RankPool, mode: str) -> None:
     """What was reduce-scattered but never all-reduced does not reach the next fit."""
     expected = plain_weights(decoder(), ACCUMULATE, CASE4)

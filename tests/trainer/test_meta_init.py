@@ -59,9 +59,8 @@ class Layer(nn.Module):
         self.offset.copy_(torch.linspace(-0.1, 0.1, WIDTH))
         self.linear.weight.mul_(0.5)
         if Layer.whole is not None and Layer.root is not None:
-            with torch._C.DisableTorchFunction():  # unseen by what watches how far this initialiser reaches
-                named = [(n, p) for n, p in Layer.root.named_parameters() if p.ndim > 0 and not p.is_meta]
-                Layer.whole.append([n for n, p in named if not isinstance(p, DTensor)])
+            named = [(n, p) for n, p in Layer.root.named_parameters() if p.ndim > 0 and not p.is_meta]
+            Layer.whole.append([n for n, p in named if not isinstance(p, DTensor)])
 
     def forward(self, hidden: Tensor) -> Tensor:
         mixed = self.linear(self.norm(hidden) + self.offset) * self.gain + self.scalar
@@ -201,11 +200,10 @@ def _whole_parameters() -> list[list[str]]:
 
 
 def test_a_rank_holds_one_module_at_a_time(pool2: RankPool) -> None:
-    """While a layer is initialised, it is whole as far as its initialiser reaches; everything else is sharded."""
+    """While a layer is initialised, it is whole with what is below it; everything else is sharded."""
+    parameters = ("gain", "norm.weight", "norm.bias", "linear.weight", "linear.bias")
     for whole in pool2.run(_whole_parameters):
-        assert [names for names in whole if names] == [
-            [f"model.layers.{i}.gain", f"model.layers.{i}.linear.weight"] for i in range(2)
-        ]
+        assert whole == [[f"model.layers.{i}.{name}" for name in parameters] for i in range(2)]
 
 
 class Forgetful(Decoder):

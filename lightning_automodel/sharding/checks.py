@@ -1,0 +1,148 @@
+"""What a model, an optimizer or a step must not contain, refused with the reason and a way out."""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, Optimizer
+
+from lightning_automodel import torch_internals
+from lightning_automodel.sharding.units import class_name
+
+_FSDP2_ERRORS = {
+    "got mixed torch.Tensor and DTensor": (
+        "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit for its forward, so code that"
+        " uses them outside of it sees shards. For a penalty on weights, use weight_decay; or compute it after the"
+        " forward and pass reshard_during_accumulation=False, which leaves parameters gathered; or pass"
+        " data_parallel='ddp'."
+    ),
+    "out of bounds for storage of size 0": (
+        "A backward needed parameters that FSDP2 had freed: a second backward through the same forward (gradient"
+        " penalties by torch.autograd.grad(..., create_graph=True), retain_graph=True) does not gather them again. Pass"
+        " data_parallel='ddp'."
+    ),
+}
+"""What torch says in the depths of FSDP2, and what it means for the user."""
+
+
+@contextmanager
+def explained_errors() -> Iterator[None]:
+    """Context of a forward or backward under FSDP2: errors of torch that name no cause get one.
+
+    Raises:
+        RuntimeError: In the place of one that contains a key of the table above.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        for symptom, explanation in _FSDP2_ERRORS.items():
+            if symptom in str(error):
+                raise RuntimeError(explanation) from error
+        raise
+
+
+def check_training(module: pl.LightningModule, accumulate_grad_batches: int) -> None:
+    """Refuse a fit that could not take one step.
+
+    Raises:
+        ValueError: If a window is to hold no micro-batch, or automatic optimization has nothing to train.
+    """
+    if accumulate_grad_batches < 1:
+        raise ValueError(
+            f"Trainer(accumulate_grad_batches={accumulate_grad_batches}) must be at least 1, the micro-batches of one"
+            " optimizer step."
+        )
+    parameters = list(module.parameters())
+    if module.automatic_optimization and not any(parameter.requires_grad for parameter in parameters):
+        raise ValueError(
+            f"None of the {len(parameters)} parameters of {class_name(module)} is trainable (requires_grad=True), so"
+            " there is no gradient to compute: unfreeze some before trainer.fit, at the latest in configure_model, or"
+            " evaluate with trainer.validate."
+        )
+
+
+def check_loss(loss: Tensor, module: pl.LightningModule) -> None:
+    """Raise RuntimeError for a loss that no parameter has a part in; torch says no more than `element 0 of tensors`."""
+    if not loss.requires_grad:
+        trainable = sum(parameter.requires_grad for parameter in module.parameters())
+        raise RuntimeError(
+            f"The loss of {class_name(module)} does not depend on any trainable parameter ({trainable} are): it was"
+            " detached, computed under torch.no_grad(), or from frozen layers alone."
+        )
+
+
+def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: int) -> None:
+    """Refuse optimizers that would train something else than the distributed model, in silence.
+
+    Raises:
+        ValueError: For parameters that are none of the module's (collected before it was sharded), for an optimizer
+            that decides from a rank's own loss, and for one that cannot compute with shards.
+    """
+    known = {id(parameter) for parameter in module.parameters()}
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        # Lightning's stand-in for no optimizer holds one tensor of its own, which is not trainable.
+        unknown = sum(parameter.requires_grad and id(parameter) not in known for parameter in parameters)
+        if unknown:
+            raise ValueError(
+                f"{unknown} of {len(parameters)} parameters of {name} are not parameters of {class_name(module)}"
+                " (any more): sharding replaces them. Collect them in configure_optimizers, from self.parameters()."
+            )
+        if isinstance(optimizer, LBFGS) and divisor > 1:
+            raise ValueError(
+                f"{name} chooses its step from the loss of each rank alone, so {divisor} ranks would drift apart;"
+                " choose a first-order optimizer or one rank."
+            )
+        if is_sharded and any(cls.__name__ == "Adafactor" for cls in type(optimizer).__mro__):
+            raise ValueError(
+                f"{name} factors its second moments over rows and columns of whole matrices, of which FSDP2 leaves each"
+                " rank a part: choose AdamW or SGD, or pass data_parallel='ddp'."
+            )
+
+
+def check_hooks(module: nn.Module) -> None:
+    """Refuse hooks that act on a gradient before its window is complete, as optimizers that step inside backward do.
+
+    Raises:
+        ValueError: Naming the first parameters with a post-accumulate-gradient hook, or sharded with a gradient hook.
+    """
+    check_shardable(module, [name for name, p in module.named_parameters() if not isinstance(p, DTensor)])
+    hooked = [
+        name for name, parameter in module.named_parameters() if torch_internals.has_post_accumulate_hook(parameter)
+    ]
+    if hooked:
+        raise ValueError(
+            f"{len(hooked)} parameters have post-accumulate-gradient hooks ({', '.join(hooked[:3])}, ...), as an"
+            " optimizer that steps inside backward has. They would see sums over tokens whose number is known only at"
+            " the end of the window: remove them, and step after backward."
+        )
+
+
+def check_shardable(module: nn.Module, whole: Collection[str]) -> None:
+    """Refuse what FSDP2 would ignore or fail at in the first step.
+
+    Args:
+        module: The LightningModule.
+        whole: Names of the parameters that are not sharded, nor going to be.
+
+    Raises:
+        ValueError: For gradient hooks (``parameter.register_hook``), complex parameters and sparse embeddings.
+    """
+    sharded = [(name, parameter) for name, parameter in module.named_parameters() if name not in whole]
+    if hooked := [name for name, parameter in sharded if torch_internals.has_gradient_hook(parameter)]:
+        raise ValueError(
+            f"{len(hooked)} parameters that FSDP2 shards have gradient hooks ({', '.join(hooked[:3])}), which it never"
+            " calls: change gradients in on_before_optimizer_step, or pass data_parallel='ddp'."
+        )
+    if not sharded:
+        return
+    sparse = [name for name, submodule in module.named_modules() if getattr(submodule, "sparse", False) is True]
+    if sparse:
+        raise ValueError(
+            f"{', '.join(sparse[:3])}: embeddings with sparse=True have sparse gradients, which FSDP2 cannot reduce:"
+            " pass sparse=False, or data_parallel='ddp'."
+        )

@@ -1,0 +1,184 @@
+"""What cannot be trained is refused with its reason, by every rank, in the place of errors from the depths of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.runs import make_trainer
+
+DDP: dict[str, Any] = {"data_parallel": "ddp"}
+
+
+class Net(LightningModule):
+    """A small regression; every case below changes one thing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SparseEmbedding(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4, sparse=True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(self.embedding(torch.arange(5)), batch_idx)
+
+
+class FactoredMoments(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(self.parameters())
+
+
+class GradientPenalty(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        batch = batch.clone().requires_grad_()
+        loss = self.net(batch).pow(2).mean()
+        (gradient,) = torch.autograd.grad(loss, batch, create_graph=True)
+        return loss + gradient.pow(2).sum()
+
+
+class NormOfWeightsFirst(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        norm = sum(parameter.pow(2).sum() for parameter in self.parameters())
+        return super().training_step(batch, batch_idx) + norm
+
+
+class Frozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+class Detached(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx).detach()
+
+
+class Unused(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(2, 2)
+
+
+class FreezesLater(Net):
+    """Names of parameters must be those of the time when DDP was set up."""
+
+    def on_train_start(self) -> None:
+        self.net[0].requires_grad_(False)
+
+
+class StepsByHand(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@dataclass(frozen=True)
+class Refused:
+    make: type[Net]
+    message: str
+    options: dict[str, Any] = field(default_factory=dict)
+    trainer_options: dict[str, Any] = field(default_factory=dict)
+
+
+NOTHING_TO_TRAIN = (
+    "None of the 4 parameters of Frozen is trainable (requires_grad=True), so there is no gradient to compute: unfreeze"
+    " some before trainer.fit, at the latest in configure_model, or evaluate with trainer.validate."
+)
+UNREDUCED = (
+    "DistributedDataParallel did not reduce all gradients of this window: parameters {} took no part in its last"
+)
+REFUSED: dict[str, Refused] = {
+    "sparse-embedding": Refused(
+        SparseEmbedding,
+        "embedding: embeddings with sparse=True have sparse gradients, which FSDP2 cannot reduce: pass sparse=False, or"
+        " data_parallel='ddp'.",
+    ),
+    "adafactor": Refused(
+        FactoredMoments,
+        "Adafactor factors its second moments over rows and columns of whole matrices, of which FSDP2 leaves each rank"
+        " a part: choose AdamW or SGD, or pass data_parallel='ddp'.",
+    ),
+    "gradient-penalty": Refused(
+        GradientPenalty,
+        "A backward needed parameters that FSDP2 had freed: a second backward through the same forward (gradient"
+        " penalties by torch.autograd.grad(..., create_graph=True), retain_graph=True) does not gather them again. Pass"
+        " data_parallel='ddp'.",
+    ),
+    "norm-before-the-forward": Refused(
+        NormOfWeightsFirst,
+        "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit for its forward, so code that"
+        " uses them outside of it sees shards. For a penalty on weights, use weight_decay;",
+    ),
+    "frozen": Refused(Frozen, NOTHING_TO_TRAIN),
+    "frozen-ddp": Refused(Frozen, NOTHING_TO_TRAIN, DDP),
+    "detached": Refused(
+        Detached,
+        "The loss of Detached does not depend on any trainable parameter (4 are): it was detached, computed under"
+        " torch.no_grad(), or from frozen layers alone.",
+        DDP,
+    ),
+    "no-micro-batches": Refused(
+        Net,
+        "Trainer(accumulate_grad_batches=0) must be at least 1, the micro-batches of one optimizer step.",
+        trainer_options={"accumulate_grad_batches": 0},
+    ),
+    "unused": Refused(Unused, UNREDUCED.format("extra.weight, extra.bias"), DDP, {"accumulate_grad_batches": 2}),
+    "frozen-later": Refused(
+        FreezesLater,
+        UNREDUCED.format("net.0.weight, net.0.bias")
+        + " micro-batch (net.0.bias, net.0.weight frozen since set-up), so ranks would step with different"
+        " gradients. Pass AutomodelStrategy(data_parallel='ddp', ddp_kwargs={'find_unused_parameters': True}).",
+        DDP,
+    ),
+    "static-graph-by-hand": Refused(
+        StepsByHand,
+        "ddp_kwargs: static_graph=True works under automatic optimization alone: DDP learns the graph from one backward"
+        " for each training_step, and manual optimization may run any number.",
+        {**DDP, "ddp_kwargs": {"static_graph": True}},
+    ),
+}
+
+
+def fit(module: LightningModule, options: dict[str, Any], **trainer_options: Any) -> None:
+    samples = [torch.linspace(-1, 1, 4) * (index + 1) for index in range(8)]
+    strategy = AutomodelStrategy(per_token_loss=False, **options)
+    make_trainer(strategy, **trainer_options).fit(module, DataLoader(samples, batch_size=2))
+
+
+def _error(case: Refused) -> str:
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        fit(case.make(), case.options, **case.trainer_options)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_refused(pool2: RankPool, case: Refused) -> None:
+    for message in pool2.run(_error, case):
+        assert message.startswith(case.message)
+
+
+@pytest.mark.parametrize("make", [SparseEmbedding, FactoredMoments, GradientPenalty, NormOfWeightsFirst])
+def test_ddp_is_the_way_out_that_the_messages_name(pool2: RankPool, make: type[Net]) -> None:
+    pool2.run(_fit, make)
+
+
+def _fit(make: type[Net]) -> None:
+    fit(make(), DDP)
