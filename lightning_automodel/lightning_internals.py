@@ -207,6 +207,36 @@ def tell_sigterm(trainer: Trainer) -> None:
     trainer._signal_connector.received_sigterm = True
 
 
+def training_data_fetcher(trainer: Trainer) -> Any:
+    """What draws the training batches; None before the loaders are made. ``trainer.train_dataloader`` is no iterator."""
+    return trainer.fit_loop._data_fetcher
+
+
+def forget_restart(fit_loop: FitLoop) -> None:
+    """Let ``fit_loop``, but not its children, be no restarted one: those skip schedules at the end of the epoch."""
+    fit_loop._restarting = False
+
+
+def is_validation_due(trainer: Trainer) -> bool:
+    """Whether a validation follows the batch that was trained on last."""
+    return trainer.fit_loop.epoch_loop._should_check_val_fx(training_data_fetcher(trainer))
+
+
+def skip_validation(validation_loop: EvaluationLoop) -> None:
+    """Let a restarted loop of batches see no unfinished validation, for which it would draw another batch."""
+    validation_loop._has_run = True
+
+
+def epoch_metrics(trainer: Trainer) -> dict[str, Any]:
+    """What callbacks will see of this epoch's training, from the batches so far. Reduces what is to be reduced."""
+    return trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
+
+
+def logged_metrics(loop: TrainingEpochLoop | EvaluationLoop) -> set[int]:
+    """Ids of the TorchMetrics objects that were logged in ``loop``, which resets them at its end."""
+    return {id(result.value) for result in loop._results.values() if not result.is_tensor}
+
+
 def _do_nothing(*_: Any) -> None:
     pass
 

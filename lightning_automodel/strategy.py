@@ -42,7 +42,7 @@ from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWei
 from lightning_automodel.gradients.windows import GradientFinisher, OptimizerWindows, optimizer_parameters, unwrap
 from lightning_automodel.launch.launchers import InPlaceLauncher, make_launcher
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.resume import CHECKPOINT_KEY, Resume, schedule_callbacks
+from lightning_automodel.resume import CHECKPOINT_KEY, Resume
 from lightning_automodel.sharding import apply, meta_init, precision, units, weight_averaging
 from lightning_automodel.sharding.activation_checkpointing import RecomputedBlocks
 from lightning_automodel.sharding.ddp_engine import DDPEngine
@@ -471,13 +471,6 @@ class AutomodelStrategy(ParallelStrategy):
         )
         self._finisher = self._make_finisher(engine, self._scaling)
         if fitting:
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        self._advice.about_clipping(self.precision_plugin)
-        adapt_plugin(self.precision_plugin, self._finisher)
-        precision.leave_casting_to_units(self.precision_plugin, module)
-        if fitting:
-            lightning_internals.optimizers_to_device(self.optimizers, self.root_device)
             if self._resume is not None:
                 self._resume.close()
             self._resume = Resume(
@@ -488,6 +481,13 @@ class AutomodelStrategy(ParallelStrategy):
                 self._windows.hold_gradients,
                 partial(self._advice.say_once, say=rank_zero_info),
             )
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self._advice.about_clipping(self.precision_plugin)
+        adapt_plugin(self.precision_plugin, self._finisher)
+        precision.leave_casting_to_units(self.precision_plugin, module)
+        if fitting:
+            lightning_internals.optimizers_to_device(self.optimizers, self.root_device)
         self._log_description()
 
     def _give_values(self) -> None:
@@ -557,12 +557,20 @@ class AutomodelStrategy(ParallelStrategy):
         Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
         self._windows.watch(self._optimizers, self._lightning_optimizers)
 
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if self._resume is not None:
+            self._resume.process_dataloader(dataloader)
+        return dataloader
+
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 
     @override
     def on_train_start(self) -> None:
         self._windows.reset()
         self._require_engine().discard()
+        if self._resume is not None:
+            self._resume.on_train_start()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -808,8 +816,7 @@ class AutomodelStrategy(ParallelStrategy):
         checkpoint.update(describe_models(module))
         ranks = self._those_who_save()
         if self._resume is not None and "optimizer_states" in checkpoint:
-            checkpoint["callbacks"].update(self._resume.states_of_callbacks())
-            checkpoint[CHECKPOINT_KEY] = self._resume.state(self._joined_mesh().sizes_by_name(), ranks)
+            self._resume.add_to(checkpoint, self._joined_mesh().sizes_by_name(), ranks)
         if ranks is None and self.world_size > 1:
             self._checkpoints.save_alone(checkpoint, filepath, self.checkpoint_io)
             return
@@ -839,9 +846,7 @@ class AutomodelStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if self._resume is not None and trainer.state.fn == TrainerFn.FITTING:
-            schedule_callbacks.before_loading(trainer, checkpoint.get("callbacks", {}))
-            if state is not None:
-                self._resume.load(state, checkpoint, self._joined_mesh().sizes_by_name(), self.global_rank)
+            self._resume.load(state, checkpoint, self._joined_mesh().sizes_by_name(), self.global_rank)
         return checkpoint
 
     @override

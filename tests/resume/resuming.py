@@ -32,6 +32,8 @@ except ImportError:
     StatefulDataLoader = None
 
 NUM_SAMPLES = 29
+EPOCH_MEANS = ("loss", "loss_epoch", "largest")
+"""Logged values that begin anew where a fit goes on within an epoch."""
 DISTRIBUTED = ("distributed", "single rows", "workers", "persistent workers")
 Line = tuple[int, tuple[tuple[str, float], ...]]
 
@@ -80,6 +82,9 @@ class Recorder(Logger):
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         assert step is not None
+        metrics = {name: value for name, value in metrics.items() if name not in EPOCH_MEANS}
+        if metrics.keys() <= {"epoch", "running"} or "val_loss_step" in metrics:
+            return
         self.lines.append((step, tuple(sorted((name, float(value)) for name, value in metrics.items()))))
 
 
@@ -150,7 +155,8 @@ class Saver(Callback):
             return
         self.calls += 1
         if self.calls == self.when:
-            self.logged = len(trainer.logger.lines)
+            # The log line of a batch or an epoch follows its hooks, and is lost.
+            self.logged = len(trainer.logger.lines) + 1
             trainer.save_checkpoint(self.path)
 
 
@@ -359,7 +365,7 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
         "step": trainer.global_step,
         "epoch": trainer.current_epoch,
         "random": [torch.rand(2).tolist(), random.random(), np.random.rand()],
-        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "metrics": {n: float(value) for n, value in sorted(trainer.callback_metrics.items()) if n not in EPOCH_MEANS},
         "stopping": [callback.state_dict() for callback in trainer.early_stopping_callbacks],
     }
 
