@@ -323,7 +323,11 @@ class TrainingLoaders:
             raise ValueError(_TOO_SHORT.format(used=at["yielded"], now=length))
         if None not in (length, at["length"]) and length != at["length"]:
             self._say(_OTHER_LENGTH.format(then=at["length"], now=length))
-        if at["iteration"][0] is None and at["yielded"] and not isinstance(_innermost_sampler(loader), DistributedSampler):
+        if (
+            at["iteration"][0] is None
+            and at["yielded"]
+            and not isinstance(_innermost_sampler(loader), DistributedSampler)
+        ):
             self._say(_OTHER_ORDER)
 
     def close(self) -> None:
@@ -338,7 +342,9 @@ def _is_stateful(loader: Any) -> bool:
 
 
 def _is_map_style(loader: Any) -> bool:
-    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and not _is_stateful(loader)
+    return (
+        isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and not _is_stateful(loader)
+    )
 
 
 def _state_of(loader: Any) -> Any:

@@ -239,7 +239,9 @@ class Resume:
         """States of the metrics but of those that Lightning resets before another batch updates them."""
         epoch_loop = self._trainer.fit_loop.epoch_loop
         reset: set[int] = set()
-        if snapshot.at.stage == loops.EPOCH or (snapshot.at.stage != loops.BATCH and loops.is_last_batch(self._trainer)):
+        if snapshot.at.stage == loops.EPOCH or (
+            snapshot.at.stage != loops.BATCH and loops.is_last_batch(self._trainer)
+        ):
             reset |= lightning_internals.logged_metrics(epoch_loop)
         if snapshot.at.stage == loops.VALIDATION:
             reset |= lightning_internals.logged_metrics(epoch_loop.val_loop)

@@ -32,7 +32,8 @@ def upgraded(old: dict[str, Any]) -> dict[str, Any]:
         "random": random["global"],
         "generators": random["module"],
         "loaders": _loaders(position, random),
-        "is_drawn": stage != loops.EPOCH and any("iteration" not in at and "state" not in at for at in _loaders(position, random)),
+        "is_drawn": stage != loops.EPOCH
+        and any("iteration" not in at and "state" not in at for at in _loaders(position, random)),
         "buffers": {
             name.removeprefix("module."): value for name, value in old["buffers"].items() if name.startswith("module.")
         },
@@ -51,7 +52,11 @@ def _loaders(position: dict[str, Any] | None, random: dict[str, Any]) -> list[di
         if then is not None and "made" in then:
             assert position is not None
             start = position["consumed"] - then["yielded"]
-            at |= {"iteration": (then["made"], then["first"], start), "yielded": then["yielded"], "length": then["length"]}
+            at |= {
+                "iteration": (then["made"], then["first"], start),
+                "yielded": then["yielded"],
+                "length": then["length"],
+            }
         elif then is not None:
             at |= then
     return found

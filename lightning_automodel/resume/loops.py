@@ -106,7 +106,10 @@ def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, A
     }
     if at.stage == STEP:
         # By this, Lightning takes a validation that is due for one that was interrupted, and runs it.
-        counters["epoch_loop.val_loop.batch_progress"]["total"] |= {"ready": validations + 1, "started": validations + 1}
+        counters["epoch_loop.val_loop.batch_progress"]["total"] |= {
+            "ready": validations + 1,
+            "started": validations + 1,
+        }
     for name in ("automatic_optimization.optim_progress", "manual_optimization.optim_step_progress"):
         counters[f"epoch_loop.{name}"] = _all_completed(saved[f"epoch_loop.{name}"])
     counters["epoch_loop.scheduler_progress"] = _all_completed(saved["epoch_loop.scheduler_progress"])

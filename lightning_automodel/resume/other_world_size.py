@@ -16,10 +16,19 @@ def carried_over(state: dict[str, Any], data_parallel: int) -> dict[str, Any]:
         data_parallel: Ranks that hold different data, now.
     """
     plan, then = state["ranks"][0], state["sizes"]["data_parallel"]
-    plan = {**plan, "random": None, "generators": [], "buffers": {}, "metrics": {}, "own": {**plan["own"], "engine": {}}}
+    plan = {
+        **plan,
+        "random": None,
+        "generators": [],
+        "buffers": {},
+        "metrics": {},
+        "own": {**plan["own"], "engine": {}},
+    }
     if plan["stage"] != loops.EPOCH:
         plan["batches"] = plan["batches"] * then // data_parallel
     plan["loaders"] = [_scaled(at, then, data_parallel) for at in plan["loaders"]]
+    if plan["stage"] != loops.EPOCH:
+        plan["is_drawn"] = any("iteration" not in at or at.get("is_stream") for at in plan["loaders"])
     return plan
 
 

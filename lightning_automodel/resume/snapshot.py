@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_automodel.resume import loops, rng
+from lightning_automodel.sharding import weight_averaging
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -26,7 +28,7 @@ class Snapshot:
         random: Global random states.
         generators: States of the generators that the module holds.
         loaders: Positions of the training loaders.
-        buffers: Copies of the plain buffers of the module.
+        buffers: Copies of the plain buffers of the module, and of averages of it.
         metrics: States of the TorchMetrics objects of the module.
         flags: Which modules train, which parameters are trained, and how many batches make a window.
         callbacks: States of callbacks by key.
@@ -72,9 +74,13 @@ class ModuleState:
         modules = list(self._module.named_modules())
         self._metrics = {name: module for name, module in modules if isinstance(module, Metric)}
         self._generators = rng.generators_of_modules(self._module)
+        averages = [each.named_modules() for each in weight_averaging.averaged_models(self._module)]
         self._buffer_owners = [
-            (f"{prefix}.{name}" if prefix else name, module, name)
-            for prefix, module in modules
+            (f"{prefix}.{name}".removeprefix("."), module, name)
+            for prefix, module in (
+                *modules,
+                *((f"average{i}.{n}", m) for i, named in enumerate(averages) for n, m in named),
+            )
             if not isinstance(module, Metric)
             for name, _ in module.named_buffers(recurse=False)
         ]
