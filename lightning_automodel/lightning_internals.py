@@ -11,7 +11,6 @@ from lightning.fabric.strategies.launchers.multiprocessing import _check_missing
 from lightning.fabric.strategies.launchers.multiprocessing import (
     _disable_module_memory_sharing as disable_module_memory_sharing,
 )
-from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
 from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper as DatasetSamplerWrapper
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend_for_device,
@@ -28,12 +27,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
-from lightning.pytorch.loops import _EvaluationLoop as EvaluationLoop
-from lightning.pytorch.loops import _FitLoop as FitLoop
-from lightning.pytorch.loops import _Loop as Loop
-from lightning.pytorch.loops import _TrainingEpochLoop as TrainingEpochLoop
-from lightning.pytorch.loops.fit_loop import RestartStage
-from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
 from lightning.pytorch.overrides.distributed import prepare_for_backward as prepare_ddp_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
@@ -43,9 +36,6 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as ResultMetadata
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as ResultSync
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from torch.optim.swa_utils import AveragedModel
@@ -53,24 +43,15 @@ from torch.optim.swa_utils import AveragedModel
 __all__ = [
     "CHECKPOINT_METADATA_FILENAME",
     "IS_INTERACTIVE",
-    "BaseProgress",
     "DDPForwardRedirection",
     "DatasetSamplerWrapper",
-    "EvaluationLoop",
-    "FitLoop",
     "GlobalStateSnapshot",
     "Launcher",
-    "Loop",
     "MockOptimizer",
     "MultiProcessingLauncher",
-    "RestartStage",
-    "ResultMetadata",
-    "ResultMetric",
-    "ResultSync",
     "SIGTERMException",
     "Stateful",
     "SubprocessScriptLauncher",
-    "TrainingEpochLoop",
     "TunerExitException",
     "averaged_model",
     "call_and_handle_interrupt",
@@ -79,9 +60,13 @@ __all__ = [
     "collect_rng_states",
     "default_backend_for_device",
     "disable_module_memory_sharing",
+    "epoch_metrics",
     "failing_hook",
+    "forget_restart",
     "give_back_model_checkpoints",
     "give_back_sigterm",
+    "is_validation_due",
+    "logged_metrics",
     "optimizers_to_device",
     "prepare_ddp_for_backward",
     "replace_loading_of_directories",
@@ -89,12 +74,13 @@ __all__ = [
     "save_and_requeue",
     "set_num_threads_if_needed",
     "set_rng_states",
-    "set_sampler_epoch",
+    "skip_validation",
     "take_over_model_checkpoints",
     "take_over_requeueing",
     "take_over_sigterm",
     "tell_sigterm",
     "told_weights_only",
+    "training_data_fetcher",
 ]
 
 
@@ -208,11 +194,11 @@ def tell_sigterm(trainer: Trainer) -> None:
 
 
 def training_data_fetcher(trainer: Trainer) -> Any:
-    """What draws the training batches; None before the loaders are made. ``trainer.train_dataloader`` is no iterator."""
+    """What draws the training batches; None before the loaders are made."""
     return trainer.fit_loop._data_fetcher
 
 
-def forget_restart(fit_loop: FitLoop) -> None:
+def forget_restart(fit_loop: Any) -> None:
     """Let ``fit_loop``, but not its children, be no restarted one: those skip schedules at the end of the epoch."""
     fit_loop._restarting = False
 
@@ -222,7 +208,7 @@ def is_validation_due(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._should_check_val_fx(training_data_fetcher(trainer))
 
 
-def skip_validation(validation_loop: EvaluationLoop) -> None:
+def skip_validation(validation_loop: Any) -> None:
     """Let a restarted loop of batches see no unfinished validation, for which it would draw another batch."""
     validation_loop._has_run = True
 
@@ -232,7 +218,7 @@ def epoch_metrics(trainer: Trainer) -> dict[str, Any]:
     return trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
 
 
-def logged_metrics(loop: TrainingEpochLoop | EvaluationLoop) -> set[int]:
+def logged_metrics(loop: Any) -> set[int]:
     """Ids of the TorchMetrics objects that were logged in ``loop``, which resets them at its end."""
     return {id(result.value) for result in loop._results.values() if not result.is_tensor}
 

@@ -95,7 +95,7 @@ class ModuleState:
     # --- Buffers ------------------------------------------------------------------------------------------------------
 
     def buffers(self) -> dict[str, Tensor]:
-        """Copies of all plain buffers on their device. (Batch norm changes them without a new version.)"""
+        """Copies of all plain buffers on their device; batch norm changes them without a new version."""
         return {name: buffer.clone() for name, buffer in self._plain_buffers().items()}
 
     def _plain_buffers(self) -> dict[str, Tensor]:
