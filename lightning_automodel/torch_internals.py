@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint._nested_dict import set_element
@@ -30,6 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_automodel.patching import PatchStack
+
 __all__ = [
     "CHECKPOINT_METADATA_CLASSES",
     "FSDPParamGroup",
@@ -43,7 +45,6 @@ __all__ = [
     "cast_floating",
     "check_ddp_backward_is_complete",
     "clear_accumulated_gradients",
-    "current_scale",
     "default_store",
     "discard_partial_reduction",
     "finish_backward",
@@ -55,7 +56,6 @@ __all__ = [
     "fsdp_param_groups",
     "gathered_bytes",
     "gathered_storage_is_alive",
-    "give_back_unscaling",
     "has_deferred_gradients",
     "has_gradient_hook",
     "has_post_accumulate_hook",
@@ -71,10 +71,9 @@ __all__ = [
     "offset_in_file",
     "own_shard_changed",
     "park_gathered",
+    "patch_unscaling",
     "process_groups",
     "reduction_dtype",
-    "replace_unscaling",
-    "restore_unscaled",
     "set_element",
     "set_group_timeout",
     "sharded_and_gathered",
@@ -83,7 +82,6 @@ __all__ = [
     "storage_records",
     "take_over_forward_hooks",
     "unpark_gathered",
-    "unscale_anew",
     "unsharded_gradient_bytes",
     "verify_shapes_across_ranks",
     "was_gathered",
@@ -391,34 +389,47 @@ def _as_integers(tensor: Tensor) -> Tensor:
     return tensor.view(next(dtype for dtype in _INTEGERS if num_bytes % dtype.itemsize == 0))
 
 
-def current_scale(scaler: GradScaler) -> Tensor:
-    """[] the scale, on its device; the public ``get_scale`` reads it on the host."""
-    assert scaler._scale is not None
-    return scaler._scale
-
-
-def replace_unscaling(
+def patch_unscaling(
     scaler: GradScaler,
-    unscale: Callable[[Optimizer], object],
+    is_checked: dict[Optimizer, bool],
     agree: Callable[[dict[torch.device, Tensor]], dict[torch.device, Tensor]] | None,
+    patches: PatchStack,
 ) -> None:
-    """Let whoever calls ``scaler.unscale_`` call ``unscale``, and where ``agree`` is given unscale shard by shard.
+    """Let ``scaler.unscale_`` only look for overflow where gradients are unscaled already, and shard by shard.
 
-    DTensor's own way of looking for overflow (torch 2.13) takes neither plain tensors beside DTensors nor a rank
-    without gradients, and asks the ranks of the first gradient's mesh only.
+    DTensor's own way of looking for overflow takes neither plain tensors beside DTensors nor a rank without gradients,
+    and asks the ranks of the first gradient's mesh only.
+
+    Args:
+        scaler: The scaler.
+        is_checked: Optimizers whose gradients are unscaled, and whether overflow was looked for since they are. Updated
+            here when it is.
+        agree: Where gradients are sharded, what the ranks agree on from what each has found, by device.
+        patches: Takes the replaced methods.
     """
-    scaler.unscale_ = unscale  # type: ignore[assignment,method-assign]
-    if agree is None:
-        return
 
-    def unscale_shards(
+    def unscale_gradients(
         optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        shards = SimpleNamespace(param_groups=[{"params": [_with_local_gradient(p) for p in parameters]}])
-        return agree(type(scaler)._unscale_grads_(scaler, shards, inv_scale, found_inf, allow_fp16))  # type: ignore[arg-type]
+        gradients = optimizer
+        if agree is not None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            gradients = SimpleNamespace(param_groups=[{"params": [_with_local_gradient(p) for p in parameters]}])  # type: ignore[assignment]
+        divide_by = torch.ones_like(inv_scale) if optimizer in is_checked else inv_scale
+        found = type(scaler)._unscale_grads_(scaler, gradients, divide_by, found_inf, allow_fp16)
+        return found if agree is None else agree(found)
 
-    scaler._unscale_grads_ = unscale_shards  # type: ignore[method-assign]
+    def unscale(optimizer: Optimizer) -> None:
+        # The scaler forgets what it has looked at whenever any optimizer steps.
+        if is_checked.get(optimizer) and scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]:
+            return
+        # It refuses a second call before its next update, although an abandoned step never comes to that.
+        scaler._per_optimizer_states.pop(id(optimizer), None)
+        type(scaler).unscale_(scaler, optimizer)
+        is_checked[optimizer] = True
+
+    patches.set(scaler, "unscale_", unscale)
+    patches.set(scaler, "_unscale_grads_", unscale_gradients)
 
 
 def _with_local_gradient(parameter: Tensor) -> Tensor:
@@ -431,23 +442,7 @@ def _with_local_gradient(parameter: Tensor) -> Tensor:
     return stand_in
 
 
-def unscale_anew(scaler: GradScaler, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-    """Unscale, also where an abandoned window was unscaled and never stepped. Returns the overflow by device."""
-    scaler._per_optimizer_states.pop(id(optimizer), None)
-    type(scaler).unscale_(scaler, optimizer)
-    return scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-
-
-def restore_unscaled(scaler: GradScaler, optimizer: Optimizer, found_inf: dict[torch.device, Tensor]) -> None:
-    """Remind ``scaler`` of what it has unscaled: it forgets that for all optimizers when one of them steps."""
-    state = {"stage": OptState.UNSCALED, "found_inf_per_device": found_inf}
-    scaler._per_optimizer_states[id(optimizer)] = state
-
-
-def give_back_unscaling(scaler: GradScaler) -> None:
-    """Undo :func:`replace_unscaling`."""
-    for method in ("unscale_", "_unscale_grads_"):
-        scaler.__dict__.pop(method, None)
+# --- DDP -------------------------------------------------------------------------------------------------------------
 
 
 def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
