@@ -487,14 +487,9 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
-<<<<<<< HEAD
-        self._windows.reset()
-        self._require_engine().discard()
+        self._required_run.windows.reset()
         if self._resume is not None:
             self._resume.on_train_start()
-=======
-        self._required_run.windows.reset()
->>>>>>> main
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
