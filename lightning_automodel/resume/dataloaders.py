@@ -189,7 +189,8 @@ class TrainingLoaders:
             self._processed += 1
 
     def _used(self) -> int:
-        return self._trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        return batches.processed
 
     @property
     def _fetcher(self) -> Any:

@@ -88,7 +88,7 @@ class Resume:
             self._go_on(plan)
         self._logged = loops.steps_logged(self._trainer)
         checkpoint_callbacks.save_last(self._trainer, self._patches)
-        profiler = self._trainer.profiler
+        profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
         before = {
             "on_train_epoch_start": self._before_epoch,
             "train_dataloader_next": self._before_fetch,
@@ -107,7 +107,7 @@ class Resume:
             loops.set_steps_logged(self._trainer, self._logged_next)
             self._logged_next = None
         self._logged = loops.steps_logged(self._trainer)
-        fit_loop = self._trainer.fit_loop
+        fit_loop: Any = self._trainer.fit_loop
         used = fit_loop.epoch_loop.batch_progress.current.processed
         at = loops.Position(loops.BATCH, used, fit_loop.epoch_progress.current.processed)
         if used == 0:
@@ -175,7 +175,7 @@ class Resume:
     def _to_save(self) -> Snapshot:
         """The moment from which a checkpoint that is written now goes on."""
         at, held = loops.position(self._trainer), self._snapshot
-        batches = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
         if held is not None and held.at.epochs == at.epochs and at.stage != loops.EPOCH:
             is_window = held.at.stage == loops.BATCH
             is_batch_over = batches.processed == batches.ready

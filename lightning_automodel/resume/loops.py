@@ -39,7 +39,7 @@ class Position:
 
 def position(trainer: "pl.Trainer") -> Position:
     """Where ``trainer`` is now."""
-    fit_loop = trainer.fit_loop
+    fit_loop: Any = trainer.fit_loop  # its trackers are annotated as those without what is read here
     epochs = fit_loop.epoch_progress.current
     progress = fit_loop.epoch_loop.batch_progress
     batches = progress.current

@@ -99,7 +99,7 @@ class ModuleState:
         return {name: buffer.clone() for name, buffer in self._plain_buffers().items()}
 
     def _plain_buffers(self) -> dict[str, Tensor]:
-        buffers = {name: getattr(owner, key, None) for name, owner, key in self._buffer_owners}
+        buffers: dict[str, Any] = {name: getattr(owner, key, None) for name, owner, key in self._buffer_owners}
         return {name: buffer.detach() for name, buffer in buffers.items() if _has_plain_values(buffer)}
 
     def unsaved_buffers(self, copies: dict[str, Tensor]) -> dict[str, Tensor]:
