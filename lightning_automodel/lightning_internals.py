@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
 from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper as DatasetSamplerWrapper
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend_for_device,
@@ -20,21 +19,12 @@ from lightning.fabric.utilities.types import _Stateful as Stateful
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
-from lightning.pytorch.loops import _EvaluationLoop as EvaluationLoop
-from lightning.pytorch.loops import _FitLoop as FitLoop
-from lightning.pytorch.loops import _Loop as Loop
-from lightning.pytorch.loops import _TrainingEpochLoop as TrainingEpochLoop
-from lightning.pytorch.loops.fit_loop import RestartStage
-from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as ResultMetadata
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as ResultSync
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 
@@ -42,38 +32,34 @@ from lightning_automodel.patching import PatchStack
 
 __all__ = [
     "CHECKPOINT_METADATA_FILENAME",
-    "BaseProgress",
     "DDPForwardRedirection",
     "DatasetSamplerWrapper",
-    "EvaluationLoop",
-    "FitLoop",
-    "Loop",
     "MultiProcessingLauncher",
-    "RestartStage",
-    "ResultMetadata",
-    "ResultMetric",
-    "ResultSync",
     "SIGTERMException",
     "Stateful",
     "SubprocessScriptLauncher",
-    "TrainingEpochLoop",
     "TunerExitException",
     "call_and_handle_interrupt",
     "collect_rng_states",
     "default_backend_for_device",
+    "epoch_metrics",
     "failing_hook",
+    "forget_restart",
     "give_back_sigterm",
+    "is_validation_due",
+    "logged_metrics",
     "optimizers_to_device",
     "patch_model_checkpoints",
     "reset_seed",
     "save_and_requeue",
     "saving",
     "set_rng_states",
-    "set_sampler_epoch",
+    "skip_validation",
     "take_over_requeueing",
     "take_over_sigterm",
     "tell_sigterm",
     "told_weights_only",
+    "training_data_fetcher",
 ]
 
 
@@ -156,6 +142,36 @@ def _is_there(
 def tell_sigterm(trainer: Trainer) -> None:
     """Let ``trainer`` leave its loop after the current batch with ``SIGTERMException``."""
     trainer._signal_connector.received_sigterm = True
+
+
+def training_data_fetcher(trainer: Trainer) -> Any:
+    """What draws the training batches; None before the loaders are made."""
+    return trainer.fit_loop._data_fetcher
+
+
+def forget_restart(fit_loop: Any) -> None:
+    """Let ``fit_loop``, but not its children, be no restarted one: those skip schedules at the end of the epoch."""
+    fit_loop._restarting = False
+
+
+def is_validation_due(trainer: Trainer) -> bool:
+    """Whether a validation follows the batch that was trained on last."""
+    return trainer.fit_loop.epoch_loop._should_check_val_fx(training_data_fetcher(trainer))
+
+
+def skip_validation(validation_loop: Any) -> None:
+    """Let a restarted loop of batches see no unfinished validation, for which it would draw another batch."""
+    validation_loop._has_run = True
+
+
+def epoch_metrics(trainer: Trainer) -> dict[str, Any]:
+    """What callbacks will see of this epoch's training, from the batches so far. Reduces what is to be reduced."""
+    return trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
+
+
+def logged_metrics(loop: Any) -> set[int]:
+    """Ids of the TorchMetrics objects that were logged in ``loop``, which resets them at its end."""
+    return {id(result.value) for result in loop._results.values() if not result.is_tensor}
 
 
 def _do_nothing(*_: Any) -> None:

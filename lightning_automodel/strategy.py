@@ -39,7 +39,7 @@ from lightning_automodel.gradients.windows import unwrap
 from lightning_automodel.launch.launchers import make_launcher
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
-from lightning_automodel.resume import CHECKPOINT_KEY, Resume, schedule_callbacks
+from lightning_automodel.resume import CHECKPOINT_KEY, Resume
 from lightning_automodel.sharding import checks, weight_averaging
 from lightning_automodel.sharding.weight_averaging import AverageCopies
 from lightning_automodel.training_run import TrainingRun
@@ -441,11 +441,8 @@ class AutomodelStrategy(ParallelStrategy):
         self.model = self._run.model
         self._averages.fill(module)
         if fitting:
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        self._run.patch_plugin()
-        if fitting:
-            lightning_internals.optimizers_to_device(self.optimizers, self.root_device)
+            if self._resume is not None:
+                self._resume.close()
             self._resume = Resume(
                 trainer,
                 self.root_device,
@@ -454,6 +451,11 @@ class AutomodelStrategy(ParallelStrategy):
                 lambda: bool(self._required_run.windows.open_windows),
                 partial(self._advice.say_once, say=rank_zero_info),
             )
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self._run.patch_plugin()
+        if fitting:
+            lightning_internals.optimizers_to_device(self.optimizers, self.root_device)
         self._log_description()
 
     @override
@@ -493,11 +495,19 @@ class AutomodelStrategy(ParallelStrategy):
             raise RuntimeError(f"{type(self).__name__} has no LightningModule yet: the Trainer connects it in fit.")
         return self.lightning_module
 
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if self._resume is not None:
+            self._resume.process_dataloader(dataloader)
+        return dataloader
+
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 
     @override
     def on_train_start(self) -> None:
         self._required_run.windows.reset()
+        if self._resume is not None:
+            self._resume.on_train_start()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -671,8 +681,7 @@ class AutomodelStrategy(ParallelStrategy):
         checkpoint.update(describe_models(module))
         ranks = self._saving_group()
         if self._resume is not None and "optimizer_states" in checkpoint:
-            checkpoint["callbacks"].update(self._resume.states_of_callbacks())
-            checkpoint[CHECKPOINT_KEY] = self._resume.state(self._joined_mesh().sizes_by_name(), ranks)
+            self._resume.add_to(checkpoint, self._joined_mesh().sizes_by_name(), ranks)
         if ranks is None and self.world_size > 1:
             self._checkpoints.save_alone(checkpoint, filepath, self.checkpoint_io)
             return
@@ -702,9 +711,7 @@ class AutomodelStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if self._resume is not None and trainer.state.fn == TrainerFn.FITTING:
-            schedule_callbacks.before_loading(trainer, checkpoint.get("callbacks", {}))
-            if state is not None:
-                self._resume.load(state, checkpoint, self._joined_mesh().sizes_by_name(), self.global_rank)
+            self._resume.load(state, checkpoint, self._joined_mesh().sizes_by_name(), self.global_rank)
         return checkpoint
 
     @override

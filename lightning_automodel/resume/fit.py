@@ -1,32 +1,26 @@
-"""From where a stopped fit goes on, bit for bit: kept up to date as it trains, written with a checkpoint, taken up."""
+"""From where a stopped fit goes on: recorded as it trains, written with a checkpoint, and brought about from one."""
 
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EarlyStopping
-from typing_extensions import override
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_automodel.resume import dataloaders, loops, other_world_size, rng, schedule_callbacks
-from lightning_automodel.resume.loops import (
-    AFTER_BATCH,
-    AFTER_VALIDATION,
-    BATCH,
-    BATCH_END,
-    EPOCH_END,
-    EPOCH_START,
-    RUN_START,
-)
-from lightning_automodel.resume.save_order import LateSaves
-from lightning_automodel.resume.snapshot import Noting, Point
+from lightning_automodel import lightning_internals
+from lightning_automodel.patching import PatchStack
+from lightning_automodel.resume import checkpoint_callbacks, dataloaders, format_1, loops, other_world_size, rng
+from lightning_automodel.resume.snapshot import ModuleState, Snapshot
 
 CHECKPOINT_KEY = "lightning_automodel"
-FORMAT = 1
+FORMAT = 2
 _OTHER_RANKS = (
-    "The checkpoint was written by other ranks ({then}, now {now}): the data goes on where it stopped, and each rank's"
-    " random states, buffers and running metrics of the epoch start anew."
+    "The checkpoint was saved with a different world size ({then}, now {now}): the data goes on where it stopped, and"
+    " each rank's random states, buffers and metrics of the epoch start anew."
 )
 _GOES_BACK = (
     "The checkpoint resumes before batch {batch} of epoch {epoch}, where the window of gradients began that has not"
@@ -38,18 +32,18 @@ _HALF_A_STEP = (
 )
 
 
-class Resume(loops.Follower):
-    """Knows from where a fit would go on if it stopped now, and takes up what a checkpoint holds.
+class Resume:
+    """Knows from where a fit would go on if it stopped now, and lets it go on from where a checkpoint says.
 
-    Between two optimizer steps there is no state to save: gradients are not kept. So the moment before a window's first
-    batch is noted, and a checkpoint that is written before the window has stepped holds that moment; likewise the one
-    before a validation, and before the hooks that begin an epoch. Noting synchronises nothing and does not communicate.
+    Gradients are not saved. So a snapshot is taken before a window's first batch is drawn, and a checkpoint that is
+    written before the window has stepped goes on there; likewise before a validation. Where a window has stepped, the
+    state at the save counts. Nothing here synchronises or communicates but :meth:`add_to`.
 
     Args:
-        trainer: Whose loops to follow until :meth:`close`.
+        trainer: Of the fit.
         device: Of this rank.
-        own: Returns what the strategy keeps from step to step.
-        restore_own: Takes it back.
+        own_state: Returns what the strategy keeps from step to step.
+        restore_own_state: Takes it back; every rank calls it.
         holds_gradients: Whether a window of manual optimization has begun and not stepped.
         say: Tells the user, on rank 0, once.
     """
@@ -58,237 +52,279 @@ class Resume(loops.Follower):
         self,
         trainer: "pl.Trainer",
         device: torch.device,
-        own: Callable[[], dict[str, Any]],
-        restore_own: Callable[[dict[str, Any]], None],
+        own_state: Callable[[], dict[str, Any]],
+        restore_own_state: Callable[[dict[str, Any]], None],
         holds_gradients: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
-        self._trainer, self._say = trainer, say
+        self._trainer, self._device, self._say = trainer, device, say
+        self._own_state, self._restore_own_state = own_state, restore_own_state
         self._holds_gradients = holds_gradients
         self._is_manual = not trainer.lightning_module.automatic_optimization
-        self._loaders = dataloaders.TrainingLoaders(device, say)
-        self._noting = Noting(trainer, device, self._loaders, own, restore_own)
-        self._noted: Point | None = None
-        self._next = RUN_START
-        self._is_iterated = False
-        self._is_placed = False
-        self._is_validating = False
-        self._validated: Point | None = None
+        self._draws_in_step = is_param_in_hook_signature(
+            trainer.lightning_module.training_step, "dataloader_iter", explicit=True
+        )
+        self._loaders = dataloaders.TrainingLoaders(trainer, device, say)
+        self._module = ModuleState(trainer)
+        self._patches = PatchStack()
+        self._snapshot: Snapshot | None = None
+        self._final: Snapshot | None = None
+        self._logged = 0
+        self._logged_next: int | None = None
         self._plan: dict[str, Any] | None = None
-        self._position_to_take: dataloaders.Position | None = None
-        self._before_validation: dict[str, Any] = {}
-        self._late_saves = LateSaves(trainer)
-        loops.follow(trainer, self)
 
-    # --- Writing ------------------------------------------------------------------------------------------------------
+    # --- Following the fit --------------------------------------------------------------------------------------------
 
-    def state(self, sizes: dict[str, int], group: dist.ProcessGroup | None) -> dict[str, Any]:
-        """What a checkpoint that is written now must hold.
+    def process_dataloader(self, loader: Any) -> None:
+        """In ``process_dataloader``, before a training loader is iterated; others are left alone."""
+        if self._trainer.state.fn == TrainerFn.FITTING and self._trainer.training:
+            self._loaders.process(loader)
 
-        A collective on ``group`` where it is given: every rank must call it, and rank 0 gets the states of all. None
-        gets this rank's alone, as after a failure.
+    def on_train_start(self) -> None:
+        """In ``on_train_start``, when everything is loaded and its hooks are over. Every rank calls it."""
+        self._module.start()
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            self._go_on(plan)
+        self._logged = loops.steps_logged(self._trainer)
+        checkpoint_callbacks.save_last(self._trainer, self._patches)
+        profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
+        before = {
+            "on_train_epoch_start": self._before_epoch,
+            "train_dataloader_next": self._before_fetch,
+            "on_validation_model_zero_grad": self._before_validation,
+        }
+        self._patches.set(profiler, "start", _Announcing(profiler.start, before))
+
+    def _before_epoch(self) -> None:
+        """An epoch begins: restarted at the end of the one before, the loop of batches would end it at once."""
+        self._trainer.fit_loop.epoch_loop.restarting = False
+
+    def _before_fetch(self) -> None:
+        """A training batch is about to be drawn, which may draw random numbers: the last point before a window."""
+        self._loaders.before_fetch()
+        if self._logged_next is not None:
+            loops.set_steps_logged(self._trainer, self._logged_next)
+            self._logged_next = None
+        self._logged = loops.steps_logged(self._trainer)
+        fit_loop: Any = self._trainer.fit_loop
+        used = fit_loop.epoch_loop.batch_progress.current.processed
+        at = loops.Position(loops.BATCH, used, fit_loop.epoch_progress.current.processed)
+        if used == 0:
+            self._module.look_again()
+        if self._begins_window(at):
+            self._snapshot = self._take(at, self._logged, is_fetching=True)
+
+    def _begins_window(self, at: loops.Position) -> bool:
+        if self._snapshot is None or self._snapshot.at.stage == loops.STEP:
+            return True
+        if self._draws_in_step and self._snapshot.at == at:
+            # The step draws more than one batch.
+            return False
+        if self._is_manual:
+            return not self._holds_gradients()
+        return at.batches % self._trainer.accumulate_grad_batches == 0
+
+    def stepped(self) -> None:
+        """An optimizer has stepped: there is no way back before that."""
+        self._snapshot = None
+
+    def _before_validation(self) -> None:
+        """A validation follows a step, and has drawn no random number yet."""
+        if self._snapshot is None or (self._is_manual and not self._holds_gradients()):
+            at = replace(loops.position(self._trainer), stage=loops.STEP)
+            self._snapshot = self._take(at, self._logged + 1)
+
+    def close(self) -> None:
+        """Restore what was patched; :meth:`add_to` still tells where the fit ended."""
+        if self._plan is None and self._final is None:
+            self._final = self._to_save()
+        self._patches.restore()
+        self._loaders.close()
+
+    # --- Saving -------------------------------------------------------------------------------------------------------
+
+    def add_to(self, checkpoint: dict[str, Any], sizes: dict[str, int], group: dist.ProcessGroup | None) -> None:
+        """Add the state of every rank to a checkpoint, and let its counters and callbacks be of the same moment.
+
+        A collective on ``group`` where it is given: rank 0 gets the states of all. Otherwise this rank's alone is
+        added, as after a failure.
 
         Args:
+            checkpoint: As Lightning makes it.
             sizes: Ranks along each dimension of the mesh, by name.
             group: All ranks, on the host.
-
-        Returns:
-            The format's version, the sizes, and the state of each rank.
         """
-        own = self._plan if self._plan is not None else self._noting.savable(self._point(), group)
+        own = self._plan
+        if own is None:
+            snapshot = self._final or self._to_save()
+            own = self._savable(snapshot)
+            progress = checkpoint["loops"]["fit_loop"]
+            checkpoint["loops"]["fit_loop"] = loops.counters_at(progress, snapshot.at, snapshot.logged)
+            if snapshot is self._snapshot:
+                keys = {callback.state_key for callback in self._trainer.callbacks}  # type: ignore[attr-defined]
+                others = {key: state for key, state in checkpoint["callbacks"].items() if key not in keys}
+                checkpoint["callbacks"] = others | snapshot.callbacks
         ranks = [own]
         if group is not None:
             gathered: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
             dist.gather_object(own, gathered, dst=dist.get_global_rank(group, 0), group=group)
             ranks = gathered or []
-        return {"format": FORMAT, "sizes": dict(sizes), "ranks": ranks}
+        checkpoint[CHECKPOINT_KEY] = {"format": FORMAT, "sizes": dict(sizes), "ranks": ranks}
 
-    def _point(self) -> Point:
-        if self._noted is None:
-            if self._is_manual and self._holds_gradients():
-                self._say(_HALF_A_STEP)
-            return self._take(self._next)
-        then = loops.batches_of_epoch(self._noted.progress)
-        now = loops.batches_of_epoch(loops.progress_of(self._trainer))
-        if self._noted.next == BATCH and now > then:
-            epoch = self._noted.progress["epoch_progress"]["current"]["processed"]
-            self._say(_GOES_BACK.format(batch=then, epoch=epoch))
-        return self._noted
+    def _to_save(self) -> Snapshot:
+        """The moment from which a checkpoint that is written now goes on."""
+        at, held = loops.position(self._trainer), self._snapshot
+        batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        if held is not None and held.at.epochs == at.epochs and at.stage != loops.EPOCH:
+            is_window = held.at.stage == loops.BATCH
+            is_batch_over = batches.processed == batches.ready
+            if is_window and not (self._is_manual and is_batch_over and not self._holds_gradients()):
+                if batches.ready > held.at.batches:
+                    self._say(_GOES_BACK.format(batch=held.at.batches, epoch=at.epochs))
+                return held
+            if not is_window and at.stage == loops.STEP:
+                return held
+        if self._is_manual and self._holds_gradients():
+            self._say(_HALF_A_STEP)
+        is_counted = at.stage not in (loops.STEP, loops.VALIDATION)
+        logged = loops.steps_logged(self._trainer) if is_counted else self._logged + 1
+        now = self._take(at, logged)
+        # At the end of a validation, modules evaluate still.
+        return now if at.stage != loops.VALIDATION or held is None else replace(now, flags=held.flags)
 
-    def states_of_callbacks(self) -> dict[str, Any]:
-        """States by key of callbacks that have seen a validation which the checkpoint goes back before."""
-        return self._before_validation
+    def _take(self, at: loops.Position, logged: int, is_fetching: bool = False) -> Snapshot:
+        return Snapshot(
+            at=at,
+            logged=logged,
+            random=rng.note(self._device),
+            generators=self._module.generators(),
+            loaders=self._loaders.positions(at, is_fetching),
+            buffers=self._module.buffers(),
+            metrics=self._module.metrics(),
+            flags=self._module.flags(),
+            callbacks=self._module.callbacks(),
+            own=self._own_state(),
+        )
 
-    # --- Taking up ----------------------------------------------------------------------------------------------------
+    def _savable(self, snapshot: Snapshot) -> dict[str, Any]:
+        at = snapshot.at
+        can_skip = all("state" in each or each.get("is_stream") is False for each in snapshot.loaders)
+        seen: dict[str, Any] = {}
+        if not self._trainer.interrupted:  # after an exception, metrics may be in no state to be computed
+            seen |= self._trainer.callback_metrics
+            if at.stage != loops.EPOCH and loops.is_last_batch(self._trainer):
+                seen |= lightning_internals.epoch_metrics(self._trainer)
+        return rng.savable(
+            {
+                "stage": at.stage,
+                "batches": at.batches,
+                "epochs": at.epochs,
+                "is_epoch_ending": at.is_epoch_ending,
+                "is_iterated": bool(snapshot.loaders) and (at.stage != loops.EPOCH or at.epochs == 0),
+                "is_drawn": at.stage != loops.EPOCH and at.batches > 0 and not can_skip,
+                "logged": snapshot.logged,
+                "random": snapshot.random,
+                "generators": snapshot.generators,
+                "loaders": snapshot.loaders,
+                "buffers": self._module.unsaved_buffers(snapshot.buffers),
+                "metrics": self._without_reset(snapshot),
+                "flags": self._module.switched_flags(snapshot.flags),
+                "seen": seen,
+                "own": snapshot.own,
+            }
+        )
 
-    def load(self, state: dict[str, Any], checkpoint: dict[str, Any], sizes: dict[str, int], rank: int) -> None:
-        """Plan to go on from where a checkpoint was written.
+    def _without_reset(self, snapshot: Snapshot) -> dict[str, Any]:
+        """States of the metrics but of those that Lightning resets before another batch updates them."""
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        reset: set[int] = set()
+        if snapshot.at.stage == loops.EPOCH or (
+            snapshot.at.stage != loops.BATCH and loops.is_last_batch(self._trainer)
+        ):
+            reset |= lightning_internals.logged_metrics(epoch_loop)
+        if snapshot.at.stage == loops.VALIDATION:
+            reset |= lightning_internals.logged_metrics(epoch_loop.val_loop)
+        kept = {name for name, module in self._trainer.lightning_module.named_modules() if id(module) not in reset}
+        return {name: state for name, state in snapshot.metrics.items() if name in kept}
 
-        Not a collective. What the loops are given, Lightning loads from ``checkpoint`` after this.
+    # --- Going on -----------------------------------------------------------------------------------------------------
+
+    def load(self, state: dict[str, Any] | None, checkpoint: dict[str, Any], sizes: dict[str, int], rank: int) -> None:
+        """Plan to go on from where a checkpoint was written. Not a collective.
 
         Args:
-            state: What :meth:`state` returned.
-            checkpoint: What is left of the checkpoint; its ``loops`` are replaced.
+            state: What :meth:`add_to` added; None for a checkpoint of another strategy.
+            checkpoint: What is left of the checkpoint, of which Lightning loads the loops after this.
             sizes: Ranks along each dimension of the mesh, by name.
             rank: Global rank.
 
         Raises:
             ValueError: If a newer version of this package wrote ``state``.
         """
+        checkpoint_callbacks.load_early(self._trainer, checkpoint.get("callbacks", {}))
+        if state is None:
+            return
         if state["format"] > FORMAT:
             raise ValueError(
                 f"The checkpoint's resume state has format {state['format']}, and this version of lightning_automodel"
                 f" knows formats up to {FORMAT}: upgrade the package that loads it."
             )
-        if (len(state["ranks"]), state["sizes"]["data_parallel"]) == (self._trainer.world_size, sizes["data_parallel"]):
+        if state["format"] < FORMAT:
+            state = {**state, "ranks": [format_1.upgraded(each) for each in state["ranks"]]}
+        is_alike = len(state["ranks"]) == self._trainer.world_size
+        if is_alike and state["sizes"]["data_parallel"] == sizes["data_parallel"]:
             plan = state["ranks"][rank]
         else:
             plan = other_world_size.carried_over(state, sizes["data_parallel"])
             self._say(_OTHER_RANKS.format(then=state["sizes"], now=sizes))
-        self._plan = plan
-        self.planned = plan["next"]
-        self._noting.restore_what_is_trained(plan)
-        fit_loop = loops.with_states_of_users(plan["progress"], checkpoint["loops"]["fit_loop"])
+        self._plan = plan = rng.loaded(plan)
+        self._module.unfreeze(plan["flags"])
+        at = loops.Position(plan["stage"], plan["batches"], plan["epochs"])
+        progress = checkpoint["loops"]["fit_loop"] | plan.get("progress", {})
+        fit_loop = loops.counters_at(progress, at, plan["logged"])
         checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": fit_loop}
+        self._loaders.plan(plan)
+        # Lightning knows of no loader that resumes but those with a state.
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
-    # --- What the loops tell ------------------------------------------------------------------------------------------
+    def _go_on(self, plan: dict[str, Any]) -> None:
+        stage = plan["stage"]
+        self._loaders.start()
+        self._module.restore(plan, self._device)
+        self._restore_own_state(plan["own"])
+        if plan["is_epoch_ending"]:
+            self._step_plateau_schedulers()
+        if stage != loops.EPOCH:
+            self._logged_next = plan["logged"]
+        loops.finish_restart(self._trainer, stage, plan["logged"])
+        self._loaders.restore_generators(plan)
+        if plan["random"] is not None:
+            rng.set_to(plan["random"], self._device)
+        if stage == loops.EPOCH and not self._loaders.keep_streams():
+            self._trainer.fit_loop.on_iteration_done()
 
-    @override
-    def begin_run(self) -> None:
-        if self._plan is None:
-            return
-        loops.forget_restart(self._trainer)
-        plan = rng.loaded(self._plan)
-        self._noting.restore(plan)
-        self._position_to_take = dataloaders.loaded(plan["position"])
-        if self.planned == RUN_START:
-            self.begin_planned()
+    def _step_plateau_schedulers(self) -> None:
+        """What Lightning does after the hooks that end an epoch, in one of which the checkpoint was written."""
+        epochs: Any = self._trainer.fit_loop.epoch_progress.current
+        configs = [config for config in self._trainer.lr_scheduler_configs if config.reduce_on_plateau]
+        if all(config.monitor in self._trainer.callback_metrics for config in configs):
+            epochs.completed -= 1
+            self._trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+            epochs.completed += 1
 
-    @override
-    def loaders_made(self, combined: Any) -> bool:
-        self._loaders.follow(combined)
-        self._loaders.begin_iteration()
-        if self._position_to_take is not None:
-            epoch = self._trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
-            self._loaders.remake_at(self._position_to_take, epoch)
-        return self._plan is not None
 
-    @override
-    def loaders_iterated(self, fetcher: Any) -> None:
-        if self._position_to_take is not None:
-            self._loaders.place(fetcher)
-            self._position_to_take = None
-            self._is_iterated = self._is_placed = True
-        if self._plan is None and self._next == RUN_START:
-            self._noting.look_again()
-            self._is_iterated, self._next = self._trainer.current_epoch == 0, EPOCH_START
+class _Announcing:
+    """Starts an action of a profiler, and calls who waits for it before.
 
-    @override
-    def begin_planned(self) -> None:
-        assert self._plan is not None
-        plan, self._plan, self.planned = rng.loaded(self._plan), None, None
-        self._next = plan["next"]
-        if self._next in loops.WITHIN_EPOCH:
-            schedule_callbacks.within_epoch(self._trainer)
-        self._noting.restore_randomness(plan)
+    Lightning's loops announce what they are about to do to the profiler, and before a batch is drawn to nobody else.
+    """
 
-    @override
-    def validation_loaders_made(self) -> None:
-        self._noting.validation_loaders_made()
+    def __init__(self, start: Callable[[str], None], before: dict[str, Callable[[], None]]) -> None:
+        self._start, self._before = start, before
 
-    @override
-    def begin_epoch(self) -> None:
-        self._noting.look_again()
-        self._next = EPOCH_START
-        self._noted = self._take(EPOCH_START)
-
-    @override
-    def begin_iteration(self) -> bool:
-        if not self._is_iterated:
-            self._loaders.begin_iteration()
-        is_placed, self._is_placed = self._is_placed, False
-        return is_placed
-
-    @override
-    def epoch_iterated(self) -> None:
-        self._is_iterated = True
-
-    @override
-    def begin_batch(self) -> None:
-        if self._begins_window():
-            self._noted, self._before_validation = self._take(BATCH), {}
-        self._next = BATCH_END
-        self._loaders.begin_batch(self._trainer.fit_loop._data_fetcher)
-
-    def _begins_window(self) -> bool:
-        if self._noted is None or self._noted.next != BATCH:
-            return True
-        if self._is_manual:
-            return not self._holds_gradients()
-        begun = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        return begun % self._trainer.accumulate_grad_batches == 0
-
-    def stepped(self) -> None:
-        """The optimizer has stepped: there is nothing left of the window to go back for."""
-        self._noted, self._next, self._before_validation = None, BATCH_END, {}
-        self._noting.steps_without_end = loops.steps_without_end(self._trainer)
-
-    @override
-    def end_step(self) -> None:
-        self._next = AFTER_BATCH
-        if self._is_manual and not self._holds_gradients():
-            self._noted = None
-        is_asked_to_stop = self._trainer.should_stop and not self._is_last_batch()
-        if is_asked_to_stop and self._noted is None and not loops.is_validation_due(self._trainer):
-            self._noted = self._take(AFTER_BATCH)
-
-    @override
-    def begin_validation(self) -> None:
-        self._is_validating = self._noted is None
-        if self._noted is None:
-            self._noted = self._take(AFTER_BATCH)
-        elif not self._before_validation:
-            watching = [c for c in self._trainer.callbacks if isinstance(c, EarlyStopping)]  # type: ignore[attr-defined]
-            self._before_validation = {callback.state_key: callback.state_dict() for callback in watching}
-
-    @override
-    def has_validated(self) -> None:
-        self._next = AFTER_VALIDATION
-        if self._is_validating and self._noted is not None:
-            self._validated, self._noted = self._noted, None
-
-    @override
-    def end_batch(self) -> None:
-        self._next = BATCH
-
-    @override
-    def begin_epoch_end(self) -> None:
-        if self._is_last_batch():
-            self._noted, self._next = None, EPOCH_END
-        elif self._noted is None:
-            self._noted = self._take(BATCH)
-
-    @override
-    def end_epoch(self) -> None:
-        self._is_iterated = self._is_placed = False
-        if self._noted is None:
-            self._next = EPOCH_START
-            self._noted = self._take(EPOCH_START)
-
-    def close(self) -> None:
-        """Give loops and loaders back; :meth:`state` stays what it is."""
-        if self._noted is None and self._plan is None:
-            self._noted = self._take(self._next)
-        self._late_saves.close()
-        loops.unfollow(self._trainer)
-        self._loaders.close()
-
-    # --- Noting -------------------------------------------------------------------------------------------------------
-
-    def _take(self, next_: str) -> Point:
-        return self._noting.take(next_, self._is_iterated, self._validated)
-
-    def _is_last_batch(self) -> bool:
-        fit_loop = self._trainer.fit_loop
-        is_exhausted = fit_loop._data_fetcher is not None and fit_loop._data_fetcher.done
-        return is_exhausted or fit_loop.epoch_loop._num_ready_batches_reached()
+    def __call__(self, action_name: str) -> None:
+        before = self._before.get(action_name.rsplit(".", 1)[-1])
+        if before is not None:
+            before()
+        self._start(action_name)

@@ -1,350 +1,156 @@
-"""The Trainer's own loops, told to say where they are, and to go on where a checkpoint says.
+"""Where a fit is, by the counters of Lightning's loops, and counters from which the same loops go on there.
 
-Lightning 2.6.6 guesses from its counters where a checkpoint was saved, and guesses wrong in several places: a
-validation that was due is skipped, the logger's step is one off, the end of an epoch is skipped or its means are. It
-has no setting for any of this, so for the time of a fit the loops are of these subclasses.
+Lightning (2.6.6) guesses from its counters where a checkpoint was saved. Saved in a hook they lead it to skip a due
+validation, the end of an epoch, or one step of the logger, so a checkpoint gets counters that leave nothing to guess.
 """
 
-from abc import ABC, abstractmethod
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-from typing_extensions import override
 
 from lightning_automodel import lightning_internals
 
-RUN_START = "run start"
-EPOCH_START = "epoch start"
+EPOCH = "epoch"
 BATCH = "batch"
-BATCH_END = "batch end"
-AFTER_BATCH = "after batch"
-AFTER_VALIDATION = "after validation"
-EPOCH_END = "epoch end"
-"""What a fit does next, in its order."""
-
-WITHIN_EPOCH = (BATCH, BATCH_END, AFTER_BATCH, AFTER_VALIDATION)
-UNFINISHED = (BATCH_END, AFTER_BATCH, AFTER_VALIDATION, EPOCH_END)
+STEP = "step"
+VALIDATION = "validation"
+"""What the stages mean: an epoch comes next, its hooks first; a batch comes next; a batch was just trained on, and a
+validation may be due; that validation is over."""
 
 
-class Follower(ABC):
-    """Whom the loops tell where they are.
+@dataclass(frozen=True)
+class Position:
+    """Where a fit is.
 
     Attributes:
-        planned: What comes next by a checkpoint, until that begins; None without one.
+        stage: One of the names above.
+        batches: Batches of the epoch that the loop has used.
+        epochs: Epochs that are complete.
+        is_epoch_ending: Whether the hooks that end an epoch run, so that what follows them is yet to be done.
     """
 
-    planned: str | None = None
-
-    @abstractmethod
-    def begin_run(self) -> None:
-        """The fit loop begins."""
-
-    @abstractmethod
-    def loaders_made(self, combined: Any) -> bool:
-        """Training loaders are about to be iterated for the first time. Returns whether they begin where planned."""
-
-    @abstractmethod
-    def loaders_iterated(self, fetcher: Any) -> None:
-        """Training loaders are iterated, anew or still."""
-
-    @abstractmethod
-    def begin_planned(self) -> None:
-        """What was planned begins: from here on, random numbers are those of the stopped run."""
-
-    @abstractmethod
-    def begin_epoch(self) -> None:
-        """An epoch begins, its hooks first."""
-
-    @abstractmethod
-    def begin_iteration(self) -> bool:
-        """The epoch's batches begin. Returns whether the loaders stand where a checkpoint says already."""
-
-    @abstractmethod
-    def epoch_iterated(self) -> None:
-        """The loaders are iterated for this epoch."""
-
-    @abstractmethod
-    def begin_batch(self) -> None:
-        """A batch is about to be drawn."""
-
-    @abstractmethod
-    def end_step(self) -> None:
-        """The hooks of a batch are over, and validation may follow."""
-
-    @abstractmethod
-    def end_batch(self) -> None:
-        """Nothing is left of the batch."""
-
-    @abstractmethod
-    def validation_loaders_made(self) -> None:
-        """Validation loaders exist."""
-
-    @abstractmethod
-    def begin_validation(self) -> None:
-        """Validation begins."""
-
-    @abstractmethod
-    def has_validated(self) -> None:
-        """Validation has ended but for its last hooks."""
-
-    @abstractmethod
-    def begin_epoch_end(self) -> None:
-        """The hooks that end an epoch are about to run, or those that end a run within one."""
-
-    @abstractmethod
-    def end_epoch(self) -> None:
-        """Nothing is left of the epoch, or of the run."""
+    stage: str
+    batches: int
+    epochs: int
+    is_epoch_ending: bool = False
 
 
-class FollowedFitLoop(lightning_internals.FitLoop):
-    """Epochs."""
-
-    follower: Follower
-
-    @property
-    @override
-    def done(self) -> bool:
-        """Not while what a checkpoint left unfinished is to be done, whatever limits were reached with it."""
-        return self.follower.planned not in UNFINISHED and super().done
-
-    @lightning_internals.FitLoop.restarting.setter
-    def restarting(self, restarting: bool) -> None:
-        """With a plan, at the end of an epoch too: Lightning runs no sanity check where it restarts."""
-        owner: Any = lightning_internals.FitLoop if self.follower.planned is None else lightning_internals.Loop
-        owner.restarting.fset(self, restarting)
-
-    @override
-    def run(self) -> None:
-        self.follower.begin_run()
-        super().run()
-        if self.follower.planned is not None:
-            self.follower.begin_planned()
-
-    @override
-    def setup_data(self) -> None:
-        super().setup_data()
-        if self._data_fetcher is not None:
-            self.follower.loaders_iterated(self._data_fetcher)
-
-    @override
-    def _load_combined_loader_states(self) -> None:
-        """What Lightning calls between making the loaders and iterating them; it would load rank 0's states."""
-        if self.follower.loaders_made(self._combined_loader):
-            self._combined_loader_states_to_load = []
-        super()._load_combined_loader_states()
-
-    @override
-    def reset(self) -> None:
-        super().reset()
-        if self.follower.planned in WITHIN_EPOCH:
-            self._restart_stage = lightning_internals.RestartStage.RESTARTED_MID_EPOCH
-
-    @override
-    def on_run_start(self) -> None:
-        super().on_run_start()
-        if self.follower.planned == EPOCH_END:
-            self._finish_epoch()
-
-    def _finish_epoch(self) -> None:
-        """The end of :meth:`on_advance_end`, whose hooks have run."""
-        self.follower.begin_planned()
-        connector, completed = self.trainer._logger_connector, vars(self.epoch_progress.current)
-        completed["completed"] = completed["processed"] - 1
-        connector.on_epoch_end()
-        self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-        self.epoch_loop._batches_that_stepped -= 1
-        connector.update_train_epoch_metrics()
-        self.epoch_loop._batches_that_stepped += 1
-        self.epoch_progress.increment_completed()
-        self.follower.end_epoch()
-
-    @override
-    def on_advance_start(self) -> None:
-        if self.follower.planned == EPOCH_START:
-            self.follower.begin_planned()
-        if self.follower.planned is None:
-            self.follower.begin_epoch()
-        super().on_advance_start()
-
-    @override
-    def on_advance_end(self) -> None:
-        self.follower.begin_epoch_end()
-        try:
-            super().on_advance_end()
-        finally:
-            counts = vars(self.epoch_progress.current)
-            if counts["completed"] == counts["processed"]:
-                self.follower.end_epoch()
+def position(trainer: "pl.Trainer") -> Position:
+    """Where ``trainer`` is now."""
+    fit_loop: Any = trainer.fit_loop  # its trackers are annotated as those without what is read here
+    epochs = fit_loop.epoch_progress.current
+    progress = fit_loop.epoch_loop.batch_progress
+    batches = progress.current
+    if epochs.started <= epochs.processed:
+        if 0 < epochs.processed == epochs.ready and batches.processed and not is_last_batch(trainer):
+            # max_steps, max_time or should_stop ended the epoch early: the rest of it comes when more is allowed.
+            return Position(BATCH, batches.processed, epochs.processed - 1)
+        return Position(EPOCH, batches.processed, epochs.processed, is_epoch_ending=epochs.completed < epochs.processed)
+    if batches.completed < batches.ready:
+        return Position(STEP, batches.ready, epochs.processed)
+    if not trainer.validating:
+        return Position(BATCH, batches.ready, epochs.processed)
+    validated = fit_loop.epoch_loop.val_loop.batch_progress
+    is_over = validated.is_last_batch and validated.current.completed == validated.current.ready
+    return Position(VALIDATION if is_over else STEP, batches.ready, epochs.processed)
 
 
-class FollowedEpochLoop(lightning_internals.TrainingEpochLoop):
-    """Batches."""
-
-    follower: Follower
-
-    @property
-    @override
-    def done(self) -> bool:
-        """Not while the last batch is to be finished."""
-        return self.follower.planned not in UNFINISHED and super().done
-
-    @override
-    def reset(self) -> None:
-        if self.follower.planned not in WITHIN_EPOCH:
-            super().reset()
-
-    @override
-    def on_run_start(self, data_fetcher: Any) -> None:
-        fetched, fit_loop = data_fetcher.fetched, self.trainer.fit_loop
-        if is_placed := self.follower.begin_iteration():
-            fit_loop._resuming_from_checkpoint = True
-        super().on_run_start(data_fetcher)
-        if is_placed:
-            fit_loop._resuming_from_checkpoint = False
-            data_fetcher.fetched = fetched
-        self.follower.epoch_iterated()
-
-    @override
-    def advance(self, data_fetcher: Any) -> None:
-        planned = self.follower.planned
-        if planned is not None:
-            self.follower.begin_planned()
-        if planned == BATCH_END:
-            self._finish_batch()
-        elif planned == AFTER_VALIDATION:
-            self._skip_next_val = True
-        if planned not in UNFINISHED:
-            self.follower.begin_batch()
-            super().advance(data_fetcher)
-
-    def _finish_batch(self) -> None:
-        """The end of :meth:`advance`, whose hooks have run."""
-        connector = self.trainer._logger_connector
-        connector.on_batch_end()
-        self.batch_progress.increment_completed()
-        connector.update_train_step_metrics()
-
-    @override
-    def on_advance_end(self, data_fetcher: Any) -> None:
-        self.follower.end_step()
-        super().on_advance_end(data_fetcher)
-
-    @override
-    def _save_loggers_on_train_batch_end(self) -> None:
-        """The last that Lightning does in a batch, before it may raise ``SIGTERMException``."""
-        self.follower.end_batch()
-        super()._save_loggers_on_train_batch_end()
+def is_last_batch(trainer: "pl.Trainer") -> bool:
+    """Whether no batch of the epoch follows the newest one."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
 
 
-class FollowedValidationLoop(lightning_internals.EvaluationLoop):
-    """Validation within a fit."""
-
-    follower: Follower
-
-    @override
-    def run(self) -> list[Any]:
-        if not self.trainer.sanity_checking:
-            self.setup_data()
-            self.follower.validation_loaders_made()
-            self.follower.begin_validation()
-        return super().run()
-
-    @override
-    def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
-        if not self.trainer.sanity_checking:
-            self.follower.has_validated()
-        super()._on_evaluation_end(*args, **kwargs)
+def steps_logged(trainer: "pl.Trainer") -> int:
+    """Batches that stepped, by which loggers count."""
+    return trainer.fit_loop.epoch_loop.on_save_checkpoint()["_batches_that_stepped"]
 
 
-def follow(trainer: "pl.Trainer", follower: Follower) -> None:
-    """Let the loops of ``trainer`` tell ``follower``, until :func:`unfollow`."""
-    unfollow(trainer)
-    for loop, followed in zip(
-        _loops(trainer), (FollowedFitLoop, FollowedEpochLoop, FollowedValidationLoop), strict=True
-    ):
-        loop.__class__ = type(followed.__name__, (followed, type(loop)), {})
-        loop.follower = follower
+def set_steps_logged(trainer: "pl.Trainer", steps: int) -> None:
+    """Set what :func:`steps_logged` returns."""
+    trainer.fit_loop.epoch_loop.on_load_checkpoint(
+        {**trainer.fit_loop.epoch_loop.on_save_checkpoint(), "_batches_that_stepped": steps}
+    )
 
 
-def unfollow(trainer: "pl.Trainer") -> None:
-    """Give the loops back."""
-    for loop in _loops(trainer):
-        if "follower" in loop.__dict__:
-            loop.__class__ = type(loop).__bases__[1]
-            del loop.__dict__["follower"]
+def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, Any]:
+    """The state of the fit loop with counters from which Lightning's loops go on at ``at``.
 
-
-def _loops(trainer: "pl.Trainer") -> tuple[Any, Any, Any]:
-    epoch_loop = trainer.fit_loop.epoch_loop
-    return trainer.fit_loop, epoch_loop, epoch_loop.val_loop
-
-
-def forget_restart(trainer: "pl.Trainer") -> None:
-    """Let no loop guess that it restarts."""
-    loops: list[Any] = [trainer.fit_loop]
-    while loops:
-        loop = loops.pop()
-        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
-        loops.extend(value for value in loop.__dict__.values() if isinstance(value, lightning_internals.Loop))
-
-
-def is_validation_due(trainer: "pl.Trainer") -> bool:
-    """Whether validation follows the batch, had nobody asked training to stop."""
-    fit_loop = trainer.fit_loop
-    assert fit_loop._data_fetcher is not None
-    asked, trainer.should_stop = trainer.should_stop, False
-    try:
-        return fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher)
-    finally:
-        trainer.should_stop = asked
-
-
-def progress_of(trainer: "pl.Trainer") -> dict[str, Any]:
-    """All counters of the fit loops as their ``state_dict`` has them, without the loaders' states, in microseconds."""
-    state: dict[str, Any] = {}
-    _gather(trainer.fit_loop, "", state)
-    return state
-
-
-def _gather(loop: Any, prefix: str, state: dict[str, Any]) -> None:
-    steps = getattr(loop, "_batches_that_stepped", None)
-    state[f"{prefix}state_dict"] = {} if steps is None else {"_batches_that_stepped": steps}
-    for name, value in loop.__dict__.items():
-        if isinstance(value, lightning_internals.BaseProgress):
-            state[f"{prefix}{name}"] = _copied(value)
-        elif isinstance(value, lightning_internals.Loop):
-            _gather(value, f"{prefix}{name}.", state)
-
-
-def _copied(progress: Any) -> dict[str, Any]:
-    return {
-        name: _copied(value) if isinstance(value, lightning_internals.BaseProgress) else value
-        for name, value in vars(progress).items()
+    Args:
+        saved: What ``fit_loop.state_dict()`` returned when the fit was there, or in the window after that.
+        at: Where to go on.
+        logged: What :func:`steps_logged` is there.
+    """
+    in_epoch = at.stage != EPOCH
+    epochs = dict.fromkeys(("ready", "started"), at.epochs + in_epoch)
+    epochs |= dict.fromkeys(("processed", "completed"), at.epochs)
+    batches = saved["epoch_loop.batch_progress"]
+    validated = saved["epoch_loop.val_loop.batch_progress"]
+    before = batches["total"]["processed"] - batches["current"]["processed"]
+    validations = validated["total"]["completed"]
+    counters: dict[str, Any] = {
+        "epoch_progress": {"total": dict(epochs), "current": dict(epochs)},
+        "epoch_loop.batch_progress": {
+            **batches,
+            "total": dict.fromkeys(batches["total"], before + at.batches),
+            "current": dict.fromkeys(batches["current"], at.batches),
+            "is_last_batch": batches["is_last_batch"] and at.stage != BATCH,
+        },
+        "epoch_loop.val_loop.batch_progress": {
+            "total": dict.fromkeys(validated["total"], validations),
+            "current": dict.fromkeys(validated["current"], 0),
+            "is_last_batch": False,
+        },
     }
+    if at.stage == STEP:
+        # By this, Lightning takes a validation that is due for one that was interrupted, and runs it.
+        counters["epoch_loop.val_loop.batch_progress"]["total"] |= {
+            "ready": validations + 1,
+            "started": validations + 1,
+        }
+    for name in ("automatic_optimization.optim_progress", "manual_optimization.optim_step_progress"):
+        counters[f"epoch_loop.{name}"] = _all_completed(saved[f"epoch_loop.{name}"])
+    counters["epoch_loop.scheduler_progress"] = _all_completed(saved["epoch_loop.scheduler_progress"])
+    # The loop counts the batch's step once a validation that may be due is over.
+    counted = logged - 1 if at.stage in (STEP, VALIDATION) else logged
+    counters["epoch_loop.state_dict"] = {**saved["epoch_loop.state_dict"], "_batches_that_stepped": counted}
+    # Each rank has its own loaders' states, and Lightning would load those of rank 0 everywhere.
+    counters["state_dict"] = {name: value for name, value in saved["state_dict"].items() if name != "combined_loader"}
+    return {**saved, **counters}
 
 
-def with_states_of_users(progress: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """``progress``, and what loops of the user's own had added to what was ``saved``."""
-    states = {name: {**saved.get(name, {}), **state} for name, state in progress.items() if name.endswith("state_dict")}
-    return {**saved, **progress, **states}
+def _all_completed(progress: dict[str, Any]) -> dict[str, Any]:
+    """No event has begun and not ended."""
+    if "completed" in progress:
+        return dict.fromkeys(progress, progress["completed"])
+    return {name: _all_completed(value) for name, value in progress.items()}
 
 
-def steps_without_end(trainer: "pl.Trainer") -> int:
-    """Steps that began and never ended, but for the newest: one that draws its batches may find that there is none."""
-    steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
-    return max(0, steps.ready - steps.completed - 1)
+def finish_restart(trainer: "pl.Trainer", stage: str, logged: int) -> None:
+    """Let the loops, restarted from :func:`counters_at`, forget that where it would mislead them.
+
+    To be called once the run has started, in ``on_train_start``, with random states still to be restored.
+    """
+    fit_loop: Any = trainer.fit_loop
+    epoch_loop = fit_loop.epoch_loop
+    lightning_internals.forget_restart(fit_loop)
+    if stage == EPOCH:
+        fit_loop.reset_restart_stage()
+        epoch_loop.restarting = False
+        return
+    validated = epoch_loop.val_loop.batch_progress.total
+    validated.ready = validated.started = validated.completed
+    if stage == BATCH or lightning_internals.is_validation_due(trainer):
+        return
+    # Restarted, the loop runs or passes over a validation that is due, and finishes the batch. Otherwise it draws the
+    # next one at once.
+    epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+    set_steps_logged(trainer, logged)
+    lightning_internals.skip_validation(epoch_loop.val_loop)
 
 
-def finish_counting(progress: dict[str, Any], without_end: int) -> None:
-    """Count the batch that stepped last as processed, and its step as completed, wherever in its hooks it is."""
-    for batches in (progress["epoch_loop.batch_progress"][which] for which in ("total", "current")):
-        batches["started"] = batches["processed"] = batches["ready"]
-        batches["completed"] = batches["ready"] - 1
-    steps = progress["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
-    steps["total"]["completed"] = steps["total"]["ready"] - without_end
-    steps["current"]["completed"] = steps["current"]["ready"]
-
-
-def batches_of_epoch(progress: dict[str, Any]) -> int:
-    """Batches of the epoch that have begun."""
-    return progress["epoch_loop.batch_progress"]["current"]["ready"]
+def prefetches(trainer: "pl.Trainer") -> bool:
+    """Whether the loop draws one batch ahead, which it does where it cannot know otherwise which is the last."""
+    return math.isinf(trainer.num_training_batches)

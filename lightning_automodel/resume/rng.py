@@ -13,7 +13,7 @@ from lightning_automodel import lightning_internals
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _SAMPLERS = (Sampler, lightning_internals.DatasetSamplerWrapper)
-_NAMES_THAT_LEAD_ON = ("sampler", "batch_sampler", "dataset")
+_NAMES_THAT_LEAD_ON = ("sampler", "batch_sampler", "dataset", "_inner")
 
 
 def note(device: torch.device) -> dict[str, Any]:

@@ -1,200 +1,198 @@
-"""Moments of a fit: all of what a rank would need to go on from one, noted, written and put back."""
+"""What a fit needs to go on beside weights, optimizers and loaders, as it is at one moment on one rank.
 
-from collections.abc import Callable
+A snapshot neither synchronises nor communicates, and copies what changes in place.
+"""
+
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
 
-from lightning_automodel.resume import dataloaders, loops, rng, running_metrics
-from lightning_automodel.resume.loops import AFTER_VALIDATION, BATCH_END, EPOCH_END
-from lightning_automodel.resume.module_buffers import PlainBuffers
-from lightning_automodel.resume.switches import Noted, Switches
+from lightning_automodel.resume import loops, rng
 from lightning_automodel.sharding import weight_averaging
 
 
 @dataclass(frozen=True)
-class Point:
+class Snapshot:
     """A moment of a fit on this rank.
 
     Attributes:
-        next: What comes next, one of the names in :mod:`loop_progress`.
-        progress: Counters of the loops.
-        random: Global random states, then those of the generators of training and of validation loaders, of training
-            samplers, and of the module's own generators.
-        position: Where the training loaders are; None where they are yet to be iterated.
-        metrics: Running metrics.
-        buffers: Plain buffers.
-        switches: How modules and parameters are switched.
-        counted: Small things that Lightning counts and does not save.
-        own: What the strategy itself keeps from step to step.
+        at: Where the fit is.
+        logged: Batches that stepped, as loggers count them.
+        random: Global random states.
+        generators: States of the generators that the module holds.
+        loaders: Positions of the training loaders.
+        buffers: Copies of the plain buffers of the module, and of averages of it.
+        metrics: States of the TorchMetrics objects of the module.
+        flags: Which modules train, which parameters are trained, and how many batches make a window.
+        callbacks: States of callbacks by key.
+        own: What the strategy keeps from step to step.
     """
 
-    next: str
-    progress: dict[str, Any]
+    at: loops.Position
+    logged: int
     random: dict[str, Any]
-    position: dataloaders.Position | None
-    metrics: dict[str, Any]
+    generators: list[Any]
+    loaders: list[dict[str, Any]]
     buffers: dict[str, Tensor]
-    switches: Noted
-    counted: dict[str, Any]
+    metrics: dict[str, dict[str, Any]]
+    flags: dict[str, Any]
+    callbacks: dict[str, Any]
     own: dict[str, Any]
 
 
-class Noting:
-    """Notes where a fit is, and puts it there. Noting neither synchronises nor communicates.
+class ModuleState:
+    """What a module and its Trainer's callbacks hold that no state dict tells.
 
     Args:
         trainer: Of the fit, set up.
-        device: Of this rank.
-        loaders: Its training loaders.
-        own: Returns what the strategy keeps from step to step.
-        restore_own: Takes it back.
-
-    Attributes:
-        steps_without_end: Steps that began and never ended, of those before the newest.
     """
 
-    def __init__(
-        self,
-        trainer: "pl.Trainer",
-        device: torch.device,
-        loaders: dataloaders.TrainingLoaders,
-        own: Callable[[], dict[str, Any]],
-        restore_own: Callable[[dict[str, Any]], None],
-    ) -> None:
-        self._fit_loop, self._device, self._loaders = trainer.fit_loop, device, loaders
-        self._trainer, self._own, self._restore_own = trainer, own, restore_own
-        module = trainer.lightning_module
-        self._metrics = running_metrics.RunningMetrics(trainer, module)
-        averages = enumerate(weight_averaging.averaged_models(module))
-        self._buffers = PlainBuffers({"module": module} | {f"average{index}": average for index, average in averages})
-        self._switches = Switches(trainer, module)
-        self._generators: dict[str, list[list[rng.Generator]]] = {"training": [], "validation": []}
-        self._generators_of_module: list[rng.Generator] = []
-        self._samplers: list[Any] = []
-        self.steps_without_end = 0
-        self._validation_to_take: tuple[list[list[Any]], dict[int, int]] | None = None
+    def __init__(self, trainer: "pl.Trainer") -> None:
+        self._trainer, self._module = trainer, trainer.lightning_module
+        self._metrics: dict[str, Metric] = {}
+        self._generators: list[rng.Generator] = []
+        self._flag_owners: list[tuple[str, Any, str]] = []
+        self._buffer_owners: list[tuple[str, nn.Module, str]] = []
+        self._first_buffers: dict[str, Tensor] = {}
+        self.look_again()
+        self._first_flags = self.flags()
 
-    @property
-    def _validation(self) -> Any:
-        return self._fit_loop.epoch_loop.val_loop
+    def start(self) -> None:
+        """The run starts, and everything is loaded: what changes in buffers from now on is to be saved."""
+        self.look_again()
+        self._first_buffers = self.buffers()
 
     def look_again(self) -> None:
-        """Look for what is to be noted: finding it takes longer than noting it."""
-        self._buffers.look_again()
-        self._metrics.look_again()
-        self._switches.look_again()
-        self._generators = {
-            "training": _generators(self._fit_loop._combined_loader),
-            "validation": _generators(self._validation._combined_loader),
+        """Look for what the module consists of by now: finding it takes longer than copying it."""
+        modules = list(self._module.named_modules())
+        self._metrics = {name: module for name, module in modules if isinstance(module, Metric)}
+        self._generators = rng.generators_of_modules(self._module)
+        averages = [each.named_modules() for each in weight_averaging.averaged_models(self._module)]
+        self._buffer_owners = [
+            (f"{prefix}.{name}".removeprefix("."), module, name)
+            for prefix, module in (
+                *modules,
+                *((f"average{i}.{n}", m) for i, named in enumerate(averages) for n, m in named),
+            )
+            if not isinstance(module, Metric)
+            for name, _ in module.named_buffers(recurse=False)
+        ]
+        switched = ("training", "track_running_stats")
+        self._flag_owners = [
+            (f"{name}.{flag}", module, flag) for name, module in modules for flag in switched if flag in vars(module)
+        ]
+        parameters = self._module.named_parameters()
+        self._flag_owners += [(f"{name}.requires_grad", parameter, "requires_grad") for name, parameter in parameters]
+        self._flag_owners.append(("accumulate_grad_batches", self._trainer, "accumulate_grad_batches"))
+
+    # --- Buffers ------------------------------------------------------------------------------------------------------
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Copies of all plain buffers on their device; batch norm changes them without a new version."""
+        return {name: buffer.clone() for name, buffer in self._plain_buffers().items()}
+
+    def _plain_buffers(self) -> dict[str, Tensor]:
+        buffers: dict[str, Any] = {name: getattr(owner, key, None) for name, owner, key in self._buffer_owners}
+        return {name: buffer.detach() for name, buffer in buffers.items() if _has_plain_values(buffer)}
+
+    def unsaved_buffers(self, copies: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those of ``copies`` that a state dict may not tell for this rank: what changed in this fit, or since then."""
+        now = self._plain_buffers()
+        return {
+            name: value
+            for name, value in copies.items()
+            if not _are_equal(value, self._first_buffers.get(name)) or not _are_equal(value, now.get(name))
         }
-        self._samplers = _samplers(self._fit_loop._combined_loader)
-        self._generators_of_module = rng.generators_of_modules(self._trainer.lightning_module)
 
-    def restore_what_is_trained(self, plan: dict[str, Any]) -> None:
-        """Before optimizers are loaded, which have no state for what is frozen."""
-        self._switches.restore_what_is_trained(plan["switches"])
+    # --- Metrics, flags, callbacks ------------------------------------------------------------------------------------
 
-    def take(self, next_: str, is_iterated: bool, before_validation: Point | None) -> Point:
-        """The moment now.
-
-        Args:
-            next_: What comes next.
-            is_iterated: Whether the training loaders are iterated for the epoch.
-            before_validation: The moment before the newest validation: until its last hooks are over, modules still
-                evaluate, and Lightning's loggers have forgotten whether the batch before was an epoch's first.
-        """
-        progress, metrics = loops.progress_of(self._trainer), self._metrics.note()
-        switches = self._switches.note()
-        if next_ == BATCH_END:
-            loops.finish_counting(progress, self.steps_without_end)
-        elif next_ == AFTER_VALIDATION and before_validation is not None:
-            metrics |= {"first_batch": before_validation.metrics["first_batch"], "hook": None}
-            switches = before_validation.switches
-        has_position = is_iterated and next_ != EPOCH_END
-        return Point(
-            next=next_,
-            progress=progress,
-            random={
-                "global": rng.note(self._device),
-                "training": _states(self._generators["training"]),
-                "validation": _states(self._generators["validation"]),
-                "samplers": [sampler.state_dict() for sampler in self._samplers],
-                "module": rng.note_generators(self._generators_of_module),
-            },
-            position=self._loaders.position(self._fit_loop._data_fetcher) if has_position else None,
-            metrics=metrics,
-            buffers=self._buffers.note(),
-            switches=switches,
-            counted={
-                "validation_batches": dict(self._validation._seen_batches_per_dataloader),
-                "training_loaders_made": self._fit_loop._last_train_dl_reload_epoch,
-                "validation_loaders_made": self._validation._last_val_dl_reload_epoch,
-            },
-            own=self._own(),
-        )
-
-    def savable(self, point: Point, group: dist.ProcessGroup | None) -> dict[str, Any]:
-        """``point`` as a checkpoint holds it. A collective on ``group`` where it is given."""
-        plain = vars(point) | {
-            "buffers": self._buffers.savable(point.buffers, group),
-            "position": dataloaders.savable(point.position),
-            "metrics": running_metrics.savable(point.metrics),
-            "switches": self._switches.savable(point.switches),
+    def metrics(self) -> dict[str, dict[str, Any]]:
+        """Copies of the states of all TorchMetrics objects, and how often they were updated."""
+        return {
+            name: {"count": metric.update_count, "states": {k: _copied(v) for k, v in metric.metric_state.items()}}
+            for name, metric in self._metrics.items()
         }
-        return rng.savable(plain)
 
-    def restore(self, plan: dict[str, Any]) -> None:
-        """Before the run begins, put back what no hook changes until it goes on. Every rank must call it."""
-        self._metrics.restore(plan["metrics"], self._device)
-        self._buffers.restore(plan["buffers"])
-        self._restore_own(plan["own"])
+    def flags(self) -> dict[str, Any]:
+        """All flags by name."""
+        return {name: getattr(owner, flag) for name, owner, flag in self._flag_owners}
 
-    def restore_randomness(self, plan: dict[str, Any]) -> None:
-        """Where the run goes on, put back random states, switches and what Lightning counts."""
-        counted, random = plan["counted"], plan["random"]
-        self._fit_loop._last_train_dl_reload_epoch = counted["training_loaders_made"]
-        self._validation._last_val_dl_reload_epoch = counted["validation_loaders_made"]
+    def switched_flags(self, flags: dict[str, Any]) -> dict[str, Any]:
+        """Those that are not as they were first: whoever resumes may choose the others anew."""
+        first = self._first_flags
+        return {name: value for name, value in flags.items() if name in first and value != first[name]}
+
+    def generators(self) -> list[Any]:
+        """States of the module's own generators."""
+        return rng.note_generators(self._generators)
+
+    def callbacks(self) -> dict[str, Any]:
+        """Copies of the states of all callbacks that have one, by key."""
+        stateful = [c for c in _callbacks(self._trainer) if type(c).state_dict is not Callback.state_dict]
+        states = {callback.state_key: callback.state_dict() for callback in stateful}
+        return copy.deepcopy({key: state for key, state in states.items() if state})
+
+    def restore(self, plan: dict[str, Any], device: torch.device) -> None:
+        """Set all of this to what a checkpoint holds, except for callbacks, which Lightning loads."""
         self.look_again()
-        self._switches.restore(plan["switches"])
-        self._validation_to_take = [] if random is None else random["validation"], counted["validation_batches"]
-        if self._validation._combined_loader is not None:
-            self.validation_loaders_made()
-        if random is not None:
-            _set_states(self._generators["training"], random["training"])
-            if plan["position"] is None:
-                for sampler, state in zip(self._samplers, random["samplers"], strict=False):
-                    sampler.load_state_dict(state)
-            rng.set_generators(self._generators_of_module, random["module"])
-            rng.set_to(random["global"], self._device)
+        for name, state in plan["metrics"].items():
+            if name in self._metrics:
+                _restore_metric(self._metrics[name], state)
+        for name, buffer in self._plain_buffers().items():
+            value = plan["buffers"].get(name)
+            if value is not None and value.shape == buffer.shape:
+                buffer.copy_(value)
+        self.restore_flags(plan["flags"])
+        rng.set_generators(self._generators, plan["generators"])
+        seen = {name: _moved(value, device) for name, value in plan["seen"].items()}
+        self._trainer.callback_metrics.update(seen)
 
-    def validation_loaders_made(self) -> None:
-        """Put back the states of their generators, where that is due."""
-        if not self._generators["validation"]:
-            self.look_again()
-        taken, self._validation_to_take = self._validation_to_take, None
-        if taken is not None:
-            _set_states(self._generators["validation"], taken[0])
-            self._validation._seen_batches_per_dataloader.update(taken[1])
+    def restore_flags(self, flags: dict[str, Any]) -> None:
+        """Set flags by name."""
+        for name, owner, flag in self._flag_owners:
+            if name in flags:
+                setattr(owner, flag, flags[name])
 
-
-def _generators(combined: Any) -> list[list[rng.Generator]]:
-    return [] if combined is None else [rng.generators_of(loader) for loader in combined.flattened]
+    def unfreeze(self, flags: dict[str, Any]) -> None:
+        """Before optimizers are loaded, which have no state for what is frozen, let parameters be trained again."""
+        self.restore_flags({name: True for name, value in flags.items() if value and name.endswith(".requires_grad")})
 
 
-def _states(generators: list[list[rng.Generator]]) -> list[list[Any]]:
-    return [rng.note_generators(of_loader) for of_loader in generators]
+def _callbacks(trainer: "pl.Trainer") -> list[Callback]:
+    return trainer.callbacks  # type: ignore[attr-defined]
 
 
-def _samplers(combined: Any) -> list[Any]:
-    loaders = [] if combined is None else combined.flattened
-    return [sampler for loader in loaders for sampler in rng.samplers_of(loader)]
+def _has_plain_values(buffer: Any) -> bool:
+    is_plain = isinstance(buffer, Tensor) and not isinstance(buffer, DTensor)
+    return is_plain and not buffer.is_meta and buffer.layout == torch.strided and not buffer.is_quantized
 
 
-def _set_states(generators: list[list[rng.Generator]], states: list[list[Any]]) -> None:
-    for of_loader, saved in zip(generators, states, strict=False):
-        rng.set_generators(of_loader, saved)
+def _are_equal(one: Tensor, other: Tensor | None) -> bool:
+    if other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other.to(one.device)) or bool((one.isnan() & other.isnan() | (one == other)).all())
+
+
+def _copied(state: Any) -> Any:
+    # What a list gets appended is not changed in place.
+    return list(state) if isinstance(state, list) else state.clone()
+
+
+def _restore_metric(metric: Metric, saved: dict[str, Any]) -> None:
+    for name, state in saved["states"].items():
+        if name in metric.metric_state:
+            setattr(metric, name, _moved(state, metric.device))
+    metric._update_count, metric._computed = saved["count"], None
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, list):
+        return [_moved(item, device) for item in value]
+    return value.to(device) if isinstance(value, Tensor) else value

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -32,6 +32,8 @@ except ImportError:
     StatefulDataLoader = None
 
 NUM_SAMPLES = 29
+EPOCH_MEANS = ("loss", "loss_epoch", "largest")
+"""Logged values that begin anew where a fit goes on within an epoch."""
 DISTRIBUTED = ("distributed", "single rows", "workers", "persistent workers")
 Line = tuple[int, tuple[tuple[str, float], ...]]
 
@@ -80,6 +82,9 @@ class Recorder(Logger):
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         assert step is not None
+        metrics = {name: value for name, value in metrics.items() if name not in EPOCH_MEANS}
+        if metrics.keys() <= {"epoch", "running"} or "val_loss_step" in metrics:
+            return
         self.lines.append((step, tuple(sorted((name, float(value)) for name, value in metrics.items()))))
 
 
@@ -137,6 +142,32 @@ class Learner(LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": self.schedule}]
 
 
+class Counts(Callback):
+    """Counts batches and validations, and keeps the counts."""
+
+    def __init__(self) -> None:
+        self.counts = {"batches": 0, "validations": 0}
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.counts["batches"] += 1
+
+    def on_validation_start(self, trainer: Trainer, *args: Any) -> None:
+        self.counts["validations"] += not trainer.sanity_checking
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.counts
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counts = state
+
+
+COUNTING = (Counts, EarlyStopping)
+
+
+def counting() -> list[Callback]:
+    return [Counts(), EarlyStopping("val_loss", patience=9)]
+
+
 class Saver(Callback):
     """Saves within a hook, when it is called for the `when`-th time, and notes how much was logged before."""
 
@@ -150,7 +181,8 @@ class Saver(Callback):
             return
         self.calls += 1
         if self.calls == self.when:
-            self.logged = len(trainer.logger.lines)
+            # The log line of a batch or an epoch follows its hooks, and is lost.
+            self.logged = len(trainer.logger.lines) + 1
             trainer.save_checkpoint(self.path)
 
 
@@ -222,8 +254,6 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
         return DataLoader(rows, sampler=CountingSampler(len(rows)), **options)
     if kind == "generator of the dataset":
         return DataLoader(Noisy(rows), shuffle=True, **options)
-    if kind == "own iteration":
-        return Cloning(rows, shuffle=True, **options)
     if kind == "stream and rows":
         loaders = {
             "stream": DataLoader(Stream(rank, ranks), **options),
@@ -275,14 +305,6 @@ class Noisy(Subset):
         for row in rows:
             row["input_ids"] = (row["input_ids"] + self.generator.randint(VOCABULARY)) % VOCABULARY
         return rows
-
-
-class Cloning(DataLoader):
-    """Is iterated by a generator, which begins with the first batch."""
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for batch in super().__iter__():
-            yield {name: tensor.clone() for name, tensor in batch.items()}
 
 
 class Batches:
@@ -359,8 +381,8 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
         "step": trainer.global_step,
         "epoch": trainer.current_epoch,
         "random": [torch.rand(2).tolist(), random.random(), np.random.rand()],
-        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        "stopping": [callback.state_dict() for callback in trainer.early_stopping_callbacks],
+        "metrics": {n: float(value) for n, value in sorted(trainer.callback_metrics.items()) if n not in EPOCH_MEANS},
+        "callbacks": [callback.state_dict() for callback in trainer.callbacks if isinstance(callback, COUNTING)],
     }
 
 

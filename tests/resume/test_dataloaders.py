@@ -19,19 +19,23 @@ STOPS = (("on_train_batch_end", 3), ("on_train_batch_end", 4), ("on_train_epoch_
 @pytest.mark.parametrize(
     "loader",
     [
-        "single rows",
-        pytest.param("workers", marks=pytest.mark.sweep),  # a rank of the pool waits seconds for each worker to end
-        pytest.param("persistent workers", marks=pytest.mark.sweep),
         "max_size_cycle",
-        "min_size",
-        "stateful sampler",
-        "generator of the dataset",
-        "own iteration",
-        "stream and rows",
-        "stream",
-        "iterable",
-        "stateful",
         "stateful stream",
+        *(
+            pytest.param(loader, marks=pytest.mark.sweep)
+            for loader in (
+                "single rows",
+                "workers",  # a rank of the pool waits seconds for each worker to end
+                "persistent workers",
+                "min_size",
+                "stateful sampler",
+                "generator of the dataset",
+                "stream and rows",
+                "stream",
+                "iterable",
+                "stateful",
+            )
+        ),
     ],
 )
 @pytest.mark.timeout(700)
@@ -54,6 +58,7 @@ class Drawing(Learner):
         return {"loss": loss, "num_label_tokens": int((batch["labels"] != -100).sum())}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("loader", ["own generator", "stream"])
 @pytest.mark.timeout(400)
 def test_step_that_draws_its_batches(pool2: RankPool, loader: str, tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
-from lightning_automodel.resume import other_world_size, rng
-from lightning_automodel.resume.loops import AFTER_BATCH, BATCH_END
+from lightning_automodel.resume import loops, other_world_size, rng
 
 
 def through_a_file(value: Any) -> Any:
@@ -71,33 +70,46 @@ def test_other_generators_are_left_alone() -> None:
 @pytest.mark.parametrize(("then", "now", "batches"), [(4, 2, 6), (2, 4, 1), (4, 3, 4), (2, 2, 3)])
 def test_as_many_samples_count_as_used(then: int, now: int, batches: int) -> None:
     """Three batches of `then` ranks, of which a step was just taken, in the second epoch."""
-    trackers = ("ready", "started", "processed", "completed")
-    progress = {
-        "current": dict.fromkeys(trackers, 3) | {"completed": 2},
-        "total": dict.fromkeys(trackers, 10) | {"completed": 9},
-        "is_last_batch": False,
-    }
     saved = {
-        "next": BATCH_END,
-        "progress": {"epoch_loop.batch_progress": progress},
-        "position": {
-            "started": {"torch": torch.zeros(1)},
-            "ahead": None,
-            "consumed": 3,
-            "index": 3,
-            "cycled": [],
-            "loaders": [{"made": 1, "first": 2, "yielded": 3, "was_restarted": False}, {"state": {}}],
-        },
-        "metrics": {"results": {"loss": 1}, "objects": {"mean": 1}, "seen": {}},
+        "stage": loops.STEP,
+        "batches": 3,
         "own": {"engine": {"order": [0]}, "last_step": None},
+        "loaders": [{"iteration": (1, 2, 0), "yielded": 3, "seed": 5}, {"state": {}}],
     }
     plan = other_world_size.carried_over({"ranks": [saved], "sizes": {"data_parallel": then}}, now)
-    counted = plan["progress"]["epoch_loop.batch_progress"]
-    assert plan["next"] == AFTER_BATCH
-    assert set(counted["current"].values()) == {batches}
-    assert set(counted["total"].values()) == {7 + batches}
-    assert plan["position"]["consumed"] == plan["position"]["loaders"][0]["yielded"] == batches
-    assert plan["position"]["loaders"][1] is None
-    assert plan["random"] is None
-    assert not plan["metrics"]["results"]
-    assert saved["progress"]["epoch_loop.batch_progress"]["current"]["ready"] == 3
+    assert plan["batches"] == plan["loaders"][0]["yielded"] == batches
+    assert plan["loaders"][0]["seed"] == 5
+    assert "state" not in plan["loaders"][1]
+    assert plan["is_drawn"]
+
+
+def test_counters_are_consistent() -> None:
+    """In mid-batch, having gone back to batch 2 of the second epoch: all trackers agree, and totals keep the first."""
+    trackers = {"ready": 5, "started": 5, "processed": 4, "completed": 4}
+    steps = {"total": {"ready": 3, "completed": 2}, "current": {"ready": 2, "completed": 1}}
+    saved = {
+        "state_dict": {"combined_loader": [{}], "own": 1},
+        "epoch_progress": {},
+        "epoch_loop.state_dict": {"_batches_that_stepped": 9},
+        "epoch_loop.batch_progress": {
+            "current": trackers,
+            "total": {name: 7 + value for name, value in trackers.items()},
+            "is_last_batch": True,
+        },
+        "epoch_loop.val_loop.batch_progress": {
+            "total": dict(trackers),
+            "current": dict(trackers),
+            "is_last_batch": True,
+        },
+        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": {"step": steps}},
+        "epoch_loop.manual_optimization.optim_step_progress": steps,
+        "epoch_loop.scheduler_progress": steps,
+    }
+    counters = loops.counters_at(saved, loops.Position(loops.BATCH, 2, 1), 9)
+    assert set(counters["epoch_loop.batch_progress"]["current"].values()) == {2}
+    assert set(counters["epoch_loop.batch_progress"]["total"].values()) == {9}
+    assert not counters["epoch_loop.batch_progress"]["is_last_batch"]
+    assert counters["epoch_progress"]["total"] == {"ready": 2, "started": 2, "processed": 1, "completed": 1}
+    assert counters["epoch_loop.scheduler_progress"]["total"] == {"ready": 2, "completed": 2}
+    assert counters["state_dict"] == {"own": 1}
+    assert loops.counters_at(counters, loops.Position(loops.BATCH, 2, 1), 9) == counters

@@ -13,10 +13,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, WeightAveraging
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch import Tensor
 
 from lightning_automodel import AutomodelStrategy
+from tests.launch import launched
 from tests.rank_pool import RankPool
 from tests.resume.resuming import (
     Learner,
@@ -28,12 +28,11 @@ from tests.resume.resuming import (
     collate,
     compare,
     compare_stop,
+    counting,
     disturb,
     make_trainer,
-    run,
     training_loader,
 )
-from tests.trainer import launched
 from tests.trainer.exactness import full_weights
 
 DDP, FSDP2 = {"data_parallel": "ddp"}, {"data_parallel": "fsdp2"}
@@ -63,7 +62,7 @@ class Ends(Callback):
 
 def stopped_by(end: str, engine: dict[str, Any], hook: str, when: int, folder: Path) -> list[str]:
     """Runs on every rank: what differs after a run was ended in a hook."""
-    setting = Setting(engine, WINDOWS)
+    setting = Setting(engine, WINDOWS, callbacks=counting)
     saves = [] if end == "should_stop" else [OnExceptionCheckpoint(folder, "stopped")]
     return compare_stop(setting, setting, folder / "stopped.ckpt", Ends(hook, when, end), *saves)
 
@@ -72,12 +71,12 @@ def stopped_by(end: str, engine: dict[str, Any], hook: str, when: int, folder: P
     ("engine", "end", "hook", "when"),
     [
         (FSDP2, "error", "on_after_backward", 5),
-        (DDP, "error", "on_train_batch_end", 3),
-        (FSDP2, "error", "on_validation_batch_end", 3),
+        pytest.param(DDP, "error", "on_train_batch_end", 3, marks=pytest.mark.sweep),
+        (DDP, "error", "on_validation_batch_end", 3),
         (FSDP2, "SIGTERM", "on_train_batch_start", 3),
-        (DDP, "SIGTERM", "on_train_batch_start", 4),
-        (FSDP2, "should_stop", "on_train_batch_end", 3),
-        (FSDP2, "should_stop", "on_train_batch_end", 10),
+        pytest.param(DDP, "SIGTERM", "on_train_batch_start", 4, marks=pytest.mark.sweep),
+        pytest.param(FSDP2, "should_stop", "on_train_batch_end", 3, marks=pytest.mark.sweep),
+        pytest.param(FSDP2, "should_stop", "on_train_batch_end", 10, marks=pytest.mark.sweep),
     ],
 )
 @pytest.mark.timeout(400)
@@ -93,7 +92,13 @@ def limited(limit: dict[str, Any], folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "limit", [{"max_steps": 2}, {"max_epochs": 1}, {"max_steps": 4}, {"max_time": {"seconds": 0}}], ids=str
+    "limit",
+    [
+        {"max_steps": 2},
+        *(pytest.param(limit, marks=pytest.mark.sweep) for limit in ({"max_epochs": 1}, {"max_steps": 4})),
+        pytest.param({"max_time": {"seconds": 0}}, marks=pytest.mark.sweep),
+    ],
+    ids=str,
 )
 @pytest.mark.timeout(400)
 def test_saved_after_fit(pool2: RankPool, limit: dict[str, Any], tmp_path: Path) -> None:
@@ -143,10 +148,6 @@ def test_module_hook_comes_before_checkpoint(pool2: RankPool, tmp_path: Path) ->
         assert differing == []
 
 
-def patient() -> list[Callback]:
-    return [EarlyStopping("val_loss", patience=9)]
-
-
 def early_stopping() -> list[Callback]:
     return [EarlyStopping("val_loss", patience=1), WeightAveraging()]
 
@@ -159,7 +160,7 @@ def early_stopping() -> list[Callback]:
             (("on_train_batch_end", 3), ("on_train_batch_end", 4)),
         ),
         (
-            Setting(DDP, WINDOWS, callbacks=patient),
+            Setting(DDP, WINDOWS, callbacks=counting),
             (("on_validation_end", 1), ("on_train_batch_end", 2)),
         ),
         (
@@ -173,38 +174,6 @@ def early_stopping() -> list[Callback]:
 def test_with(pool2: RankPool, setting: Setting, stops: Any, tmp_path: Path) -> None:
     for differing in pool2.run(compare, setting, tmp_path, *stops, timeout_s=300):
         assert differing == []
-
-
-class CountingLoop(Callback):
-    """Lets the loop of batches be the user's own, with a state."""
-
-    class Loop(_TrainingEpochLoop):
-        counted = 0
-
-        def advance(self, data_fetcher: Any) -> None:
-            super().advance(data_fetcher)
-            self.counted += 1
-
-        def on_save_checkpoint(self) -> dict[str, Any]:
-            return {**super().on_save_checkpoint(), "counted": self.counted}
-
-        def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
-            super().on_load_checkpoint(state_dict)
-            self.counted = state_dict["counted"]
-
-    def setup(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        trainer.fit_loop.epoch_loop.__class__ = self.Loop
-
-
-def count_batches(folder: Path) -> int:
-    """Runs on every rank: batches that a loop of the user's has counted, before and after a stop."""
-    setting, path = Setting(DDP, callbacks=lambda: [CountingLoop()]), folder / "stopped.ckpt"
-    run(setting, Saver("on_train_batch_start", 5, path))
-    return run(setting, ckpt_path=path)[0].fit_loop.epoch_loop.counted
-
-
-def test_loop_of_the_user(pool2: RankPool, tmp_path: Path) -> None:
-    assert pool2.run(count_batches, tmp_path, timeout_s=120) == [14] * 2
 
 
 class Exact(Learner):

@@ -1,0 +1,51 @@
+"""Callbacks that save at the end of a batch, or that must have their state before the fit starts."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, StochasticWeightAveraging, Timer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_automodel.patching import PatchStack
+
+
+def save_last(trainer: "pl.Trainer", patches: PatchStack) -> None:
+    """Let checkpoint callbacks save after the module's own ``on_train_batch_end``.
+
+    Lightning calls all callbacks first, so that what the module does there (the momentum update of a teacher, say)
+    would be missing from the checkpoint, and from the run that is resumed from it. At the end of an epoch it lets these
+    callbacks come last itself.
+    """
+    module = trainer.lightning_module
+    saving: list[Any] = [each for each in trainer.callbacks if isinstance(each, Checkpoint)]  # type: ignore[attr-defined]
+    if not saving or not is_overridden("on_train_batch_end", module):
+        return
+    hook = module.on_train_batch_end
+
+    def hook_then_saves(*args: Any) -> None:
+        hook(*args)
+        for callback in saving:
+            type(callback).on_train_batch_end(callback, trainer, module, *args)
+
+    patches.set(module, "on_train_batch_end", hook_then_saves)
+    for callback in saving:
+        patches.set(callback, "on_train_batch_end", lambda *_: None)
+
+
+def load_early(trainer: "pl.Trainer", states: dict[str, Any]) -> None:
+    """Repeat ``on_fit_start`` with the loaded state for the callbacks of Lightning that read it there.
+
+    Where a strategy loads checkpoints after its set-up, Lightning calls that hook before it loads callbacks: parameter
+    groups would be missing as the optimizer's state is loaded, and a timer that is used up would allow another step.
+
+    Args:
+        trainer: Of the fit, set up, with nothing loaded yet.
+        states: Of callbacks, by key, as a checkpoint holds them.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        state = states.get(callback.state_key)
+        if isinstance(callback, (BaseFinetuning, StochasticWeightAveraging, Timer)) and state is not None:
+            callback.load_state_dict(state)
+            max_epochs = trainer.fit_loop.max_epochs
+            callback.on_fit_start(trainer, trainer.lightning_module)
+            trainer.fit_loop.max_epochs = max_epochs  # averaging adds an epoch each time

@@ -1,0 +1,294 @@
+"""A fit that is stopped and resumed equals one that never stopped, bit for bit, on Lightning's own loops."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_automodel.resume import fit, snapshot
+from lightning_automodel.resume.dataloaders import TrainingLoaders
+from tests.rank_pool import RankPool
+from tests.resume.resuming import (
+    Learner,
+    Quiet,
+    Saver,
+    Setting,
+    collate,
+    compare,
+    compare_chain,
+    counting,
+    differences,
+    make_trainer,
+    run,
+    training_loader,
+)
+
+DDP, FSDP2 = {"data_parallel": "ddp"}, {"data_parallel": "fsdp2"}
+DOUBLE = {"precision": "64-true"}
+WINDOWS = {"precision": "32-true", "accumulate_grad_batches": 3, "val_check_interval": 2}
+
+USUAL = (
+    ("on_train_batch_start", 5),
+    ("on_train_batch_end", 2),
+    ("on_train_batch_end", 7),
+    ("on_validation_end", 2),
+    ("on_train_epoch_end", 1),
+)
+EVERYWHERE = (
+    ("on_train_start", 1),
+    ("on_train_epoch_start", 2),
+    ("on_before_optimizer_step", 2),
+    ("on_train_batch_end", 3),
+    ("on_train_batch_end", 10),
+    ("on_validation_batch_end", 2),
+    ("on_validation_end", 1),
+)
+SOMEWHERE = (("on_train_batch_end", 4), ("on_validation_end", 1), ("on_train_epoch_end", 1))
+
+
+@pytest.mark.parametrize(
+    ("setting", "stops"),
+    [
+        (Setting(FSDP2, WINDOWS, {"schedule": "plateau"}, loader="global generator", callbacks=counting), USUAL),
+        (Setting(DDP, DOUBLE, {"schedule": "epoch"}, loader="own generator"), SOMEWHERE),
+        pytest.param(
+            Setting(FSDP2, WINDOWS, {"schedule": "plateau"}, loader="global generator", callbacks=counting),
+            EVERYWHERE,
+            marks=pytest.mark.sweep,
+        ),
+        pytest.param(Setting(DDP, WINDOWS, loader="distributed"), USUAL + EVERYWHERE, marks=pytest.mark.sweep),
+        *(
+            pytest.param(Setting(engine, {"precision": precision}, learner), SOMEWHERE, marks=pytest.mark.sweep)
+            # AdamW's epsilon is zero in float16: its weights would be NaN.
+            for precision, learner in (("bf16-mixed", {}), ("bf16-true", {}), ("16-true", {"optimizer": "sgd"}))
+            for engine in (FSDP2, DDP)
+            if (engine, precision) != (DDP, "bf16-true")
+        ),
+    ],
+    ids=lambda value: value.strategy["data_parallel"] if isinstance(value, Setting) else "",
+)
+@pytest.mark.timeout(400)
+def test_from_everywhere(pool2: RankPool, setting: Setting, stops: Any, tmp_path: Path) -> None:
+    """Whatever hook saves, within a window or after it, before a validation or in the midst of it."""
+    for differing in pool2.run(compare, setting, tmp_path, *stops, timeout_s=300):
+        assert differing == []
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(DDP, DOUBLE),
+        Setting({"data_parallel_replicate_size": 2}, WINDOWS),
+        Setting({"tensor_parallel_size": 2}, DOUBLE, {"tensor_parallel": True, "optimizer": "sgd"}),
+    ],
+    ids=["ddp", "replicas", "tensor parallel"],
+)
+@pytest.mark.timeout(400)
+def test_layouts_of_four_ranks(pool4: RankPool, setting: Setting, tmp_path: Path) -> None:
+    for differing in pool4.run(compare, setting, tmp_path, *SOMEWHERE, timeout_s=300):
+        assert differing == []
+
+
+HOOKS = (
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_batch_end",
+    "on_validation_end",
+    "on_train_epoch_end",
+)
+LOADERS = ("own generator", "global generator", "distributed", "workers", "stream", "max_size_cycle")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.timeout(400)
+def test_random_stops(pool2: RankPool, seed: int, tmp_path: Path) -> None:
+    """Stopped twice anywhere, in any setting."""
+    rng = random.Random(seed)
+    trainer = {
+        "precision": rng.choice(["64-true", "32-true", "bf16-mixed", "bf16-true"]),
+        "accumulate_grad_batches": rng.randint(1, 4),
+        "max_epochs": rng.randint(2, 3),
+        "log_every_n_steps": rng.randint(1, 3),
+        "num_sanity_val_steps": rng.randint(0, 2),
+    }
+    loader = rng.choice(LOADERS)
+    if loader == "stream":
+        trainer |= {"val_check_interval": rng.choice([1.0, 3])}
+    else:
+        trainer |= {"val_check_interval": rng.choice([1.0, 0.5, 1, 2, 5]), "check_val_every_n_epoch": rng.randint(1, 2)}
+    learner = {"schedule": rng.choice(["step", "epoch", "plateau"]), "optimizer": rng.choice(["adamw", "sgd"])}
+    learner["schedule"] = learner["schedule"] if trainer.get("check_val_every_n_epoch", 1) == 1 else "step"
+    setting = Setting(rng.choice([DDP, FSDP2]), trainer, learner, loader=loader)
+    stops = [(rng.choice(HOOKS), rng.randint(1, 9)) for _ in range(2)]
+    for differing in pool2.run(compare_chain, setting, tmp_path, *stops, timeout_s=300):
+        assert differing == [], (setting, stops)
+
+
+def compare_without(folder: Path) -> dict[str, list[str]]:
+    """Runs on every rank: what differs with a part of the restoring left out."""
+    setting, path = Setting(FSDP2, DOUBLE, loader="global generator"), folder / "stopped.ckpt"
+    expected = run(setting, Saver("on_train_batch_start", 5, path))[1]
+    found = {}
+    for owner, name in ((fit.rng, "set_to"), (TrainingLoaders, "plan"), (snapshot.ModuleState, "restore")):
+        kept = getattr(owner, name)
+        setattr(owner, name, lambda *_, **__: None)
+        try:
+            found[name] = differences(expected, run(setting, seed=2, ckpt_path=path)[1])
+        finally:
+            setattr(owner, name, kept)
+    return found
+
+
+@pytest.mark.timeout(400)
+def test_each_part_is_needed(pool2: RankPool, tmp_path: Path) -> None:
+    """The comparison notices where one is not restored."""
+    for found in pool2.run(compare_without, tmp_path, timeout_s=300):
+        assert all(found.values()), found
+
+
+class Anything:
+    """What `weights_only` refuses to load."""
+
+
+class Keeps(Learner):
+    """Saves an object of some class."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["anything"] = Anything()
+
+
+def resume_with(engine: dict[str, Any], folder: Path) -> list[str]:
+    """Runs on every rank: how fits end that are resumed from what holds more than tensors, told True or False."""
+    setting, path = Setting(engine, {"max_epochs": 1}, module=Keeps), folder / "stopped.ckpt"
+    run(setting, Saver("on_train_batch_end", 2, path))
+    validation = training_loader("own generator", 0, 1)
+    ends = []
+    for told in (False, True):
+        try:
+            make_trainer(setting, []).fit(Keeps(), validation, validation, ckpt_path=path, weights_only=told)
+            ends.append("resumed")
+        except Exception as error:
+            ends.append(str(error))
+    return ends
+
+
+@pytest.mark.parametrize("engine", [pytest.param(DDP, marks=pytest.mark.sweep), FSDP2], ids=["ddp", "fsdp2"])
+def test_weights_only_is_heeded(pool2: RankPool, engine: dict[str, Any], tmp_path: Path) -> None:
+    """Lightning forgets it where checkpoints are loaded after set-up."""
+    for told_false, told_true in pool2.run(resume_with, engine, tmp_path, timeout_s=120):
+        assert told_false == "resumed"
+        assert told_true != "resumed"
+
+
+# --- On one rank ------------------------------------------------------------------------------------------------------
+
+
+class Looks(Callback):
+    """Looks at the loops in the midst of a fit."""
+
+    def __init__(self) -> None:
+        self.replaced: list[str] = []
+
+    def on_train_batch_end(self, trainer: Trainer, module: Learner, *args: Any) -> None:
+        loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop]
+        self.replaced = [name for loop in loops for name in vars(loop) if callable(getattr(type(loop), name, None))]
+        self.replaced += [type(loop).__module__ for loop in loops if "lightning_automodel" in type(loop).__module__]
+
+
+def look() -> list[str]:
+    """Runs on one rank: what was replaced of the loops."""
+    looks = Looks()
+    run(Setting(DDP, {**DOUBLE, "profiler": "simple", "max_epochs": 1}), looks)
+    return looks.replaced
+
+
+def test_loops_are_untouched(pool1: RankPool) -> None:
+    assert pool1.run(look, timeout_s=120) == [[]]
+
+
+def save_plainly(folder: Path) -> Any:
+    """Runs on one rank: what a checkpoint holds, the files that callbacks wrote, and what differs from `last`."""
+    os.environ["PL_GLOBAL_SEED"] = "5"
+    setting = Setting(DDP, WINDOWS, loader="distributed")
+    steps = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1, save_last=True)
+    expected = run(setting, steps)[1]
+    os.environ["PL_GLOBAL_SEED"] = "7"
+    found = differences(expected, run(setting, seed=2, ckpt_path=folder / "step=2.ckpt")[1])
+    state = torch.load(folder / "step=2.ckpt", weights_only=True)["lightning_automodel"]
+    return state, found, (folder / "last.ckpt").exists()
+
+
+def test_checkpoint_callback_and_other_seed(pool1: RankPool, tmp_path: Path) -> None:
+    """One state a rank, all of it loadable with `weights_only`; the seed of the order is that of the saving run."""
+    state, found, has_last = pool1.run(save_plainly, tmp_path, timeout_s=120)[0]
+    assert list(state) == ["format", "sizes", "ranks"]
+    assert [(rank["stage"], rank["batches"]) for rank in state["ranks"]] == [("step", 6)]
+    assert found == []
+    assert has_last
+
+
+def resume_with_used_up_timer(folder: Path) -> int:
+    """Runs on one rank: steps of a fit whose timer was used up before."""
+    path = folder / "stopped.ckpt"
+    run(Setting(DDP, callbacks=lambda: [Timer("00:01:00:00")]), Saver("on_train_batch_end", 2, path))
+    return run(Setting(DDP, callbacks=lambda: [Timer({"microseconds": 1})]), ckpt_path=path)[0].global_step
+
+
+def test_used_up_timer(pool1: RankPool, tmp_path: Path) -> None:
+    assert pool1.run(resume_with_used_up_timer, tmp_path, timeout_s=120) == [2]
+
+
+class OnePass(IterableDataset):
+    """Every epoch brings the next four rows; what was drawn is gone."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for _ in range(4):
+            self.next += 1
+            yield {**Quiet()[self.next - 1], "number": torch.tensor(self.next - 1)}
+
+
+def numbered(rows: list[Any]) -> dict[str, Tensor]:
+    """Pad, and keep the numbers."""
+    return {**collate(rows), "number": torch.stack([row["number"] for row in rows])}
+
+
+class Sees(Learner):
+    """Notes the numbers of its rows."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        self.numbers = [*getattr(self, "numbers", []), *batch.pop("number").tolist()]
+        return super().training_step(batch, batch_idx)
+
+
+def rows_after_epoch(folder: Path) -> list[int]:
+    """Runs on one rank: rows that a stream brings to a fit which resumes at the end of an epoch."""
+    setting = replace(Setting(DDP), trainer={"limit_val_batches": 0})
+    path = folder / "stopped.ckpt"
+    for saver, ckpt_path in ((Saver("on_train_epoch_end", 1, path), None), (None, path)):
+        learner, trainer = Sees(), make_trainer(setting, [saver] if saver else [])
+        trainer.fit(learner, DataLoader(OnePass(), batch_size=1, collate_fn=numbered), ckpt_path=ckpt_path)
+    return learner.numbers
+
+
+def test_no_sample_of_a_stream_is_lost(pool1: RankPool, tmp_path: Path) -> None:
+    assert pool1.run(rows_after_epoch, tmp_path, timeout_s=120) == [[0, 1, 2, 3]]
