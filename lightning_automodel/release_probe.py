@@ -21,8 +21,8 @@ class UnsupportedReleaseError(ImportError):
 
     def __init__(self, library: str, name: str) -> None:
         super().__init__(
-            f"lightning_automodel needs {name}, which {library} {importlib.metadata.version(library)} does not have in"
-            f" the form that is used. Tested are {library} {TESTED_RELEASES[library]}: install one of these, or a newer"
+            f"lightning_automodel needs {name} in the form of {library} {TESTED_RELEASES[library]}, which were tested;"
+            f" {library} {importlib.metadata.version(library)} does not have it. Install one of those, or a newer"
             " lightning_automodel."
         )
 
@@ -40,7 +40,7 @@ def importing_private_names() -> Iterator[None]:
         library = (error.name or "").split(".")[0]
         if isinstance(error, UnsupportedReleaseError) or library not in TESTED_RELEASES:
             raise
-        raise UnsupportedReleaseError(library, error.msg) from error
+        raise UnsupportedReleaseError(library, f"an import ({error.msg})") from error
 
 
 def check(library: str, owner: Any, *names: str, writable: bool = False) -> None:

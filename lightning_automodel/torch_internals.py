@@ -13,15 +13,12 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
-from torch.distributed.utils import _sync_params_and_buffers as broadcast_tensors
-from torch.distributed.utils import _verify_param_shape_across_processes as verify_shapes_across_ranks
+from torch.distributed.tensor import DTensor, _redistribute
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -36,7 +33,7 @@ else:
         FsspecReader,
         FsspecWriter,
     )
-    from torch.distributed.checkpoint.fsspec_filesystem import (
+    from torch.distributed.checkpoint.fsspec_filesystem import (  # type: ignore[no-redef]
         _FileSystem as FsspecFileSystem,
     )
 
@@ -45,10 +42,7 @@ __all__ = [  # what is handed on as it is
     "FsspecFileSystem",
     "FsspecReader",
     "FsspecWriter",
-    "OptimizedModule",
-    "broadcast_tensors",
     "default_store",
-    "verify_shapes_across_ranks",
 ]
 
 FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes are not public
@@ -118,6 +112,29 @@ def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
     group.set_timeout(timeout)
 
 
+def verify_shapes_across_ranks(group: dist.ProcessGroup, tensors: list[Tensor]) -> None:
+    """Raise RuntimeError on every rank if tensors differ in shape between ranks. A collective over ``group``."""
+    shapes: list[list[tuple[int, ...]]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(shapes, [tuple(tensor.shape) for tensor in tensors], group=group)
+    for rank, theirs in enumerate(shapes):
+        if theirs != shapes[0]:
+            at = next((i for i, (a, b) in enumerate(zip(theirs, shapes[0], strict=False)) if a != b), None)
+            what = (
+                f"shape {theirs[at]} for {shapes[0][at]}" if at is not None else f"{len(theirs)} for {len(shapes[0])}"
+            )
+            raise RuntimeError(
+                f"Parameters and buffers of rank {rank} differ from those of rank 0 ({what}): build the same model on"
+                " every rank."
+            )
+
+
+def broadcast_tensors(group: dist.ProcessGroup, tensors: list[Tensor]) -> None:
+    """Overwrite tensors with those of the group's first rank. A collective over ``group``."""
+    works = [dist.broadcast(tensor, group=group, group_src=0, async_op=True) for tensor in tensors]
+    for work in works:
+        work.wait()
+
+
 def process_groups() -> list[dist.ProcessGroup]:
     """Every group that this process is in, in the order in which they were made: the default one first."""
     return list(dist.distributed_c10d._world.pg_map)
@@ -147,8 +164,10 @@ def forget_meshes() -> None:
     """
     cache_type = type(functools.lru_cache(forget_meshes))
     for cache in gc.get_objects():
-        if isinstance(cache, cache_type) and str(cache.__module__).startswith("torch.distributed"):
+        # Not isinstance, which asks proxies for their class: some warn that they are deprecated.
+        if type(cache) is cache_type and str(cache.__module__).startswith("torch.distributed"):
             cache.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
@@ -361,9 +380,18 @@ def has_gradient_hook(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks)
 
 
+COMPILED_MODULE = "_orig_mod"
+"""Under which name ``torch.compile`` keeps the module that it wraps."""
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` wraps, else ``module``."""
+    return getattr(module, COMPILED_MODULE, module)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` wraps ``module``, or ``module.compile()`` was called."""
-    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+    return uncompiled(module) is not module or module._compiled_call_impl is not None
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -421,18 +449,21 @@ def own_shard_changed(group: FSDPParamGroup) -> bool:
     for param in group.fsdp_params:
         if len(param.all_gather_outputs) != 1 or param.fsdp_placement.dim != 0:
             continue
-        shard_rank, shard_size = param.mesh_info.shard_mesh_rank, param.mesh_info.shard_mesh_size
-        own_part = param.all_gather_outputs[0].view(shard_size, -1)[shard_rank]
-        local = param._sharded_param_data.to(own_part.dtype)
-        if not torch.equal(_as_integers(own_part), _as_integers(local)):
+        local = local_tensor(param.sharded_param).reshape(-1)
+        own_part = param.all_gather_outputs[0].view(param.mesh_info.shard_mesh_size, -1)[
+            param.mesh_info.shard_mesh_rank
+        ]
+        if not _equal_bits(own_part[: local.numel()], local.to(own_part.dtype)):  # the part may be padded
             return True
     return False
 
 
-def _as_integers(tensor: Tensor) -> Tensor:
-    """Bits of a contiguous tensor as the widest integers that fit, which compare fastest and know no NaN."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    return tensor.view(next(dtype for dtype in _INTEGERS if num_bytes % dtype.itemsize == 0))
+def _equal_bits(one: Tensor, other: Tensor) -> bool:
+    """Compare contiguous tensors as the widest integers that fit, which is fastest and knows no NaN."""
+    size = one.element_size()
+    in_bytes = (one.numel() * size, one.storage_offset() * size, other.storage_offset() * size)
+    integers = next(dtype for dtype in _INTEGERS if all(number % dtype.itemsize == 0 for number in in_bytes))
+    return torch.equal(one.view(integers), other.view(integers))
 
 
 def current_scale(scaler: GradScaler) -> Tensor:
@@ -534,7 +565,7 @@ def _probe_group(group: FSDPParamGroup) -> None:
         check(
             param,
             *("sharded_param", "unsharded_param", "all_gather_outputs", "fsdp_placement", "mesh_info", "mp_policy"),
-            *("_sharded_param_data", "free_unsharded_param"),
+            *("free_unsharded_param"),
         )
         if ACCUMULATES_IN_LEAF:
             check(param, "unsharded_grad_dtype")

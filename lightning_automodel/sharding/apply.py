@@ -37,9 +37,6 @@ from lightning_automodel.sharding.units import (
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-_BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024
-
-
 def apply_fsdp2(
     model: nn.Module,
     plan: ShardingPlan,
@@ -241,7 +238,7 @@ def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
         if tensor.numel() > 0:
             by_device[tensor.device].append(tensor)
     for same_device in by_device.values():
-        torch_internals.broadcast_tensors(group, same_device, _BROADCAST_BUCKET_BYTES, 0)
+        torch_internals.broadcast_tensors(group, same_device)
 
 
 def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: int) -> None:
