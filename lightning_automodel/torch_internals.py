@@ -222,19 +222,26 @@ class CommunicationFlags(NamedTuple):
     all_reduce_grads: bool
     reduce_scatter_unused_params: bool
     reshard_after_backward: bool
-    post_forward_mesh_info: Any
+    post_forward_mesh_infos: list[Any]
 
 
 def communication_flags(unit: FSDPModule) -> CommunicationFlags | None:
     """The present flags of ``unit``; None for one without parameters."""
-    groups = param_groups(unit)
-    return CommunicationFlags(*(getattr(groups[0], flag) for flag in CommunicationFlags._fields)) if groups else None
+    if not (groups := param_groups(unit)):
+        return None
+    return CommunicationFlags(
+        groups[0].reduce_grads,
+        groups[0].all_reduce_grads,
+        groups[0].reduce_scatter_unused_params,
+        groups[0].reshard_after_backward,
+        [group.post_forward_mesh_info for group in groups],
+    )
 
 
 def restore_reshard_after_forward(unit: FSDPModule, flags: CommunicationFlags) -> None:
     """Undo ``set_reshard_after_forward``, which cannot express a size to reshard to (``reshard_after_forward=2``)."""
-    for group in param_groups(unit):
-        group.post_forward_mesh_info = flags.post_forward_mesh_info
+    for group, mesh_info in zip(param_groups(unit), flags.post_forward_mesh_infos, strict=True):
+        group.post_forward_mesh_info = mesh_info
 
 
 def is_unsharded(unit: FSDPModule) -> bool:
@@ -558,14 +565,14 @@ def _probe_group(group: FSDPParamGroup) -> None:
     check(
         group,
         *("fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "is_sharded", "is_unsharded"),
-        *("_to_unsharded", "post_backward", *CommunicationFlags._fields),
+        *("_to_unsharded", "post_backward", *CommunicationFlags._fields[:-1]),
     )
     check(group, "_partial_reduce_output", "post_forward_mesh_info", writable=True)
     for param in group.fsdp_params[:1]:
         check(
             param,
             *("sharded_param", "unsharded_param", "all_gather_outputs", "fsdp_placement", "mesh_info", "mp_policy"),
-            *("free_unsharded_param"),
+            "free_unsharded_param",
         )
         if ACCUMULATES_IN_LEAF:
             check(param, "unsharded_grad_dtype")

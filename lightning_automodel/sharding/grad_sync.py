@@ -220,7 +220,11 @@ class FSDPGradSync:
             _reduce_deferred(self._units)
         for unit in self._units:
             flags = torch_internals.communication_flags(unit)
-            if flags is not None and not flags.reshard_after_backward and torch_internals.is_unsharded(unit):
+            if flags is None or not torch_internals.is_unsharded(unit):
+                continue
+            if flags.reshard_after_backward:
+                unit.reshard()  # it took no part in this backward
+            else:
                 torch_internals.reshard_keeping_storage(unit)
                 self._retained.append((unit, torch_internals.sharded_versions(unit)))
 
