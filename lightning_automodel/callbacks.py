@@ -56,7 +56,7 @@ class StepMonitor(Callback):
         tokens = float(self._tokens)
         now = time.perf_counter()
         values = {"train/loss": report.loss, "train/tokens_per_second": tokens / (now - self._last_logged_at)}
-        if not report.grad_norm.isnan():
+        if report.grad_norm is not None:
             values["train/grad_norm"] = report.grad_norm
         pl_module.log_dict(values, prog_bar=True, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=False)
         self._last_logged_at = now

@@ -17,7 +17,6 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
@@ -27,7 +26,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel import lightning_internals, torch_internals
+from lightning_automodel import lightning_internals
 from lightning_automodel.advice import Advice, shortened
 from lightning_automodel.checkpoint import RunCheckpoints, describe_models, model_state, optimizer_state
 from lightning_automodel.distributed import collectives, process_group
@@ -35,20 +34,14 @@ from lightning_automodel.distributed.caller_mesh import adopt_mesh
 from lightning_automodel.distributed.first_rank import FirstRankPerNode
 from lightning_automodel.distributed.mesh import RunMesh, build_mesh, resolve_sizes
 from lightning_automodel.failure.supervisor import RunGuard
-from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
-from lightning_automodel.gradients.precision_plugin import adapt_plugin, give_back_plugin
-from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting
-from lightning_automodel.gradients.windows import GradientFinisher, OptimizerWindows, optimizer_parameters, unwrap
+from lightning_automodel.gradients.token_loss import StepReport
+from lightning_automodel.gradients.windows import unwrap
 from lightning_automodel.launch.launchers import InPlaceLauncher, make_launcher
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume, schedule_callbacks
-from lightning_automodel.sharding import apply, meta_init, precision, units, weight_averaging
-from lightning_automodel.sharding.activation_checkpointing import RecomputedBlocks
-from lightning_automodel.sharding.ddp_engine import DDPEngine
-from lightning_automodel.sharding.engine import Engine
-from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
+from lightning_automodel.sharding import apply, weight_averaging
 from lightning_automodel.sharding.weight_averaging import AverageCopies
+from lightning_automodel.training_run import TrainingRun
 
 _PATIENCE_AFTER_FAILURE = timedelta(seconds=15)
 
@@ -182,30 +175,13 @@ class AutomodelStrategy(ParallelStrategy):
             is_sharded=data_parallel == "fsdp2", as_directory=options.writes_directories, in_background=async_checkpoint
         )
         self.num_nodes = 1
-        self._weighting = TokenWeighting(
-            per_token_loss=per_token_loss,
-            loss_reduction=loss_reduction,
-            label_key=label_key,
-            ignore_index=ignore_index,
-            label_shift=label_shift,
-            count_label_tokens=count_label_tokens,
-        )
         self._guard = RunGuard(before_telling=self._checkpoints.linger)
         self._setup_turn: FirstRankPerNode | None = None
         self._averages = AverageCopies()
         self._evaluation_steps = 0
         self._forward_redirection = lightning_internals.DDPForwardRedirection()
         self._mesh: RunMesh | None = None
-        self._engine: Engine | None = None
-        self._recomputed: RecomputedBlocks | None = None
-        self._created_as: dict[str, torch.dtype] = {}
-        self._untouched: list[str] = []
-        self._windows = OptimizerWindows(self._on_zero_grad, self._is_misplaced_zero_grad)
-        self._batch: Any = None
-        self._count: Count | None = None
-        self._policy: MixedPrecisionPolicy | None = None
-        self._scaling: LossScaling | None = None
-        self._finisher: GradientFinisher | None = None
+        self._run: TrainingRun | None = None
         self._advice = Advice()
         self._resume: Resume | None = None
         self._report_of_children: Mapping[str, Any] = {}
@@ -249,7 +225,7 @@ class AutomodelStrategy(ParallelStrategy):
 
         In a process that started the ranks as its children, it is on the CPU and of the newest run that has ended.
         """
-        return self._report_of_children.get("last_step") if self._finisher is None else self._finisher.last_step
+        return self._report_of_children.get("last_step") if self._run is None else self._run.last_step
 
     @property
     def num_processes(self) -> int:
@@ -392,10 +368,8 @@ class AutomodelStrategy(ParallelStrategy):
             turn = self.first_rank_per_node()
             turn.__enter__()
             self._setup_turn = turn
-        if name == "run-stage" and self._untouched:
-            assert self.lightning_module is not None
-            untouched, self._untouched = self._untouched, []
-            meta_init.check_filled(self.lightning_module, untouched, self.root_device)
+        if name == "run-stage" and self._run is not None:
+            self._run.check_filled()
 
     def _end_setup_turn(self, exception: BaseException | None = None) -> None:
         turn, self._setup_turn = self._setup_turn, None
@@ -426,126 +400,55 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
-        assert self.accelerator is not None
-        module = self.lightning_module
-        assert module is not None
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        module, fitting = self._module, trainer.state.fn == TrainerFn.FITTING
+        self._close_run()  # of a run that Lightning did not tear down, since an `on_exception` hook raised
         if self.world_size > 1:
             lightning_internals.take_over_sigterm(trainer)
             lightning_internals.take_over_requeueing(trainer, self._guard.ask_to_requeue)
         lightning_internals.take_over_model_checkpoints(trainer, self._checkpoints.link, self._checkpoints.is_coming)
-        self.accelerator.setup(trainer)
-        precision.check_precision(self.precision_plugin, self._options.data_parallel)
-        if self._shards_model:
-            precision.check_conversion(self.precision_plugin, module)
-        self._created_as, self._untouched = meta_init.waiting(module), meta_init.left_empty(module)
-        for note in self._options.without_effect():
-            self._advice.say_once(note)
+        if self.accelerator is not None:
+            self.accelerator.setup(trainer)
         if fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
-        self.precision_plugin.convert_module(module)
-        self.model_to_device()
-        apply.check_hooks(module)
-        if fitting:
-            self._recomputed = RecomputedBlocks(
-                module,
-                self._options.activation_checkpointing,
-                self._options.auto_wrap_policy,
-                module.automatic_optimization,
-            )
-        engine = self._make_engine(module)
-        self.model = engine.setup(module, fitting, self._give_values)
-        self._advice.about_wrap_policy(self._options.auto_wrap_policy, engine.describe())
-        self._averages.fill(module)
-        self._engine = engine
-        self._scaling = LossScaling(
-            scaler=precision.enabled_scaler(self.precision_plugin),
-            range_scale=RangeScale(
-                precision.passes_float16(self.precision_plugin, module),
-                self._options.per_token_loss,
-                self.root_device,
-            ),
-            window_of=self._windows.__getitem__,
-            device=self.root_device,
-            is_sharded=self._shards_model,
+        self._run = TrainingRun(
+            module,
+            fitting,
+            self._options,
+            self._joined_mesh(),
+            self.root_device,
+            self.precision_plugin,
+            self.num_processes,
+            self._advice,
         )
-        self._finisher = self._make_finisher(engine, self._scaling)
+        self.model = self._run.model
+        self._averages.fill(module)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self._advice.about_clipping(self.precision_plugin)
-        adapt_plugin(self.precision_plugin, self._finisher)
-        precision.leave_casting_to_units(self.precision_plugin, module)
+        self._run.patch_plugin()
         if fitting:
             lightning_internals.optimizers_to_device(self.optimizers, self.root_device)
-            if self._resume is not None:
-                self._resume.close()
             self._resume = Resume(
                 trainer,
                 self.root_device,
-                self._own_state,
-                self._restore_own_state,
-                self._windows.hold_gradients,
+                self._run.state,
+                self._run.load_state,
+                lambda: bool(self._required_run.windows.open_windows),
                 partial(self._advice.say_once, say=rank_zero_info),
             )
         self._log_description()
 
-    def _give_values(self) -> None:
-        """Initialise what was created on the meta device, now that it is sharded or is going to be copied."""
-        module = self.lightning_module
-        assert module is not None
-        if not self._created_as:
-            return
-        offloads = self._shards_model and self._options.cpu_offload
-        self._untouched += meta_init.materialize(module, self._created_as, self.root_device, offloads)
-        self.model_to_device()
-
-    def _make_engine(self, module: "pl.LightningModule") -> Engine:
-        self._advice.about_master_weights(str(self.precision_plugin.precision), module)
-        if not self._shards_model:
-            return DDPEngine(self._joined_mesh(), self.root_device, self._options)
-        policy = precision.resolve_policy(self.precision_plugin, self._options.mp_policy, module.parameters())
-        is_made_elsewhere = units.is_sharded(module) and not precision.is_applied(policy, module)
-        if is_made_elsewhere and self._options.mp_policy is not None:
-            self._advice.say_once("mp_policy has no effect on a model that was sharded before, with another policy.")
-        elif is_made_elsewhere:
-            self._advice.about_units_of_before(str(self.precision_plugin.precision), module, policy)
-        self._policy = None if is_made_elsewhere else policy
-        return FSDP2Engine(self._joined_mesh(), self.root_device, self._options, self.num_processes, policy)
-
-    def _make_finisher(self, engine: Engine, scaling: LossScaling) -> GradientFinisher:
-        return GradientFinisher(
-            windows=self._windows,
-            weighting=self._weighting,
-            scaling=scaling,
-            mesh=self._joined_mesh(),
-            device=self.root_device,
-            complete=engine.complete_gradients,
-            followed=engine.followed,
-            track_norm=self._options.track_grad_norm,
-            error_if_nonfinite=self._options.error_if_nonfinite and scaling.scaler is None,
-        )
-
     @override
     def model_to_device(self) -> None:
-        assert self.lightning_module is not None
-        if meta_init.waiting(self.lightning_module):
-            torch_internals.move_what_has_values(self.lightning_module, self.root_device)
-            return
-        if self._options.cpu_offload and units.is_sharded(self.lightning_module):
-            return
-        self.lightning_module.to(self.root_device)
+        """Nothing: the run moves the model, since a sharded one may stay on the host or have no values yet."""
 
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
-        module = self.lightning_module
-        assert module is not None
-        apply.check_optimizers(module, self.optimizers, self._joined_mesh().sizes.data_parallel)
-        apply.check_hooks(module)
-        if not module.automatic_optimization:
-            self._windows.watch_toggling(module, on_toggle=self._require_engine().release)
+        apply.check_optimizers(self._module, self.optimizers, self._joined_mesh().sizes.data_parallel)
+        apply.check_hooks(self._module)
+        self._required_run.watch_module()
 
     @property
     @override
@@ -555,59 +458,59 @@ class AutomodelStrategy(ParallelStrategy):
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
-        self._windows.watch(self._optimizers, self._lightning_optimizers)
+        if self._run is not None:
+            self._run.watch_optimizers(self._optimizers, self._lightning_optimizers)
+
+    @property
+    def _required_run(self) -> TrainingRun:
+        if self._run is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no run yet: the Trainer starts one in fit, validate, test and predict."
+            )
+        return self._run
+
+    @property
+    def _module(self) -> "pl.LightningModule":
+        if self.lightning_module is None:
+            raise RuntimeError(f"{type(self).__name__} has no LightningModule yet: the Trainer connects it in fit.")
+        return self.lightning_module
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 
     @override
     def on_train_start(self) -> None:
-        self._windows.reset()
-        self._require_engine().discard()
+        self._required_run.windows.reset()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self.lightning_module is not None
-        self._begin_step(self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True)
-        self._batch = args[0] if args else next(iter(kwargs.values()), None)
-        self._require_engine().start_forward(self._batch)
+        run = self._required_run
+        self._begin_step(self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True)
+        run.start_step(args[0] if args else next(iter(kwargs.values()), None))
         output = super().training_step(*args, **kwargs)
-        if self.lightning_module.automatic_optimization and output is not None:
-            self._count = self._weighting.count(self._batch, output)
-            self._weighting.refuse_aux_loss(output)
-            self._advice.about_label_shift(self.lightning_module, self._weighting, self._batch, output)
+        if self._module.automatic_optimization and output is not None:
+            run.end_step(output)
         return output
 
     def _begin_step(self, step: int, is_training: bool) -> None:
         self._checkpoints.check()
         if self._guard.begin_step(step, is_training):
-            assert self.lightning_module is not None
-            lightning_internals.tell_sigterm(self.lightning_module.trainer)
-
-    def _evaluation_step(self, step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Evaluate one batch and leave nothing gathered: a callback may be about to swap weights.
-
-        Ranks may evaluate unequal numbers of batches, so a fit stops in training steps alone.
-        """
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
-            self._evaluation_steps += 1
-            self._begin_step(self._evaluation_steps, is_training=False)
-        output = step(*args, **kwargs)
-        self._require_engine().release()
-        return output
+            lightning_internals.tell_sigterm(self._module.trainer)
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator:
         """Context for every micro-batch of a window but the last."""
-        with self._require_engine().micro_batch(is_last=False):
+        with self._required_run.micro_batch(is_last=False):
             yield
 
     @override
     def backward(  # type: ignore[override]  # Lightning passes both by position; a keyword `optimizer` is the user's
         self, closure_loss: Tensor, optimizer: Optimizer | None, /, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Backpropagate one micro-batch as a sum of token losses, and count it to its optimizer's window.
+        """Backpropagate one micro-batch as a sum of token losses. After a window's last one, gradients are final.
+
+        Outside of ``block_backward_sync`` it is a collective: every rank must call it, and it costs one all-reduce over
+        the data-parallel ranks beside what the engine reduces. If a rank fails, the others raise.
 
         Args:
             closure_loss: [] the loss; under automatic optimization divided by ``accumulate_grad_batches``.
@@ -618,50 +521,7 @@ class AutomodelStrategy(ParallelStrategy):
         Returns:
             [] the detached loss, as it came.
         """
-        module, engine, scaling = self.lightning_module, self._require_engine(), self._scaling
-        assert module is not None
-        assert scaling is not None
-        if module.automatic_optimization:
-            owner, count, accumulate = optimizer, self._count, module.trainer.accumulate_grad_batches
-            self._count = None
-        else:
-            owner, count, accumulate = self._windows.owner(kwargs.pop("optimizer", None)), self._manual_count(kwargs), 1
-        assert owner is not None
-        assert count is not None
-        window = self._windows.open(owner, module.automatic_optimization)
-        engine.start_backward(closure_loss)
-        loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self._advice.about_half_precision(closure_loss)
-        self._advice.about_rounded_count(count)
-        told = objective = self._weighting.objective(closure_loss, count) * accumulate
-        if scaling.scaler is None and loss is not closure_loss:
-            objective = self._weighting.objective(loss, count) * accumulate
-        with engine.micro_batch(is_last=True):
-            objective = scaling.apply(objective, window)
-            self.precision_plugin.backward(objective, module, optimizer, *args, **kwargs)
-            engine.end_backward()
-        window.add(told, count)
-        return self.precision_plugin.post_backward(closure_loss, module)
-
-    def _manual_count(self, kwargs: dict[str, Any]) -> Count:
-        told = {"num_label_tokens": kwargs.pop("num_label_tokens")} if "num_label_tokens" in kwargs else None
-        return self._weighting.count(self._batch, told)
-
-    def _is_misplaced_zero_grad(self) -> bool:
-        """Whether Lightning zeroes in mid-window, one batch late, as it does for a ``dataloader_iter`` step.
-
-        (Lightning 2.6.6; the batch index that it goes by is read before the step draws its batch.)
-        """
-        module = self.lightning_module
-        if module is None or self._count is None or not module.automatic_optimization:
-            return False
-        draws_its_batches = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
-        trainer = module.trainer
-        return draws_its_batches and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches != 0
-
-    def _on_zero_grad(self, optimizer: Optimizer) -> None:
-        if self._engine is not None:
-            self._engine.discard(optimizer_parameters(optimizer))
+        return self._required_run.backward(closure_loss, optimizer, args, kwargs)
 
     # --- One optimizer step -------------------------------------------------------------------------------------------
 
@@ -673,42 +533,19 @@ class AutomodelStrategy(ParallelStrategy):
         model: "pl.LightningModule | Module | None" = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the window's last micro-batch, rescale, let hooks see the gradients, clip, step.
+        """Run the window's last micro-batch, let hooks see the final gradients, clip, step.
 
-        Every rank must call it, once a window: it is one all-reduce over the data-parallel ranks, beside what the
-        engine reduces. See :meth:`Strategy.optimizer_step` for the arguments.
+        Every rank must call it, once a window. See :meth:`Strategy.optimizer_step` for the arguments.
+
+        Raises:
+            RuntimeError: If the gradients of ``optimizer`` are not final.
         """
-        output = super().optimizer_step(optimizer, partial(self._finish_after, closure, optimizer), model, **kwargs)
+        run = self._required_run
+        output = super().optimizer_step(optimizer, partial(run.run_closure, closure, optimizer), model, **kwargs)
+        run.windows.stepped(optimizer)  # a gradient scaler may have skipped the step
         if self._resume is not None:
             self._resume.stepped()
         return output
-
-    def _finish_after(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
-        assert self.lightning_module is not None
-        if self.lightning_module.automatic_optimization:
-            with self._require_engine().micro_batch(is_last=True):
-                result = closure()
-        else:
-            result = closure()
-        self._require_finisher().finish(optimizer)
-        return result
-
-    def _own_state(self) -> dict[str, Any]:
-        assert self._scaling is not None
-        step = self._require_finisher().last_step
-        return {
-            "engine": self._require_engine().state(),
-            "range_scale": self._scaling.range_factor,
-            "last_step": None if step is None else vars(step),
-        }
-
-    def _restore_own_state(self, state: dict[str, Any]) -> None:
-        assert self._scaling is not None
-        self._require_engine().load_state(state["engine"])
-        self._scaling.range_factor = state["range_scale"]
-        if state["last_step"] is not None:
-            on_device = {name: value.to(self.root_device) for name, value in state["last_step"].items()}
-            self._require_finisher().last_step = StepReport(**on_device)
 
     def clip_gradients(
         self,
@@ -716,10 +553,10 @@ class AutomodelStrategy(ParallelStrategy):
         clip_val: float,
         algorithm: Literal["norm", "value"] = "norm",
     ) -> Tensor:
-        """Rescale the gradients of ``optimizer`` if that has not been done for this window, then clip them.
+        """Clip the gradients of ``optimizer``, any mixture of shards and plain tensors.
 
-        For manual optimization, between ``manual_backward`` and ``optimizer.step()``, which then does not rescale
-        again. A collective: every rank must call it.
+        For manual optimization, between ``manual_backward`` and ``optimizer.step()``. A collective: every rank must
+        call it.
 
         Args:
             optimizer: One of ``self.optimizers()``.
@@ -731,22 +568,15 @@ class AutomodelStrategy(ParallelStrategy):
 
         Raises:
             ValueError: If ``clip_val`` is not positive or ``algorithm`` is neither.
+            RuntimeError: If an accumulation window of ``optimizer`` is still open.
         """
-        rescale_clip.check_clip_value(clip_val)
-        if algorithm not in ("norm", "value"):
-            raise ValueError(f"algorithm must be 'norm' or 'value', got {algorithm!r}.")
-        finisher = self._require_finisher()
-        if algorithm == "norm":
-            return finisher.clip_norm(optimizer, clip_val)
-        norm = finisher.norm(optimizer)
-        finisher.clip_value(optimizer, clip_val)
-        return norm
+        return self._required_run.clipper.clip(optimizer, clip_val, algorithm)
 
     # --- Beside training ----------------------------------------------------------------------------------------------
 
     @override
     def on_validation_start(self) -> None:
-        self._require_engine().release()
+        self._required_run.engine.release()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -759,6 +589,18 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         return self._evaluation_step(super().predict_step, *args, **kwargs)
+
+    def _evaluation_step(self, step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Evaluate one batch and leave nothing gathered: a callback may be about to swap weights.
+
+        Ranks may evaluate unequal numbers of batches, so a fit stops in training steps alone.
+        """
+        if self._module.trainer.state.fn != TrainerFn.FITTING:
+            self._evaluation_steps += 1
+            self._begin_step(self._evaluation_steps, is_training=False)
+        output = step(*args, **kwargs)
+        self._required_run.engine.release()
+        return output
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
@@ -789,8 +631,8 @@ class AutomodelStrategy(ParallelStrategy):
         if not self._checkpoints.names_parameters:
             return super().optimizer_state(optimizer)
         assert self.lightning_module is not None
-        with self._windows.unchanged():
-            return optimizer_state(self.lightning_module, unwrap(optimizer))
+        with self._required_run.watch.suspended():
+            return optimizer_state(self._module, unwrap(optimizer))
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
@@ -832,7 +674,7 @@ class AutomodelStrategy(ParallelStrategy):
         Raises:
             CheckpointError: On every rank, if any cannot read it.
         """
-        self._require_engine().release()
+        self._required_run.engine.release()
         weights_only = self._guard.weights_only if weights_only is None else weights_only
         checkpoint = self._checkpoints.open(checkpoint_path, weights_only, self.checkpoint_io, self.local_rank == 0)
         state = checkpoint.pop(CHECKPOINT_KEY, None)
@@ -880,10 +722,8 @@ class AutomodelStrategy(ParallelStrategy):
         if isinstance(exception, lightning_internals.SIGTERMException) and self._guard.requeues:
             assert self.lightning_module is not None
             lightning_internals.save_and_requeue(self.lightning_module.trainer)
-        self._windows.reset()
-        self._count = None
-        if self._engine is not None:
-            self._engine.recover()
+        if self._run is not None:
+            self._run.interrupt()
 
     @override
     def teardown(self) -> None:
@@ -896,35 +736,28 @@ class AutomodelStrategy(ParallelStrategy):
                 self._guard.close()
 
     def _teardown_training(self) -> None:
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
-        self._windows.close()
-        give_back_plugin(self.precision_plugin)
-        precision.give_back_casting(self.precision_plugin)
-        if self._scaling is not None:
-            self._scaling.close()
-        if self._engine is not None:
-            self._engine.close()
-        if self._recomputed is not None:
-            self._recomputed.undo()
-        self._batch = None
-        self.model = self.lightning_module
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        if self._resume is not None:
-            self._resume.close()
+        had_run = self._run is not None
+        self._close_run()
+        self.model = self.lightning_module
         if trainer is not None:
             lightning_internals.give_back_sigterm(trainer)
             lightning_internals.give_back_model_checkpoints(trainer)
-        if not self._shards_model and self._engine is not None:
+        if had_run and not self._shards_model:
             if self._layer_sync is not None and self.model is not None:
                 self._layer_sync.revert(self.model)
             super().teardown()
             return
         # Unlike the base class, leave the model where it is: moved to the host, shards would no longer fit their mesh.
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            if part is not None:
+                part.teardown()
+
+    def _close_run(self) -> None:
+        if self._run is not None:
+            self._run.close()
+        if self._resume is not None:
+            self._resume.close()
 
     # --- Explaining ---------------------------------------------------------------------------------------------------
 
@@ -934,31 +767,11 @@ class AutomodelStrategy(ParallelStrategy):
         Not a collective. Before the first set-up it holds the options alone.
         """
         options = {field.name: getattr(self._options, field.name) for field in dataclasses.fields(self._options)}
-        if self._mesh is None or self._engine is None:
+        if self._run is None:
             return {"options": options, **self._report_of_children.get("description", {})}
-        module = self.lightning_module
-        dtypes = {} if module is None else precision.describe_dtypes(self.precision_plugin, module, self._policy)
-        return {
-            "options": options,
-            "data_parallel": self._options.data_parallel,
-            "mesh": self._mesh.sizes_by_name(),
-            "gradient_divisor": self._mesh.sizes.data_parallel,
-            "gradient_denominator": "label tokens" if self._options.per_token_loss else "micro-batches",
-            "precision": dtypes,
-            "tensors_created_without_values": len(self._created_as),
-            "activation_checkpointing": [] if self._recomputed is None else self._recomputed.names,
-            **self._engine.describe(),
-        }
+        return {"options": options, **self._run.describe()}
 
     def _log_description(self) -> None:
         described = {name: value for name, value in self.describe().items() if name != "options"}
         lines = "\n".join(f"  {name}: {shortened(value)}" for name, value in described.items())
         self._advice.say_once(f"{type(self).__name__}:\n{lines}", say=rank_zero_info)
-
-    def _require_engine(self) -> Engine:
-        assert self._engine is not None
-        return self._engine
-
-    def _require_finisher(self) -> GradientFinisher:
-        assert self._finisher is not None
-        return self._finisher

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel import release_probe
+from lightning_automodel.patching import PatchStack
 
 if importlib.util.find_spec("torch.distributed.checkpoint.fsspec_filesystem") is None:  # before torch 2.15
     from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
@@ -473,34 +474,47 @@ def _equal_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(integers), other.view(integers))
 
 
-def current_scale(scaler: GradScaler) -> Tensor:
-    """[] the scale, on its device; ``get_scale`` reads it on the host."""
-    assert scaler._scale is not None
-    return scaler._scale
-
-
-def replace_unscaling(
+def patch_unscaling(
     scaler: GradScaler,
-    unscale: Callable[[Optimizer], object],
+    is_checked: dict[Optimizer, bool],
     agree: Callable[[dict[torch.device, Tensor]], dict[torch.device, Tensor]] | None,
+    patches: PatchStack,
 ) -> None:
-    """Let whoever calls ``scaler.unscale_`` call ``unscale``, and where ``agree`` is given unscale shard by shard.
+    """Let ``scaler.unscale_`` only look for overflow where gradients are unscaled already, and shard by shard.
 
-    DTensor's own way of looking for overflow (torch 2.13) takes neither plain tensors beside DTensors nor a rank
-    without gradients, and asks the ranks of the first gradient's mesh only.
+    DTensor's own way of looking for overflow takes neither plain tensors beside DTensors nor a rank without gradients,
+    and asks the ranks of the first gradient's mesh only.
+
+    Args:
+        scaler: The scaler.
+        is_checked: Optimizers whose gradients are unscaled, and whether overflow was looked for since they are. Updated
+            here when it is.
+        agree: Where gradients are sharded, what the ranks agree on from what each has found, by device.
+        patches: Takes the replaced methods.
     """
-    scaler.unscale_ = unscale  # type: ignore[assignment,method-assign]
-    if agree is None:
-        return
 
-    def unscale_shards(
+    def unscale_gradients(
         optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        shards = SimpleNamespace(param_groups=[{"params": [_with_local_gradient(p) for p in parameters]}])
-        return agree(type(scaler)._unscale_grads_(scaler, shards, inv_scale, found_inf, allow_fp16))  # type: ignore[arg-type]
+        gradients = optimizer
+        if agree is not None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            gradients = SimpleNamespace(param_groups=[{"params": [_with_local_gradient(p) for p in parameters]}])  # type: ignore[assignment]
+        divide_by = torch.ones_like(inv_scale) if optimizer in is_checked else inv_scale
+        found = type(scaler)._unscale_grads_(scaler, gradients, divide_by, found_inf, allow_fp16)
+        return found if agree is None else agree(found)
 
-    scaler._unscale_grads_ = unscale_shards  # type: ignore[method-assign]
+    def unscale(optimizer: Optimizer) -> None:
+        # The scaler forgets what it has looked at whenever any optimizer steps.
+        if is_checked.get(optimizer) and scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]:
+            return
+        # It refuses a second call before its next update, although an abandoned step never comes to that.
+        scaler._per_optimizer_states.pop(id(optimizer), None)
+        type(scaler).unscale_(scaler, optimizer)
+        is_checked[optimizer] = True
+
+    patches.set(scaler, "unscale_", unscale)
+    patches.set(scaler, "_unscale_grads_", unscale_gradients)
 
 
 def _with_local_gradient(parameter: Tensor) -> Tensor:
@@ -513,23 +527,7 @@ def _with_local_gradient(parameter: Tensor) -> Tensor:
     return stand_in
 
 
-def unscale_anew(scaler: GradScaler, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-    """Unscale, also where an abandoned window was unscaled and never stepped. Returns the overflow by device."""
-    scaler._per_optimizer_states.pop(id(optimizer), None)
-    type(scaler).unscale_(scaler, optimizer)
-    return scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-
-
-def restore_unscaled(scaler: GradScaler, optimizer: Optimizer, found_inf: dict[torch.device, Tensor]) -> None:
-    """Remind ``scaler`` of what it has unscaled: it forgets that for all optimizers when one of them steps."""
-    state = {"stage": OptState.UNSCALED, "found_inf_per_device": found_inf}
-    scaler._per_optimizer_states[id(optimizer)] = state
-
-
-def give_back_unscaling(scaler: GradScaler) -> None:
-    """Undo :func:`replace_unscaling`."""
-    for method in ("unscale_", "_unscale_grads_"):
-        scaler.__dict__.pop(method, None)
+# --- DDP -------------------------------------------------------------------------------------------------------------
 
 
 def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
@@ -593,7 +591,7 @@ def _probe() -> None:
     check(dist.distributed_c10d, "_world")
     check(DeviceMesh, "_flatten")
     check(torch.UntypedStorage, "_checkpoint_offset")
-    check(GradScaler, "_scale", "_per_optimizer_states", "_unscale_grads_")
+    check(GradScaler, "_per_optimizer_states", "_unscale_grads_")
     check(DistributedDataParallel, "_check_reducer_finalized")
     check(nn.Module, "_apply", "_compiled_call_impl")
     check(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks", "_version")

@@ -1,7 +1,5 @@
 """Keeping float16 gradients in range: a power of two for token sums, and a gradient scaler in step on all ranks."""
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -9,7 +7,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_automodel import torch_internals
-from lightning_automodel.gradients.token_loss import LossWindow
+from lightning_automodel.gradients.token_loss import WindowSums
+from lightning_automodel.patching import PatchStack
 
 _TOKENS_BEFORE_ANY_STEP = 2.0**10
 
@@ -46,40 +45,32 @@ class RangeScale:
 class LossScaling:
     """All that multiplies a loss on its way into backward, and how gradients get rid of it again.
 
-    A gradient scaler changes its scale, and forgets which gradients it has unscaled, whenever any optimizer steps. Here
-    a window keeps the scale of its first backward, and gradients that clipping by hand has unscaled are not unscaled
-    again by the step. The scaler stays the user's object; methods are replaced on it until :meth:`close`.
+    A gradient scaler changes its scale whenever any optimizer steps. A window keeps the scale of its first backward
+    and is divided by it when it ends, so that final gradients are unscaled. The scaler then only looks for overflow.
 
     Args:
-        scaler: The precision plugin's; None where it has none or a disabled one.
+        scaler: The precision plugin's; None where it has none or a disabled one. It stays the user's object.
         range_scale: The power of two.
-        window_of: The window of an optimizer.
         device: Where losses are, and where ranks agree.
-        is_sharded: Whether a rank sees a part of the gradients only. Unscaling is then a collective over all ranks, one
-            all-reduce of one number: all of them skip a step and lower the scale, or none.
+        is_sharded: Whether a rank sees a part of the gradients only. Looking for overflow is then a collective over
+            all ranks, one all-reduce of one number: all of them skip a step and lower the scale, or none.
+        patches: Takes the methods that are replaced on the scaler.
     """
 
     def __init__(
         self,
         scaler: GradScaler | None,
         range_scale: RangeScale,
-        window_of: Callable[[Optimizer], LossWindow],
         device: torch.device,
         is_sharded: bool,
+        patches: PatchStack,
     ) -> None:
         self.scaler = scaler
-        self._range, self._window_of, self._device = range_scale, window_of, device
-        self._is_sharded = is_sharded
+        self._range, self._device, self._is_sharded = range_scale, device, is_sharded
+        self._is_checked: dict[Optimizer, bool] = {}
         if scaler is not None:
             scaler.scale(torch.zeros((), device=device))  # the scale itself is made with the first loss
-
-    def take_over(self, finish: Callable[[Optimizer], object]) -> None:
-        """Let whoever calls the scaler's ``unscale_`` call ``finish``, which makes gradients final by :meth:`unscale`.
-
-        A user who clips by hand may be the first, and another optimizer's step may change the scale after that.
-        """
-        if self.scaler is not None:
-            torch_internals.replace_unscaling(self.scaler, finish, self._agree if self._is_sharded else None)
+            torch_internals.patch_unscaling(scaler, self._is_checked, self._agree if is_sharded else None, patches)
 
     @property
     def range_factor(self) -> Tensor | None:
@@ -91,42 +82,37 @@ class LossScaling:
         if self._range.factor is not None and factor is not None:
             self._range.factor = factor.to(self._range.factor)
 
-    def apply(self, objective: Tensor, window: LossWindow) -> Tensor:
+    def apply(self, objective: Tensor, sums: WindowSums) -> Tensor:
         """[] the sum of token losses as it is to be backpropagated; the first of a window settles its scales."""
-        if window.num_micro_batches == 0:
-            window.range_scale = self._range.factor
-            window.loss_scale = None if self.scaler is None else torch_internals.current_scale(self.scaler).clone()
-        for scale in (window.range_scale, window.loss_scale):
+        if sums.num_micro_batches == 0:
+            sums.range_scale = self._range.factor
+            sums.loss_scale = None if self.scaler is None else self.scaler.scale(torch.ones((), device=self._device))
+        for scale in (sums.range_scale, sums.loss_scale):
             if scale is not None:
                 objective = objective * scale.to(objective.device)
         return objective
 
-    def correction(self, window: LossWindow) -> Tensor | float:
-        """What the gradients of a window are to be multiplied by; :meth:`unscale` does the rest."""
+    def correction(self, sums: WindowSums) -> Tensor | float:
+        """What the gradients of a window are to be multiplied by, so that they are as if nothing had been scaled."""
         correction: Tensor | float = 1.0
-        if self._range.factor is not None:
-            applied = self._range.factor if window.range_scale is None else window.range_scale
-            correction = 1 / applied
-        if self.scaler is not None and window.loss_scale is not None:
-            correction = correction * (torch_internals.current_scale(self.scaler) / window.loss_scale)
+        for scale in (sums.range_scale, sums.loss_scale):
+            if scale is not None:
+                correction = correction / scale
         return correction
 
-    def follow(self, denominator: Tensor, divisor: int) -> None:
-        """See :meth:`RangeScale.follow`."""
+    def window_ended(self, optimizers: list[Optimizer], denominator: Tensor, divisor: int) -> None:
+        """Gradients of these optimizers are unscaled now; see :meth:`RangeScale.follow` for the rest."""
+        self._is_checked.update(dict.fromkeys(optimizers, False))
         self._range.follow(denominator, divisor)
 
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Divide gradients by the scale and look for overflow, once a window; where sharded, a collective.
+    def look_for_overflow(self, optimizer: Optimizer) -> None:
+        """Before a step: fused optimizers would otherwise divide by the scale. A collective where sharded."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
 
-        Later calls only remind the scaler that it is done: it forgets, and fused optimizers would divide once more.
-        """
-        if self.scaler is None:
-            return
-        window = self._window_of(optimizer)
-        if window.found_inf is None:
-            window.found_inf = torch_internals.unscale_anew(self.scaler, optimizer)
-        else:
-            torch_internals.restore_unscaled(self.scaler, optimizer, window.found_inf)
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Gradients that come without a window from now on (``scaler.scale(loss).backward()``) are scaled ones."""
+        self._is_checked.pop(optimizer, None)
 
     def _agree(self, found_inf: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
         """1 everywhere if any rank has found an overflow on any of its devices."""
@@ -137,8 +123,3 @@ class LossScaling:
         for found in found_inf.values():
             found.copy_(everywhere.expand_as(found))
         return found_inf or {self._device: everywhere}
-
-    def close(self) -> None:
-        """Give the scaler back as it came."""
-        if self.scaler is not None:
-            torch_internals.give_back_unscaling(self.scaler)

@@ -16,7 +16,7 @@ Count = int | float | Tensor
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one optimizer step trained on, summed over the window and the data-parallel group.
+    """What one optimizer step trains on, summed over the data-parallel group and the windows since the previous step.
 
     All fields are 0-dimensional tensors on the training device: reading one on the host (``float(report.loss)``) is
     what synchronises, not making the report.
@@ -26,13 +26,14 @@ class StepReport:
             ``per_token_loss=False``. NaN for a window without any label token.
         num_label_tokens: Label tokens; 0 where ``per_token_loss=False``, which does not count them.
         num_micro_batches: Training steps.
-        grad_norm: Global 2-norm of the rescaled gradients before clipping; NaN where nothing asked for it.
+        grad_norm: Global 2-norm of the gradients before clipping; None where nothing asked for it, and until the
+            optimizer steps.
     """
 
     loss: Tensor
     num_label_tokens: Tensor
     num_micro_batches: Tensor
-    grad_norm: Tensor
+    grad_norm: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -131,17 +132,17 @@ class TokenWeighting:
         return loss * count
 
     def denominator(self, totals: Tensor) -> Tensor:
-        """[] what the sum of losses is divided by, from the reduced [3] :meth:`LossWindow.totals`."""
+        """[] what the sum of losses is divided by, from the reduced [3] :meth:`WindowSums.totals`."""
         return totals[0] if self.per_token_loss else totals[2]
 
     def report(self, totals: Tensor) -> StepReport:
-        """Report on a window from its [3] :meth:`LossWindow.totals`, summed over the data-parallel ranks."""
+        """Report on a window from its [3] :meth:`WindowSums.totals`, summed over the data-parallel ranks."""
         num_label_tokens = totals[0] if self.per_token_loss else torch.zeros_like(totals[0])
         return StepReport(
             loss=totals[1] / self.denominator(totals),
             num_label_tokens=num_label_tokens.long(),
             num_micro_batches=totals[2].long(),
-            grad_norm=torch.full_like(totals[1], torch.nan),
+            grad_norm=None,
         )
 
 
@@ -181,27 +182,24 @@ def check_count(count: Any, source: str) -> Count:
     return number
 
 
-class LossWindow:
-    """What one optimizer's gradients hold since they were last zeroed: sums over this rank's micro-batches.
+class WindowSums:
+    """Sums over this rank's micro-batches of one window.
 
-    It changes exactly when the gradients do: :meth:`add` with each backward, :meth:`reset` with ``zero_grad``. Sums
-    stay on the device; nothing here synchronises or communicates.
+    They stay on the device; nothing here synchronises or communicates.
+
+    Attributes:
+        num_micro_batches: Backwards so far.
+        range_scale: [] the power of two that its losses are multiplied by; None for none.
+        loss_scale: [] the gradient scaler's scale at its first backward; None without a scaler.
     """
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything: the gradients have been zeroed."""
         self._host_tokens: int | float = 0
         self._device_tokens: Tensor | None = None
         self._loss_sum: Tensor | None = None
         self.num_micro_batches = 0
-        self.is_rescaled = False
-        self.is_measured = False
         self.range_scale: Tensor | None = None
         self.loss_scale: Tensor | None = None
-        self.found_inf: dict[torch.device, Tensor] | None = None
 
     def add(self, objective: Tensor, count: Count) -> None:
         """Take in one backward.

@@ -1,11 +1,10 @@
-"""One accumulation window for each optimizer: opened by zeroed gradients, ended by rescaling them, once."""
+"""Accumulation windows: what their backwards compute is held back, and written to ``.grad`` once it is final."""
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.grad_scaling import LossScaling
-from lightning_automodel.gradients.token_loss import LossWindow, StepReport, TokenWeighting
+from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, WindowSums
 
 OneOptimizer = Optimizer | LightningOptimizer
 
@@ -30,207 +29,233 @@ def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-class OptimizerWindows:
-    """The windows of a fit, by optimizer.
+class GradientEngine(Protocol):
+    """What windows ask of the engine that holds the model."""
 
-    Gradients and counts must vanish together, and only the optimizer's own ``zero_grad`` says when: Lightning calls it
-    between the first forward and the first backward of a window, users where they like. Torch has no hook for it, so
-    the method is replaced on the instances, for the time of the fit.
+    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Average over ranks what the engine itself does not. May be a collective over the data-parallel group."""
 
-    Args:
-        on_zero_grad: Called with the optimizer after its gradients were zeroed.
-        is_misplaced: Called before they are; True leaves them as they are.
+    def followed(self, parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
+        """Parameters that get a zero gradient where they were not used, and whether this rank used them."""
+
+    def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Drop gradients that the engine holds outside of ``.grad``."""
+
+    def recover(self) -> None:
+        """Forget an interrupted backward."""
+
+
+@dataclass(eq=False)
+class Window:
+    """One accumulation window.
+
+    Attributes:
+        sums: What its backwards have added up on this rank.
+        optimizers: Whose parameters it holds gradients of.
+        owned: Those parameters. No other open window may hold any of them.
     """
 
-    def __init__(self, on_zero_grad: Callable[[Optimizer], None], is_misplaced: Callable[[], bool]) -> None:
-        self._on_zero_grad = on_zero_grad
-        self._is_misplaced = is_misplaced
-        self._windows: dict[Optimizer, LossWindow] = {}
-        self._watched: list[Any] = []
-        self._toggled: Optimizer | None = None
-        self._module: pl.LightningModule | None = None
-        self._ignores_zero_grad = False
-
-    def __getitem__(self, optimizer: OneOptimizer) -> LossWindow:
-        return self._windows[unwrap(optimizer)]
-
-    def watch(self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer]) -> None:
-        """Follow these optimizers, and Lightning's wrappers of them, from now on instead of those before."""
-        self._unwatch()
-        self._windows = {optimizer: self._windows.get(optimizer, LossWindow()) for optimizer in optimizers}
-        for optimizer, wrapper in zip(optimizers, wrappers, strict=True):
-            for watched in (optimizer, wrapper):
-                watched.zero_grad = self._followed_by_reset(watched.zero_grad, optimizer)  # type: ignore[method-assign,union-attr]
-                self._watched.append(watched)
-
-    def _unwatch(self) -> None:
-        for watched in self._watched:
-            del watched.__dict__["zero_grad"]
-        self._watched = []
-
-    def _followed_by_reset(self, zero_grad: Callable[..., None], optimizer: Optimizer) -> Callable[..., None]:
-        def zero_grad_and_reset(*args: Any, **kwargs: Any) -> None:
-            if self._is_misplaced():
-                return
-            zero_grad(*args, **kwargs)
-            if not self._ignores_zero_grad:
-                self._windows[optimizer].reset()
-                self._on_zero_grad(optimizer)
-
-        return zero_grad_and_reset
-
-    def watch_toggling(self, module: pl.LightningModule, on_toggle: Callable[[], None]) -> None:
-        """Follow which optimizer is toggled; ``on_toggle`` is called after each change of ``requires_grad``."""
-        toggle, untoggle = module.toggle_optimizer, module.untoggle_optimizer
-
-        def toggle_optimizer(optimizer: OneOptimizer) -> None:
-            toggle(optimizer)
-            self._toggled = unwrap(optimizer)
-            on_toggle()
-
-        def untoggle_optimizer(optimizer: OneOptimizer) -> None:
-            untoggle(optimizer)
-            self._toggled = None
-            on_toggle()
-
-        module.toggle_optimizer = toggle_optimizer  # type: ignore[method-assign]
-        module.untoggle_optimizer = untoggle_optimizer  # type: ignore[method-assign]
-        self._module = module
-
-    def owner(self, named: OneOptimizer | None) -> Optimizer:
-        """The optimizer that a manual backward's count belongs to: the toggled, else the named, else the only one.
-
-        Raises:
-            ValueError: If there are several and none is toggled or named, or the named one is not among them.
-        """
-        if self._toggled is not None:
-            return self._toggled
-        if named is not None:
-            if unwrap(named) not in self._windows:
-                raise ValueError(
-                    f"manual_backward(optimizer=...) got {type(unwrap(named)).__name__}, which is none of the"
-                    f" {len(self._windows)} optimizers that configure_optimizers returned; pass one of"
-                    " self.optimizers()."
-                )
-            return unwrap(named)
-        if len(self._windows) != 1:
-            raise ValueError(
-                f"manual_backward cannot tell which of the {len(self._windows)} optimizers its label tokens belong to:"
-                " run it inside `with optimizer.toggle_model():` or pass"
-                " self.manual_backward(loss, num_label_tokens=n, optimizer=optimizer)."
-            )
-        return next(iter(self._windows))
-
-    def open(self, optimizer: Optimizer, automatic: bool) -> LossWindow:
-        """The window that a backward is about to add to, without gradients of an earlier step, already rescaled.
-
-        Lightning leaves those where it skips the first batch of a window (``None``); under automatic optimization they
-        are zeroed here.
-
-        Raises:
-            RuntimeError: If they are there under manual optimization, where zeroing is the user's.
-        """
-        window = self._windows[optimizer]
-        if not window.is_rescaled:
-            return window
-        if not automatic and any(parameter.grad is not None for parameter in optimizer_parameters(optimizer)):
-            raise RuntimeError(
-                f"The gradients of {type(optimizer).__name__} have been rescaled for a step and were not zeroed since;"
-                " another backward would add token sums to token means. Call optimizer.zero_grad() after each"
-                " optimizer.step()."
-            )
-        optimizer.zero_grad()
-        return window
-
-    def hold_gradients(self) -> bool:
-        """Whether any window has begun and not ended by a step."""
-        return any(window.num_micro_batches > 0 and not window.is_rescaled for window in self._windows.values())
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Context in which ``zero_grad`` is not the user's: torch calls it when it initialises optimizer state."""
-        self._ignores_zero_grad = True
-        try:
-            yield
-        finally:
-            self._ignores_zero_grad = False
-
-    def reset(self) -> None:
-        """Forget what every window holds."""
-        for window in self._windows.values():
-            window.reset()
-
-    def close(self) -> None:
-        """Put the replaced methods back and forget the optimizers."""
-        self._unwatch()
-        if self._module is not None:
-            del self._module.__dict__["toggle_optimizer"], self._module.__dict__["untoggle_optimizer"]
-        self._windows, self._module, self._toggled = {}, None, None
+    sums: WindowSums
+    optimizers: list[Optimizer]
+    owned: set[nn.Parameter]
 
 
-class GradientFinisher:
-    """Ends windows: makes their gradients final, once, and reports on them.
+@dataclass
+class SinceStep:
+    """The windows that have ended since an optimizer's previous step.
 
-    Everything here is called by every rank in the same order; collectives run on the data-parallel group of the mesh,
-    and on the groups that parameters are sharded over where a norm is measured. If a rank does not come, the others
-    raise when the group's timeout ends.
+    Attributes:
+        totals: [3] label tokens, sum of losses, micro-batches, over all data-parallel ranks.
+        norm: [] the global norm of the gradients, once it was measured.
+    """
+
+    totals: Tensor
+    norm: Tensor | None = None
+
+
+class GradientWindows:
+    """The open windows of a fit, and what has ended since the last step.
+
+    Between the backwards of a window ``.grad`` is what stood there before, usually None: the part that the window has
+    computed is kept here (and, while a reduction is deferred, inside FSDP2). Nobody can mistake a sum over tokens for
+    a gradient. When the window's last backward returns, its part is rescaled and added to what stands in ``.grad``.
+
+    Windows are told apart by the optimizer that is toggled: those of a GAN accumulate side by side. Without toggling
+    there is one.
 
     Args:
-        windows: The windows to end.
-        weighting: What their totals mean.
-        scaling: What their losses were multiplied by.
+        engine: Holds the model.
+        weighting: What a window's sums mean.
+        scaling: What losses are multiplied by before backward.
         mesh: Mesh of the run.
-        device: Where totals are summed.
-        complete: Averages, for these parameters, the gradients that the engine itself does not.
-        followed: Which of these parameters get a zero gradient where they were not used, and whether they were.
-        track_norm: Measure the norm of each window, also where no clipping does.
-        error_if_nonfinite: Likewise, and raise where it is not finite.
+        device: Where sums are reduced.
+        parameters: All parameters of the sharded model. (Between a forward and its backward ``module.parameters()``
+            are the gathered ones.)
+        reuses_buffers: Whether a backward may overwrite a tensor that is in ``.grad`` (DDP's
+            ``gradient_as_bucket_view``), so that what stood there must be copied.
     """
 
     def __init__(
         self,
-        windows: OptimizerWindows,
+        engine: GradientEngine,
         weighting: TokenWeighting,
         scaling: LossScaling,
         mesh: RunMesh,
         device: torch.device,
-        complete: Callable[[list[nn.Parameter]], None],
-        followed: Callable[[list[nn.Parameter]], list[tuple[nn.Parameter, bool]]],
-        track_norm: bool,
-        error_if_nonfinite: bool,
+        parameters: list[nn.Parameter],
+        reuses_buffers: bool = False,
     ) -> None:
         self.last_step: StepReport | None = None
-        self._windows, self._weighting, self._scaling = windows, weighting, scaling
-        self._mesh, self._device, self._followed = mesh, device, followed
-        self._complete, self._track_norm, self._error_if_nonfinite = complete, track_norm, error_if_nonfinite
-        scaling.take_over(self.finish)
+        self.since_step: dict[Optimizer, SinceStep] = {}
+        self._engine, self._weighting, self._scaling = engine, weighting, scaling
+        self._mesh, self._device, self._parameters = mesh, device, parameters
+        self._reuses_buffers = reuses_buffers
+        self._open: dict[Optimizer | None, Window] = {}
+        self._held: dict[nn.Parameter, Tensor] = {}
+        # Kept up to date by `OptimizerWatch`.
+        self.optimizers: list[Optimizer] = []
+        self.toggled: Optimizer | None = None
+        self.in_backward = False
 
-    def finish(self, optimizer: OneOptimizer) -> list[nn.Parameter]:
-        """Rescale the gradients of ``optimizer`` and report on its window, unless that is done.
+    @property
+    def open_windows(self) -> list[Window]:
+        """The windows that have begun and not ended."""
+        return list(self._open.values())
 
-        One all-reduce of three numbers and one for each sharded parameter, one more of one number where a gradient
-        scaler looks for overflow in shards, and one of a few where a norm is asked for. A rank that did not use some
-        parameter reads on the host whether another rank did.
+    def drop(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Forget what open windows hold for these parameters: their gradients have been zeroed."""
+        if not self._open:
+            return
+        dropped = set(parameters)
+        # A window of which nothing is left is over, its count too.
+        self._open = {key: window for key, window in self._open.items() if not window.owned <= dropped}
+        if not self._open:
+            dropped.update(self._parameters)
+        for parameter in dropped:
+            self._held.pop(parameter, None)
+        self._engine.discard(dropped)
 
-        Returns:
-            The parameters of the optimizer.
+    def reset(self) -> None:
+        """Forget all windows, and what they hold: a run begins or ends, or a backward has failed."""
+        self._open, self._held, self.toggled, self.since_step = {}, {}, None, {}
+        self._engine.discard()
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped, or a gradient scaler has skipped its step: the next report begins anew."""
+        self.since_step.pop(optimizer, None)
+        self._scaling.stepped(optimizer)
+
+    # --- One backward -------------------------------------------------------------------------------------------------
+
+    def open(self) -> Window:
+        """The window that a backward adds to.
+
+        That of the toggled optimizer. Where none is toggled, the one that is open, else a new one of all optimizers.
+
+        Raises:
+            RuntimeError: If several are open and none is toggled, or if two windows would hold the same parameter.
         """
-        parameters = optimizer_parameters(unwrap(optimizer))
-        if not self._windows[optimizer].is_rescaled:
-            self._rescale(self._windows[optimizer], parameters)
-        self._scaling.unscale(unwrap(optimizer))
-        return parameters
+        key = self.toggled
+        if key is not None and key in self._open:
+            return self._open[key]
+        optimizers = self.optimizers if key is None else [key]
+        owned = {parameter for optimizer in optimizers for parameter in optimizer_parameters(optimizer)}
+        if key is None and len(self._open) == 1:
+            window = next(iter(self._open.values()))
+            window.optimizers, window.owned = optimizers, owned
+            return window
+        if key is None and self._open:
+            raise RuntimeError(
+                f"{len(self._open)} accumulation windows are open"
+                f" ({', '.join(type(key).__name__ for key in self._open)}), and this backward belongs to none of them:"
+                " run it inside `with optimizer.toggle_model():` of the optimizer whose window it ends."
+            )
+        for other in self._open.values():
+            if not owned.isdisjoint(other.owned):
+                raise RuntimeError(
+                    f"{len(owned & other.owned)} parameters of {type(key).__name__} belong to the open accumulation"
+                    f" window of {', '.join(type(o).__name__ for o in other.optimizers)}. End that window first, by a"
+                    " backward outside of toggle_model(sync_grad=False), or zero its gradients."
+                )
+        window = self._open[key] = Window(WindowSums(), optimizers, owned)
+        return window
 
-    def _rescale(self, window: LossWindow, parameters: list[nn.Parameter]) -> None:
-        window.is_rescaled = True
-        self._complete(parameters)
-        divisor, followed = self._mesh.sizes.data_parallel, self._followed(parameters)
-        totals = self._summed(window.totals(self._device), followed)
+    @contextmanager
+    def backward(self, window: Window, ends: bool) -> Iterator[None]:
+        """Context of one backward. If it ``ends`` the window, gradients are final on exit.
+
+        Inside, ``.grad`` holds the parts of all open windows: a reduction that is triggered for one may reduce what
+        another has accumulated, which by linearity is harmless. If an exception leaves it, all windows are forgotten,
+        and ``.grad`` is what stood there before.
+
+        Ending is a collective over the data-parallel group: every rank must end the same window.
+        """
+        stood_before = self._swap_in()
+        self.in_backward = True
+        try:
+            yield
+            final = self._finalise(window) if ends else None
+        except BaseException:
+            for parameter in self._parameters:
+                parameter.grad = stood_before.get(parameter)
+            self.reset()
+            self._engine.recover()
+            raise
+        finally:
+            self.in_backward = False
+        self._swap_out(stood_before, final)
+
+    def _swap_in(self) -> dict[nn.Parameter, Tensor]:
+        """Put the parts of open windows into ``.grad`` and return what stood there."""
+        stood_before = {}
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                stood_before[parameter] = parameter.grad.clone() if self._reuses_buffers else parameter.grad
+                parameter.grad = None
+        for parameter, part in self._held.items():
+            parameter.grad = part
+        self._held = {}
+        return stood_before
+
+    def _swap_out(self, stood_before: dict[nn.Parameter, Tensor], final: set[nn.Parameter] | None) -> None:
+        """Add final parts to what stood in ``.grad``; keep the others, and put back what stood there."""
+        for parameter in self._parameters:
+            part, before = parameter.grad, stood_before.get(parameter)
+            if part is None:
+                if before is not None:
+                    parameter.grad = before
+            elif final is None or parameter not in final:
+                self._held[parameter] = part
+                parameter.grad = before
+            elif before is not None:
+                # In place, as autograd accumulates, so that whoever holds the tensor sees it.
+                parameter.grad = before + part if before.is_sparse or part.is_sparse else before.add_(part)
+
+    # --- The end of a window ------------------------------------------------------------------------------------------
+
+    def _finalise(self, window: Window) -> set[nn.Parameter]:
+        """Rescale a window's gradients, which are in ``.grad``, and report on it. Returns the final parameters.
+
+        One all-reduce of three numbers and one for each sharded parameter. A rank that has not used some parameter
+        reads on the host whether another rank has.
+        """
+        self._open = {key: other for key, other in self._open.items() if other is not window}
+        owned_elsewhere = {parameter for other in self._open.values() for parameter in other.owned}
+        parameters = [parameter for parameter in self._parameters if parameter not in owned_elsewhere]
+        self._engine.complete_gradients(parameters)
+        divisor = self._mesh.sizes.data_parallel
+        totals = self._summed(window.sums.totals(self._device), self._engine.followed(parameters))
         denominator = self._weighting.denominator(totals)
-        factor = rescale_clip.gradient_factor(denominator, divisor) * self._scaling.correction(window)
+        factor = rescale_clip.gradient_factor(denominator, divisor) * self._scaling.correction(window.sums)
         rescale_clip.scale_gradients_(parameters, factor)
-        self._scaling.follow(denominator, divisor)
-        self.last_step = self._weighting.report(totals)
+        self._engine.discard(parameters)
+        self._scaling.window_ended(window.optimizers, denominator, divisor)
+        for optimizer in window.optimizers:
+            before = self.since_step.get(optimizer)
+            self.since_step[optimizer] = SinceStep(totals if before is None else before.totals + totals)
+        first = next(iter(window.optimizers), None)
+        self.last_step = self._weighting.report(totals if first is None else self.since_step[first].totals)
+        return set(parameters)
 
     def _summed(self, totals: Tensor, followed: list[tuple[nn.Parameter, bool]]) -> Tensor:
         """[3] ``totals`` over all ranks; drops the gradients of parameters that no rank has used in the window."""
@@ -245,42 +270,9 @@ class GradientFinisher:
                     parameter.grad = None
         return summed[: len(totals)]
 
-    def measure_if_asked(self, optimizer: OneOptimizer) -> None:
-        """Measure the norm of the finished gradients where an option asks for it and clipping has not done so.
-
-        The last thing before the optimizer steps, so that it judges what hooks have made of the gradients. Whether it
-        communicates follows from what was called before, never from what the gradients look like on a rank.
-        """
-        if (self._track_norm or self._error_if_nonfinite) and not self._windows[optimizer].is_measured:
-            self.norm(optimizer)
-
-    def clip_norm(self, optimizer: OneOptimizer, clip_val: float) -> Tensor:
-        """Finish, then clip to a global norm. Returns [] the norm before."""
-        norm = self.norm(optimizer)
-        rescale_clip.scale_to_norm_(optimizer_parameters(unwrap(optimizer)), norm, clip_val)
-        return norm
-
-    def clip_value(self, optimizer: OneOptimizer, clip_val: float) -> None:
-        """Finish, then clamp every element."""
-        parameters = self.finish(optimizer)
-        self.measure_if_asked(optimizer)
-        rescale_clip.clip_gradient_values(parameters, clip_val)
-
-    def norm(self, optimizer: OneOptimizer) -> Tensor:
-        """Finish, then measure. Returns [] the global norm; the first of a window is the one that is reported.
-
-        Raises:
-            RuntimeError: On every rank, if it is not finite and that was asked to be an error.
-        """
-        parameters = self.finish(optimizer)
-        norm = rescale_clip.total_norm(parameters)
-        if self._error_if_nonfinite:
-            only_shards = self._mesh.sizes.replicate == self._mesh.sizes.tensor == 1
-            measured_together = only_shards and rescale_clip.any_sharded(parameters)
-            rescale_clip.check_finite(norm, () if measured_together else self._mesh.groups)
-        window = self._windows[optimizer]
-        if not window.is_measured:
-            window.is_measured = True
-            assert self.last_step is not None
-            self.last_step = dataclasses.replace(self.last_step, grad_norm=norm)
-        return norm
+    def report_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
+        """Put the [] norm of an optimizer's final gradients into the report, if it is the first since its step."""
+        record = self.since_step.get(optimizer)
+        if record is not None and record.norm is None and self.last_step is not None:
+            record.norm = norm
+            self.last_step = replace(self.last_step, grad_norm=norm)

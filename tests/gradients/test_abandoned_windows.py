@@ -189,7 +189,7 @@ def test_none_batches(pool2: RankPool, missing: set[int], windows: list[list[int
 
 
 class StepsEveryOther(LabelledModule):
-    """Accumulates by itself: the closure runs on every batch, the optimizer steps and zeroes on every second one."""
+    """Accumulates by itself: each closure synchronises, so its window ends; their means add, as on one process."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         if batch_idx % 2 == 1:
@@ -220,17 +220,17 @@ def _fit_module(make_module: Callable[[], LabelledModule], options: dict[str, An
 
 @pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
 @pytest.mark.parametrize(
-    ("make_module", "accumulate", "windows"),
+    ("make_module", "accumulate", "steps"),
     [
-        (StepsEveryOther, 1, [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        (DropsWindowsOf, 3, [[3, 4, 5]]),
+        (StepsEveryOther, 1, [[[0], [1]], [[2], [3]], [[4], [5]], [[6], [7]]]),
+        (DropsWindowsOf, 3, [[[3, 4, 5]]]),
     ],
 )
 def test_windows_follow_the_users_steps(
-    pool2: RankPool, make_module: Any, accumulate: int, windows: list[list[int]], options: dict[str, Any]
+    pool2: RankPool, make_module: Any, accumulate: int, steps: list[list[list[int]]], options: dict[str, Any]
 ) -> None:
-    """A window is what lies between two zeroings of the gradients, whoever decides on it."""
-    expected = Outcome(train_plainly(windows), None)
+    """Windows add up until the user zeroes, whoever steps when."""
+    expected = Outcome(train_plainly(steps), None)
     for weights in pool2.run(_fit_module, make_module, options, accumulate):
         assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
 

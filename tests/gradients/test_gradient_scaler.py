@@ -96,7 +96,12 @@ def _fit_and_scale(
     settings = {"accumulate_grad_batches": ACCUMULATE, **settings, **precision_options("16-mixed", **scaler)}
     trainer = make_trainer(strategy, **settings)
     trainer.fit(module, loader())
-    return full_weights(module), trainer.precision_plugin.scaler.get_scale(), float(strategy.last_step.grad_norm)
+    norm = strategy.last_step.grad_norm
+    return (
+        full_weights(module),
+        trainer.precision_plugin.scaler.get_scale(),
+        float("nan") if norm is None else float(norm),
+    )
 
 
 @pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
@@ -177,6 +182,43 @@ class TwoOptimizers(WideLossModule):
         head = list(self.model.head.parameters())
         others = [p for name, p in self.model.named_parameters() if not name.startswith("head.")]
         return [torch.optim.SGD(p, lr=LEARNING_RATE, momentum=MOMENTUM) for p in (others, head)]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class ScalesByHand(WideLossModule):
+    """A plain backward on a loss that the user has scaled: the step unscales it, once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer, scaler = self.optimizers(), self.trainer.precision_plugin.scaler
+        optimizer.zero_grad()
+        if batch_idx % 2:
+            self.manual_backward(self(batch))
+        else:
+            scaler.scale(self(batch)).backward()
+        self.seen = max(float(local(p.grad).abs().max()) for p in self.parameters() if local(p.grad).numel())
+        optimizer.step()
+        self.after = max(float(local(p.grad).abs().max()) for p in self.parameters() if local(p.grad).numel())
+        assert self.after == pytest.approx(self.seen / (1 if batch_idx % 2 else INIT_SCALE), rel=1e-3)
+
+
+def _fit_scaled_by_hand() -> float:
+    module = ScalesByHand(decoder())
+    options = precision_options("16-mixed", growth_interval=1000)
+    make_trainer(AutomodelStrategy(), **options).fit(module, loader())
+    return module.after
+
+
+def test_gradients_without_a_window_are_unscaled_by_the_step(pool2: RankPool) -> None:
+    """Final gradients are not divided again; those that come past the strategy are."""
+    assert all(after > 0 for after in pool2.run(_fit_scaled_by_hand))
 
 
 class UnscalesByHand(TwoOptimizers):

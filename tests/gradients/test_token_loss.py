@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_automodel import reduce_loss
-from lightning_automodel.gradients.token_loss import LossWindow, TokenWeighting
+from lightning_automodel.gradients.token_loss import TokenWeighting, WindowSums
 
 CPU = torch.device("cpu")
 LABELS = torch.tensor([[3, -100, 5, 1], [-100, -100, -100, 2]])
@@ -146,8 +146,8 @@ def test_objective_is_a_sum_of_token_losses(options: dict[str, Any], objective: 
     assert TokenWeighting(**options).objective(torch.tensor(2.0), 3).item() == objective
 
 
-def _window(additions: list[tuple[float, Any]]) -> LossWindow:
-    window = LossWindow()
+def _window(additions: list[tuple[float, Any]]) -> WindowSums:
+    window = WindowSums()
     for objective, count in additions:
         window.add(torch.tensor(objective), count)
     return window
@@ -197,26 +197,16 @@ def test_large_windows_are_exact() -> None:
     assert _window([(1.0, 2**40 + 1), (1.0, torch.tensor(2**40 + 2))]).totals(CPU)[0].item() == 2**41 + 3
 
 
-def test_window_resets() -> None:
-    """Counts vanish with the gradients, and so does the mark that these were rescaled."""
-    window = _window([(2.0, 4), (3.0, torch.tensor(1))])
-    window.is_rescaled = True
-    window.reset()
-    assert window.totals(CPU).tolist() == [0, 0, 0]
-    assert not window.is_rescaled
-    assert window.num_micro_batches == 0
-
-
 @pytest.mark.parametrize(
     ("options", "loss", "num_label_tokens"),
     [({}, 11 / 14, 14), ({"loss_reduction": "sum"}, 11 / 14, 14), ({"per_token_loss": False}, 11 / 4, 0)],
 )
 def test_report(options: dict[str, Any], loss: float, num_label_tokens: int) -> None:
-    """The mean over tokens or over micro-batches; uncounted tokens are zero, an unmeasured norm NaN."""
+    """The mean over tokens or over micro-batches; uncounted tokens are zero, an unmeasured norm is None."""
     report = TokenWeighting(**options).report(torch.tensor([14.0, 11.0, 4.0], dtype=torch.float64))
     assert report.loss.item() == pytest.approx(loss, rel=1e-15)
     assert (report.num_label_tokens.item(), report.num_micro_batches.item()) == (num_label_tokens, 4)
-    assert report.grad_norm.isnan()
+    assert report.grad_norm is None
 
 
 def test_report_of_a_window_without_tokens() -> None:

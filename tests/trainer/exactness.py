@@ -59,7 +59,7 @@ class LastStep:
     loss: float
     num_label_tokens: int
     num_micro_batches: int
-    grad_norm: float
+    grad_norm: float | None
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def _last_step(strategy: Strategy) -> LastStep | None:
         loss=float(report.loss),
         num_label_tokens=int(report.num_label_tokens),
         num_micro_batches=int(report.num_micro_batches),
-        grad_norm=float(report.grad_norm),
+        grad_norm=None if report.grad_norm is None else float(report.grad_norm),
     )
 
 
@@ -283,13 +283,13 @@ def _window_loss(case: Case, model: nn.Module, window: list[Batch]) -> tuple[Ten
     return torch.stack(losses).sum() / divisor, num_label_tokens
 
 
-def _clip_(model: nn.Module, case: Case) -> float:
-    """Clip as the case says and return the norm before clipping, NaN where it was not needed."""
+def _clip_(model: nn.Module, case: Case) -> float | None:
+    """Clip as the case says and return the norm before clipping, None where it was not needed."""
     if case.clipping == "norm":
         return nn.utils.clip_grad_norm_(model.parameters(), case.clip_val).item()
     if case.clipping == "value":
         nn.utils.clip_grad_value_(model.parameters(), case.clip_val)
-    return float("nan")
+    return None
 
 
 def weight_error(outcome: Outcome, expected: Outcome) -> float:

@@ -72,16 +72,26 @@ def loader(case: Case = CASE) -> DataLoader:
     return DataLoader(micro_batches(case)[dist.get_rank()], batch_size=None)
 
 
-def train_plainly(windows: list[list[int]], case: Case = CASE, clip_norm: float | None = None) -> dict[str, Tensor]:
-    """Weights after stepping once for each window: the indices of micro-batches that all ranks contribute to it."""
+def train_plainly(
+    steps: list[list[int]] | list[list[list[int]]], case: Case = CASE, clip_norm: float | None = None
+) -> dict[str, Tensor]:
+    """Weights of one plain process.
+
+    Args:
+        steps: For each step its window, the indices of micro-batches that all ranks contribute to it; or the windows
+            whose means add up for it.
+        case: Makes the data.
+        clip_norm: Clips each step's gradients.
+    """
     model = TinyDecoder(case.seed).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    for window in windows:
-        batches = [by_rank[index] for by_rank in micro_batches(case) for index in window]
-        num_label_tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+    for step in steps:
         optimizer.zero_grad()
-        loss = torch.stack([mean_loss(model, batch, "sum") for batch in batches]).sum() / max(num_label_tokens, 1)
-        loss.backward()
+        for window in step if isinstance(step[0], list) else [step]:
+            batches = [by_rank[index] for by_rank in micro_batches(case) for index in window]  # type: ignore[union-attr]
+            num_label_tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+            loss = torch.stack([mean_loss(model, batch, "sum") for batch in batches]).sum() / max(num_label_tokens, 1)
+            loss.backward()
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()

@@ -1,0 +1,84 @@
+"""Clipping and measuring final gradients in the optimizer step, by the Trainer and by hand."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.gradients import rescale_clip
+from lightning_automodel.gradients.optimizer_watch import OptimizerWatch
+from lightning_automodel.gradients.windows import GradientWindows, OneOptimizer, optimizer_parameters, unwrap
+
+
+class GradientClipper:
+    """Clips what windows have made final, and measures the norm where an option asks for it.
+
+    Everything here is called by every rank in the same order: a norm is a collective on the groups that parameters are
+    sharded over. If a rank does not come, the others raise when the group's timeout ends.
+
+    Args:
+        windows: Where norms are reported.
+        watch: Refuses to clip what is not final.
+        mesh: Mesh of the run.
+        track_norm: Measure the norm before each step, also where no clipping does.
+        error_if_nonfinite: Likewise, and raise where it is not finite.
+    """
+
+    def __init__(
+        self,
+        windows: GradientWindows,
+        watch: OptimizerWatch,
+        mesh: RunMesh,
+        track_norm: bool,
+        error_if_nonfinite: bool,
+    ) -> None:
+        self._windows, self._watch, self._mesh = windows, watch, mesh
+        self._track_norm, self._error_if_nonfinite = track_norm, error_if_nonfinite
+
+    def clip(self, optimizer: OneOptimizer, clip_val: float, algorithm: Literal["norm", "value"]) -> Tensor:
+        """Clip by hand, as :meth:`AutomodelStrategy.clip_gradients` has it. Returns [] the norm before clipping."""
+        rescale_clip.check_clip_value(clip_val)
+        if algorithm not in ("norm", "value"):
+            raise ValueError(f"algorithm must be 'norm' or 'value', got {algorithm!r}.")
+        self._watch.check_step(unwrap(optimizer))
+        if algorithm == "norm":
+            return self.clip_by_norm(optimizer, clip_val)
+        norm = self.norm(optimizer)
+        rescale_clip.clip_gradient_values(optimizer_parameters(unwrap(optimizer)), clip_val)
+        return norm
+
+    def clip_by_norm(self, optimizer: OneOptimizer, clip_val: float) -> Tensor:
+        """Clip to a global norm. Returns [] the norm before clipping."""
+        norm = self.norm(optimizer)
+        rescale_clip.scale_to_norm_(optimizer_parameters(unwrap(optimizer)), norm, clip_val)
+        return norm
+
+    def clip_by_value(self, optimizer: OneOptimizer, clip_val: float) -> None:
+        """Clamp every element."""
+        self.measure_if_asked(optimizer)
+        rescale_clip.clip_gradient_values(optimizer_parameters(unwrap(optimizer)), clip_val)
+
+    def measure_if_asked(self, optimizer: OneOptimizer) -> None:
+        """Measure the norm where an option asks for it and nothing has done so since the last step.
+
+        The last thing before the optimizer steps, so that it judges what hooks have made of the gradients. Whether it
+        communicates follows from what was called before, never from what the gradients look like on a rank.
+        """
+        record = self._windows.since_step.get(unwrap(optimizer))
+        if (self._track_norm or self._error_if_nonfinite) and (record is None or record.norm is None):
+            self.norm(optimizer)
+
+    def norm(self, optimizer: OneOptimizer) -> Tensor:
+        """[] the global 2-norm of the gradients; the first since the optimizer's last step is the one reported.
+
+        Raises:
+            RuntimeError: On every rank, if it is not finite and that was asked to be an error.
+        """
+        parameters = optimizer_parameters(unwrap(optimizer))
+        norm = rescale_clip.total_norm(parameters)
+        if self._error_if_nonfinite:
+            only_shards = self._mesh.sizes.replicate == self._mesh.sizes.tensor == 1
+            measured_together = only_shards and rescale_clip.any_sharded(parameters)
+            rescale_clip.check_finite(norm, () if measured_together else self._mesh.groups)
+        self._windows.report_norm(unwrap(optimizer), norm)
+        return norm

@@ -1,0 +1,166 @@
+"""What users do to gradients and optimizers while windows are open: steps, ``zero_grad``, toggling, plain backwards."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_automodel.gradients.windows import GradientWindows, OneOptimizer, optimizer_parameters, unwrap
+from lightning_automodel.patching import PatchStack
+
+
+class OptimizerWatch:
+    """Tells windows what happens to the gradients that they hold, and refuses steps with gradients that are not final.
+
+    Torch has hooks for an optimizer's step. It has none for ``zero_grad``, which is replaced on the instances.
+
+    Args:
+        windows: The windows of the run.
+        parameters: All parameters of the sharded model.
+    """
+
+    def __init__(self, windows: GradientWindows, parameters: list[nn.Parameter]) -> None:
+        self._windows, self._parameters = windows, parameters
+        self._patches = PatchStack()
+        self._step_handles: list[RemovableHandle] = []
+        self._stray_handles: list[RemovableHandle] = []
+        self._stray: set[nn.Parameter] = set()
+        self._is_suspended = False
+
+    def watch(
+        self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer], is_misplaced: Callable[[], bool]
+    ) -> None:
+        """Follow these optimizers from now on, instead of those before.
+
+        Args:
+            optimizers: The user's.
+            wrappers: Lightning's, which have a ``zero_grad`` of their own.
+            is_misplaced: Asked before each ``zero_grad``; True leaves gradients as they are.
+        """
+        self._unwatch()
+        self._windows.optimizers = optimizers
+        for optimizer, wrapper in zip(optimizers, wrappers, strict=True):
+            self._step_handles.append(optimizer.register_step_pre_hook(self._before_raw_step))
+            self._step_handles.append(optimizer.register_step_post_hook(self._after_raw_step))
+            for watched in (optimizer, wrapper):
+                self._patches.set(watched, "zero_grad", self._dropping(watched.zero_grad, optimizer, is_misplaced))
+
+    def _unwatch(self) -> None:
+        self._patches.restore()
+        while self._step_handles:
+            self._step_handles.pop().remove()
+
+    def _dropping(
+        self, zero_grad: Callable[..., None], optimizer: Optimizer, is_misplaced: Callable[[], bool]
+    ) -> Callable[..., None]:
+        def zero_and_drop(*args: Any, **kwargs: Any) -> None:
+            if is_misplaced():
+                return
+            zero_grad(*args, **kwargs)
+            if not self._is_suspended:
+                self._drop(optimizer_parameters(optimizer))
+
+        return zero_and_drop
+
+    def _drop(self, parameters: list[nn.Parameter]) -> None:
+        self._stray.difference_update(parameters)
+        self._windows.drop(parameters)
+
+    def watch_module(self, module: pl.LightningModule, patches: PatchStack, on_toggle: Callable[[], None]) -> None:
+        """Follow ``module.zero_grad`` and which optimizer is toggled; ``on_toggle`` follows each change."""
+        zero_grad, toggle, untoggle = module.zero_grad, module.toggle_optimizer, module.untoggle_optimizer
+
+        def zero_and_drop(*args: Any, **kwargs: Any) -> None:
+            zero_grad(*args, **kwargs)
+            self._drop(self._parameters)
+
+        def toggle_optimizer(optimizer: OneOptimizer) -> None:
+            toggle(optimizer)
+            self._windows.toggled = unwrap(optimizer)
+            on_toggle()
+
+        def untoggle_optimizer(optimizer: OneOptimizer) -> None:
+            untoggle(optimizer)
+            self._windows.toggled = None
+            on_toggle()
+
+        patches.set(module, "zero_grad", zero_and_drop)
+        patches.set(module, "toggle_optimizer", toggle_optimizer)
+        patches.set(module, "untoggle_optimizer", untoggle_optimizer)
+
+    def watch_stray_backwards(self) -> None:
+        """Notice gradients of a ``loss.backward()`` by hand, which the engine would leave unsynchronised (DDP)."""
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                self._stray_handles.append(parameter.register_post_accumulate_grad_hook(self._note_accumulation))
+
+    def _note_accumulation(self, parameter: Tensor) -> None:
+        if not self._windows.in_backward:
+            self._stray.add(parameter)  # type: ignore[arg-type]
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Context in which steps and ``zero_grad`` are not the user's: torch uses both to make optimizer state."""
+        self._is_suspended = True
+        try:
+            yield
+        finally:
+            self._is_suspended = False
+
+    def _before_raw_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # With a closure the backward is still to come: then the strategy checks after it. (`args` holds the optimizer.)
+        if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
+            self.check_step(optimizer)
+
+    def _after_raw_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._is_suspended:
+            self._windows.stepped(optimizer)
+
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Refuse a step with gradients that are not final.
+
+        Raises:
+            RuntimeError: If an open window holds parameters of ``optimizer``, or if ``loss.backward()`` has left
+                gradients that nobody synchronised.
+        """
+        if self._is_suspended:
+            return
+        parameters, name = optimizer_parameters(optimizer), type(optimizer).__name__
+        for window in self._windows.open_windows:
+            if not window.owned.isdisjoint(parameters):
+                raise RuntimeError(
+                    f"{name}.step() in the middle of an accumulation window: {window.sums.num_micro_batches}"
+                    " backward(s) have accumulated and none has synchronised. Step after a backward outside of"
+                    " `optimizer.toggle_model(sync_grad=False)`, or call optimizer.zero_grad() to give the window up."
+                )
+        stray = sum(parameter.grad is not None for parameter in self._stray.intersection(parameters))
+        if stray:
+            raise RuntimeError(
+                f"{stray} parameters of {name} have gradients of a plain loss.backward(), which"
+                " DistributedDataParallel does not synchronise under manual optimization, so ranks would drift apart."
+                " Call self.manual_backward(loss) instead."
+            )
+
+    def check_known(self, named: OneOptimizer | Iterable[OneOptimizer] | None) -> None:
+        """Raise ValueError if ``manual_backward(optimizer=...)`` names an optimizer that is none of the module's."""
+        several: Iterable[Any] = named if isinstance(named, (list, tuple)) else [named]
+        for optimizer in several:
+            if optimizer is not None and unwrap(optimizer) not in self._windows.optimizers:
+                raise ValueError(
+                    f"manual_backward(optimizer=...) got {type(unwrap(optimizer)).__name__}, which is none of the"
+                    f" {len(self._windows.optimizers)} optimizers that configure_optimizers returned; pass one of"
+                    " self.optimizers()."
+                )
+
+    def close(self) -> None:
+        """Stop following optimizers and parameters."""
+        self._unwatch()
+        self._windows.optimizers = []
+        self._stray.clear()
+        while self._stray_handles:
+            self._stray_handles.pop().remove()

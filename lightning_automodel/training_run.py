@@ -1,0 +1,315 @@
+"""What one run of the Trainer owns, from the strategy's ``setup`` to its ``teardown``."""
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+from lightning_automodel import torch_internals
+from lightning_automodel.advice import Advice
+from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.gradients.clipping import GradientClipper
+from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
+from lightning_automodel.gradients.optimizer_watch import OptimizerWatch
+from lightning_automodel.gradients.precision_plugin import patch_clipping
+from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting
+from lightning_automodel.gradients.windows import GradientWindows
+from lightning_automodel.options import StrategyOptions
+from lightning_automodel.patching import PatchStack
+from lightning_automodel.sharding import apply, meta_init, precision, units
+from lightning_automodel.sharding.activation_checkpointing import RecomputedBlocks
+from lightning_automodel.sharding.ddp_engine import DDPEngine
+from lightning_automodel.sharding.engine import Engine
+from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
+
+
+class TrainingRun:
+    """The distributed model of one run, its accumulation windows, and everything that is replaced meanwhile.
+
+    Building it is a collective over the world: weights are made equal and sharded or replicated. If one rank fails,
+    the supervisor tells the others.
+
+    Args:
+        module: The user's LightningModule, not distributed yet.
+        fitting: Whether gradients will be needed.
+        options: What the user chose.
+        mesh: Mesh of the run.
+        device: This rank's device.
+        plugin: The Trainer's precision plugin.
+        local_ranks: Ranks on this node, which share its memory.
+        advice: Tells the user things once.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        fitting: bool,
+        options: StrategyOptions,
+        mesh: RunMesh,
+        device: torch.device,
+        plugin: Precision,
+        local_ranks: int,
+        advice: Advice,
+    ) -> None:
+        self.patches = PatchStack()
+        self.module, self.plugin, self.device, self.advice = module, plugin, device, advice
+        self._options, self._mesh, self._local_ranks = options, mesh, local_ranks
+        self._is_sharded = options.data_parallel == "fsdp2"
+        precision.check_precision(plugin, options.data_parallel)
+        if self._is_sharded:
+            precision.check_conversion(plugin, module)
+        self._created_as = meta_init.waiting(module)
+        self.unfilled = meta_init.left_empty(module)
+        for note in options.without_effect():
+            advice.say_once(note)
+        plugin.convert_module(module)
+        self.move_to_device()
+        apply.check_hooks(module)
+        self._recomputed = RecomputedBlocks(
+            module,
+            options.activation_checkpointing if fitting else False,
+            options.auto_wrap_policy,
+            module.automatic_optimization,
+        )
+        self.engine = self._make_engine()
+        self.model = self.engine.setup(module, fitting, self._give_values)
+        advice.about_wrap_policy(options.auto_wrap_policy, self.engine.describe())
+        self._weighting = TokenWeighting(
+            per_token_loss=options.per_token_loss,
+            loss_reduction=options.loss_reduction,
+            label_key=options.label_key,
+            ignore_index=options.ignore_index,
+            label_shift=options.label_shift,
+            count_label_tokens=options.count_label_tokens,
+        )
+        self._scaling = LossScaling(
+            precision.enabled_scaler(plugin),
+            RangeScale(precision.passes_float16(plugin, module), options.per_token_loss, device),
+            device,
+            self._is_sharded,
+            self.patches,
+        )
+        parameters = list(module.parameters())
+        self.windows = GradientWindows(
+            self.engine,
+            self._weighting,
+            self._scaling,
+            mesh,
+            device,
+            parameters,
+            reuses_buffers=bool((options.ddp_kwargs or {}).get("gradient_as_bucket_view")),
+        )
+        self.watch = OptimizerWatch(self.windows, parameters)
+        raises_if_nonfinite = options.error_if_nonfinite and self._scaling.scaler is None
+        self.clipper = GradientClipper(self.windows, self.watch, mesh, options.track_grad_norm, raises_if_nonfinite)
+        self._draws_its_batches = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+        # The batch and the count of the training step that runs, until its backward.
+        self._batch: Any = None
+        self._count: Count | None = None
+        self._ends_window = True
+
+    def _make_engine(self) -> Engine:
+        module, options = self.module, self._options
+        self.policy: MixedPrecisionPolicy | None = None
+        self.advice.about_master_weights(str(self.plugin.precision), module)
+        if not self._is_sharded:
+            return DDPEngine(self._mesh, self.device, options)
+        policy = precision.resolve_policy(self.plugin, options.mp_policy, module.parameters())
+        is_made_elsewhere = units.is_sharded(module) and not precision.is_applied(policy, module)
+        if is_made_elsewhere and options.mp_policy is not None:
+            self.advice.say_once("mp_policy has no effect on a model that was sharded before, with another policy.")
+        elif is_made_elsewhere:
+            self.advice.about_units_of_before(str(self.plugin.precision), module, policy)
+        self.policy = None if is_made_elsewhere else policy
+        return FSDP2Engine(self._mesh, self.device, options, self._local_ranks, policy)
+
+    def _give_values(self) -> None:
+        """Initialise what was created on the meta device, now that it is sharded or is going to be copied."""
+        if self._created_as:
+            offloads = self._is_sharded and self._options.cpu_offload
+            self.unfilled += meta_init.materialize(self.module, self._created_as, self.device, offloads)
+            self.move_to_device()
+
+    def move_to_device(self) -> None:
+        """Move the module to this rank's device, but for what has no values yet and for offloaded shards."""
+        if meta_init.waiting(self.module):
+            torch_internals.move_what_has_values(self.module, self.device)
+        elif not (self._options.cpu_offload and units.is_sharded(self.module)):
+            self.module.to(self.device)
+
+    def check_filled(self) -> None:
+        """Raise on every rank, once checkpoints are loaded, if parameters still have no values. A collective."""
+        if self.unfilled:
+            unfilled, self.unfilled = self.unfilled, []
+            meta_init.check_filled(self.module, unfilled, self.device)
+
+    def patch_plugin(self) -> None:
+        """Replace what clips and casts on the Trainer's precision plugin, once Lightning has set it up."""
+        self.advice.about_clipping(self.plugin)
+        patch_clipping(self.plugin, self.clipper, self.patches)
+        precision.leave_casting_to_units(self.plugin, self.module)
+
+    def watch_optimizers(self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer]) -> None:
+        """Follow these optimizers from now on, instead of those before."""
+        self.watch.watch(optimizers, wrappers, self._is_misplaced_zero_grad)
+
+    def watch_module(self) -> None:
+        """Follow what the user does in manual optimization, and ``module.zero_grad``.
+
+        Raises:
+            ValueError: For optimizers that would train something else than the distributed model.
+        """
+        self.watch.watch_module(self.module, self.patches, self.engine.release)
+        # Under automatic optimization every backward is the strategy's.
+        if not (self._is_sharded or self.module.automatic_optimization) and self._mesh.sizes.data_parallel > 1:
+            self.watch.watch_stray_backwards()
+
+    # --- One micro-batch ----------------------------------------------------------------------------------------------
+
+    def start_step(self, batch: Any) -> None:
+        """A training step is about to run on ``batch``."""
+        self._batch = batch
+        self.engine.start_forward(batch)
+
+    def end_step(self, output: Any) -> None:
+        """A training step of automatic optimization has returned ``output``: count its label tokens."""
+        self._count = self._weighting.count(self._batch, output)
+        self._weighting.refuse_aux_loss(output)
+        self.advice.about_label_shift(self.module, self._weighting, self._batch, output)
+
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Generator[None, None, None]:
+        """Context for the forward and backward of one micro-batch; ``is_last``: its backward ends the window."""
+        before, self._ends_window = self._ends_window, is_last
+        try:
+            with self.engine.micro_batch(is_last):
+                yield
+        finally:
+            self._ends_window = before
+
+    def backward(
+        self, loss: Tensor, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """See :meth:`AutomodelStrategy.backward`."""
+        module, plugin, ends = self.module, self.plugin, self._ends_window
+        if optimizer is not None and not self.windows.open_windows:
+            self._zero_if_skipped(optimizer)
+        count, accumulate = self._take_count(kwargs)
+        window = self.windows.open()
+        self.engine.start_backward(loss)
+        plugin_loss = plugin.pre_backward(loss, module)
+        self.advice.about_half_precision(loss)
+        self.advice.about_rounded_count(count)
+        told = objective = self._weighting.objective(loss, count) * accumulate
+        if self._scaling.scaler is None and plugin_loss is not loss:
+            objective = self._weighting.objective(plugin_loss, count) * accumulate
+        with self.windows.backward(window, ends):
+            with self.engine.micro_batch(is_last=ends):
+                plugin.backward(self._scaling.apply(objective, window.sums), module, optimizer, *args, **kwargs)
+                self.engine.end_backward()
+            window.sums.add(told, count)
+        return plugin.post_backward(loss, module)
+
+    def _take_count(self, kwargs: dict[str, Any]) -> tuple[Count, int]:
+        """The label tokens of this backward, and what Lightning has divided its loss by."""
+        if self.module.automatic_optimization and self._count is not None:
+            count, self._count = self._count, None
+            return count, self.module.trainer.accumulate_grad_batches
+        self.watch.check_known(kwargs.pop("optimizer", None))
+        told = {"num_label_tokens": kwargs.pop("num_label_tokens")} if "num_label_tokens" in kwargs else None
+        return self._weighting.count(self._batch, told), 1
+
+    def _zero_if_skipped(self, optimizer: Optimizer) -> None:
+        """Zero the gradients of a step before, where Lightning has not: it does so in a window's first batch alone.
+
+        It skips that batch where the loader yields None, and reads the batch index too early for a step that draws its
+        batches from a ``dataloader_iter``. The module's hook decides, as ever.
+        """
+        trainer = self.module.trainer
+        index = trainer.fit_loop.epoch_loop.batch_idx
+        if index % trainer.accumulate_grad_batches or self._draws_its_batches:
+            self.module.optimizer_zero_grad(trainer.current_epoch, index, optimizer)
+
+    def _is_misplaced_zero_grad(self) -> bool:
+        """Whether Lightning zeroes in mid-window, one batch late, as it does for a ``dataloader_iter`` step."""
+        if not self._draws_its_batches or not self.module.automatic_optimization or self._count is None:
+            return False
+        trainer = self.module.trainer
+        return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches != 0
+
+    # --- One optimizer step -------------------------------------------------------------------------------------------
+
+    def run_closure(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
+        """Run a step's closure: under automatic optimization, the window's last forward and backward."""
+        if not self.module.automatic_optimization:
+            result = closure()
+        else:
+            with self.micro_batch(is_last=True):
+                result = closure()
+        self.watch.check_step(optimizer)
+        if result is not None or not self.module.automatic_optimization:
+            self._scaling.look_for_overflow(optimizer)
+        return result
+
+    @property
+    def last_step(self) -> StepReport | None:
+        """Report on the windows since the newest step."""
+        return self.windows.last_step
+
+    # --- What is saved, and how it ends -------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What decides how the next window computes, and is not settled by it."""
+        report = self.windows.last_step
+        return {
+            "engine": self.engine.state(),
+            "range_scale": self._scaling.range_factor,
+            "last_step": None if report is None else vars(report),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state` returned."""
+        self.engine.load_state(state["engine"])
+        self._scaling.range_factor = state["range_scale"]
+        if state["last_step"] is not None:
+            saved = state["last_step"].items()
+            self.windows.last_step = StepReport(
+                **{name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in saved}
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """What was decided for this run, and why."""
+        return {
+            "data_parallel": self._options.data_parallel,
+            "mesh": self._mesh.sizes_by_name(),
+            "gradient_divisor": self._mesh.sizes.data_parallel,
+            "gradient_denominator": "label tokens" if self._options.per_token_loss else "micro-batches",
+            "precision": precision.describe_dtypes(self.plugin, self.module, self.policy),
+            "tensors_created_without_values": len(self._created_as),
+            "activation_checkpointing": self._recomputed.names,
+            **self.engine.describe(),
+        }
+
+    def interrupt(self) -> None:
+        """Forget what an exception has cut off."""
+        self.windows.reset()
+        self._batch = self._count = None
+        self.engine.recover()
+
+    def close(self) -> None:
+        """Drop open windows, restore what was replaced, leave the model to itself. Calling it again does nothing."""
+        self.windows.reset()
+        self.watch.close()
+        self.patches.restore()
+        precision.give_back_casting(self.plugin)
+        self.engine.close()
+        self._recomputed.undo()
+        self._batch = self._count = None

@@ -1,0 +1,426 @@
+"""Gradients are final when a window's last backward returns: whatever a user then does with them equals one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from tests.gradients.recipes import RECIPES, Recipe, case, count, run_plainly
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import (
+    LEARNING_RATE,
+    MOMENTUM,
+    Outcome,
+    TinyDecoder,
+    full_weights,
+    micro_batches,
+    weight_error,
+)
+from tests.trainer.runs import TOLERANCE, LabelledModule, make_trainer, mean_loss
+
+# GANs leave parameters out of a backward, which DDP has to be told.
+DDP = {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}}
+ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2": (2, {}),
+    "undeferred": (2, {"defer_fsdp_grad_sync": False}),
+    "ddp": (2, DDP),
+    "bucket_view": (2, {"data_parallel": "ddp", "ddp_kwargs": {**DDP["ddp_kwargs"], "gradient_as_bucket_view": True}}),  # type: ignore[dict-item]
+    "hsdp": (4, {"data_parallel_replicate_size": 2}),
+    "hsdp_all_reduce": (4, {"data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": "all_reduce"}),
+}
+
+
+def _batches(num_ranks: int) -> DataLoader:
+    return DataLoader([[batch] for batch in micro_batches(case(num_ranks))[dist.get_rank()]], batch_size=None)
+
+
+def _fit_all(options: dict[str, Any]) -> dict[str, tuple[dict[str, Tensor], list[float]] | str]:
+    """Train every recipe; the error's text in place of the weights of one that raises."""
+    found: dict[str, Any] = {}
+    for name, recipe in RECIPES.items():
+        module = recipe()
+        try:
+            make_trainer(AutomodelStrategy(**options)).fit(module, _batches(dist.get_world_size()))
+        except RuntimeError as error:
+            found[name] = str(error)
+            continue
+        found[name] = full_weights(module), module.noted
+    return found
+
+
+@pytest.fixture(scope="module")
+def fitted(pool2: RankPool, pool4: RankPool) -> Callable[[str], list[Any]]:
+    """What all ranks have got from all recipes under an engine, trained once."""
+
+    @cache
+    def results(engine: str) -> list[Any]:
+        num_ranks, options = ENGINES[engine]
+        return (pool2 if num_ranks == 2 else pool4).run(_fit_all, options)
+
+    return results
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_users_write(name: str, engine: str, fitted: Callable[[str], list[Any]]) -> None:
+    """Manual optimization, each row under each engine: weights and noted norms are those of one process."""
+    weights, noted = run_plainly(RECIPES[name], ENGINES[engine][0])
+    for result in fitted(engine):
+        assert not isinstance(result[name], str), result[name]
+        assert weight_error(Outcome(result[name][0], None), Outcome(weights, None)) <= TOLERANCE
+        assert result[name][1] == pytest.approx(noted, rel=1e-10)
+
+
+# --- A backward that is not the strategy's ----------------------------------------------------------------------------
+
+
+class PlainBackward(Recipe):
+    """No count, no `manual_backward`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.loss(batch).backward()
+        optimizer.step()
+
+
+def _fit_plain_backward(options: dict[str, Any]) -> dict[str, Tensor] | str:
+    module = PlainBackward()
+    try:
+        make_trainer(AutomodelStrategy(**options)).fit(module, _batches(2))
+    except RuntimeError as error:
+        return str(error)
+    return full_weights(module)
+
+
+def test_plain_backward_is_averaged_by_fsdp2(pool2: RankPool) -> None:
+    """FSDP2 synchronises it: the mean over ranks, no tokens asked."""
+    module = PlainBackward()
+    optimizer = module.configure_optimizers()
+    for batches in zip(*micro_batches(case(2)), strict=True):
+        optimizer.zero_grad()
+        torch.stack([module.loss([batch]) for batch in batches]).mean().backward()
+        optimizer.step()
+    expected = Outcome(full_weights(module), None)
+    for weights in pool2.run(_fit_plain_backward, {}):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+
+
+def test_plain_backward_raises_under_ddp(pool2: RankPool) -> None:
+    """DDP would not: ranks would drift apart."""
+    for message in pool2.run(_fit_plain_backward, DDP):
+        assert "Call self.manual_backward(loss) instead" in message
+
+
+class StepsInMidWindow(Recipe):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        with optimizer.toggle_model(sync_grad=False):
+            self.backward_on(batch)
+        if batch_idx == 1:
+            self.step(optimizer)
+
+    def step(self, optimizer: Any) -> None:
+        optimizer.step()
+
+
+class StepsRawInMidWindow(StepsInMidWindow):
+    def step(self, optimizer: Any) -> None:
+        optimizer.optimizer.step()
+
+
+class ClipsInMidWindow(StepsInMidWindow):
+    def step(self, optimizer: Any) -> None:
+        self.trainer.strategy.clip_gradients(optimizer, 1.0)
+
+
+class UntoggledBesideTwo(Recipe):
+    two_optimizers = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            with optimizer.toggle_model(sync_grad=False):
+                self.backward_on(batch)
+        self.backward_on(batch)
+
+
+class SharedParameters(Recipe):
+    """A layer that both optimizers train."""
+
+    two_optimizers = True
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.SGD([*player.parameters(), self.left.head.weight]) for player in (self.right, self.left.norm)
+        ]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            with optimizer.toggle_model(sync_grad=False):
+                self.backward_on(batch)
+
+
+MISUSE = {
+    StepsInMidWindow: "SGD.step() in the middle of an accumulation window: 2 backward(s) have accumulated",
+    StepsRawInMidWindow: "SGD.step() in the middle of an accumulation window",
+    ClipsInMidWindow: "in the middle of an accumulation window",
+    UntoggledBesideTwo: "2 accumulation windows are open (SGD, SGD)",
+    SharedParameters: "1 parameters of SGD belong to the open accumulation window of SGD",
+}
+
+
+def _messages(options: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for recipe in MISUSE:
+        trainer = make_trainer(AutomodelStrategy(**options))
+        with pytest.raises(RuntimeError) as raised:
+            trainer.fit(recipe(), _batches(2))
+        found[recipe.__name__] = str(raised.value)
+    return found
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_misuse_raises(pool2: RankPool, engine: str) -> None:
+    """Never zero, never a guess: on every rank, with the next step in the sentence."""
+    for messages in pool2.run(_messages, ENGINES[engine][1]):
+        for recipe, sentence in MISUSE.items():
+            assert sentence in messages[recipe.__name__]
+
+
+class FailsInBackward(Recipe):
+    """Halfway: the gradients of one decoder are there, those of the other are not."""
+
+    restored = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        before = {parameter: torch.full_like(parameter, 0.5) for parameter in self.parameters()}
+        for parameter, grad in before.items():
+            parameter.grad = grad
+        self.left.blocks[0].register_forward_hook(_fail_in_backward)
+        loss = self.loss(batch)
+        try:
+            self.manual_backward(loss, num_label_tokens=count(batch))
+        finally:
+            self.restored = all(parameter.grad is grad for parameter, grad in before.items())
+
+
+def _fail_in_backward(module: torch.nn.Module, args: Any, output: Tensor) -> None:
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError("in the middle of a backward")
+
+    output.register_hook(fail)
+
+
+def _restored_after_failure(options: dict[str, Any]) -> bool:
+    module = FailsInBackward()
+    trainer = make_trainer(AutomodelStrategy(**options))
+    with pytest.raises(ArithmeticError):
+        trainer.fit(module, _batches(2))
+    return module.restored
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_a_failed_backward_leaves_what_stood_there(pool2: RankPool, engine: str) -> None:
+    """The user's own tensors, untouched, on every rank."""
+    assert pool2.run(_restored_after_failure, ENGINES[engine][1]) == [True, True]
+
+
+# --- Automatic optimization -------------------------------------------------------------------------------------------
+
+ACCUMULATE = 2
+
+
+class Automatic(LabelledModule):
+    """Returns the bare mean; the strategy counts the labels."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return mean_loss(self.model, batch[0])
+
+    @staticmethod
+    def after_backward(model: torch.nn.Module) -> None:
+        """What `plain` does where Lightning calls `on_after_backward`."""
+
+    zeroes = True
+
+
+class Decays(Automatic):
+    """Weight decay by hand, as soon as gradients are there."""
+
+    @staticmethod
+    def after_backward(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.add_(parameter, alpha=0.05)
+
+    def on_after_backward(self) -> None:
+        self.after_backward(self.model)
+
+
+class StepsByHand(Automatic):
+    """`optimizer_step` overridden to step past the wrapper."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.optimizer.step()
+
+
+class SkipsZeroing(Automatic):
+    """`optimizer_zero_grad` overridden to do nothing: gradients add up over all windows."""
+
+    zeroes = False
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        pass
+
+
+class ZeroesFilled(Automatic):
+    """Zeroes without None, so that something stands in `.grad`."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+AUTOMATIC: dict[str, type[Automatic]] = {
+    c.__name__: c for c in (Automatic, Decays, StepsByHand, SkipsZeroing, ZeroesFilled)
+}
+
+
+def _automatic_plainly(kind: type[Automatic], num_ranks: int) -> dict[str, Tensor]:
+    model = TinyDecoder(20).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    by_rank = micro_batches(case(num_ranks))
+    for start in range(0, len(by_rank[0]), ACCUMULATE):
+        window = [batch for batches in by_rank for batch in batches[start : start + ACCUMULATE]]
+        if kind.zeroes:
+            optimizer.zero_grad()
+        (torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / count(window)).backward()
+        kind.after_backward(model)
+        optimizer.step()
+    return full_weights(model)
+
+
+class Watching(Callback):
+    """Between the backwards of a window `.grad` is None; after the last one its norm is final."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self.reported: list[float] = []
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        grads = [p.grad for p in module.parameters() if p.grad is not None]
+        if trainer.fit_loop.epoch_loop.batch_idx % ACCUMULATE != ACCUMULATE - 1:
+            assert not grads
+            return
+        full = [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads]
+        self.norms.append(float(torch.cat([grad.flatten() for grad in full]).norm()))
+        assert trainer.strategy.last_step.grad_norm is None
+        self.reported.append(float(trainer.strategy.last_step.loss))
+
+
+def _fit_automatic(options: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, kind in AUTOMATIC.items():
+        module, watching = kind(), Watching()
+        callbacks = [watching] if kind is Automatic else []
+        trainer = make_trainer(
+            AutomodelStrategy(count_label_tokens=count, **options),
+            accumulate_grad_batches=ACCUMULATE,
+            callbacks=callbacks,
+        )
+        trainer.fit(module, _batches(dist.get_world_size()))
+        found[name] = full_weights(module.model), watching.norms, watching.reported
+    return found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_automatic_optimization(pool2: RankPool, pool4: RankPool, engine: str) -> None:
+    """What hooks see after a window's last backward is final, what they add stays, whoever steps steps with it."""
+    num_ranks, options = ENGINES[engine]
+    results = (pool2 if num_ranks == 2 else pool4).run(_fit_automatic, options)
+    for name, kind in AUTOMATIC.items():
+        expected = Outcome(_automatic_plainly(kind, num_ranks), None)
+        for result in results:
+            assert weight_error(Outcome(result[name][0], None), expected) <= TOLERANCE, name
+    norms, losses = _norms_and_losses(num_ranks)
+    for result in results:
+        assert result["Automatic"][1] == pytest.approx(norms, rel=1e-10)
+        assert result["Automatic"][2] == pytest.approx(losses, rel=1e-10)
+
+
+def _norms_and_losses(num_ranks: int) -> tuple[list[float], list[float]]:
+    """By window, along the plain run."""
+    model = TinyDecoder(20).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    norms, losses = [], []
+    by_rank = micro_batches(case(num_ranks))
+    for start in range(0, len(by_rank[0]), ACCUMULATE):
+        window = [batch for batches in by_rank for batch in batches[start : start + ACCUMULATE]]
+        optimizer.zero_grad()
+        loss = torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / count(window)
+        loss.backward()
+        norms.append(float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()))
+        losses.append(loss.item())
+        optimizer.step()
+    return norms, losses
+
+
+class SAM(torch.optim.SGD):
+    """Sharpness-aware minimisation as a closure-based optimizer: two backwards a step."""
+
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        climb = {}
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                climb[parameter] = 0.05 * parameter.grad
+                parameter.add_(climb[parameter])
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            for parameter, step in climb.items():
+                parameter.sub_(step)
+        super().step()
+        return loss
+
+
+class Sharpness(Automatic):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return SAM(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+def _fit_sam(options: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
+    module, strategy = Sharpness(), AutomodelStrategy(count_label_tokens=count, **options)
+    make_trainer(strategy).fit(module, _batches(dist.get_world_size()))
+    return full_weights(module.model), int(strategy.last_step.num_micro_batches)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp", "hsdp"])
+def test_sam_with_two_closures(pool2: RankPool, pool4: RankPool, engine: str) -> None:
+    """Each closure is a window of its own; the report counts both."""
+    num_ranks, options = ENGINES[engine]
+    model = TinyDecoder(20).double()
+    optimizer = SAM(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    for window in zip(*micro_batches(case(num_ranks)), strict=True):
+
+        def closure(window: Any = window) -> Tensor:
+            optimizer.zero_grad()
+            loss = torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / max(count(window), 1)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    expected = Outcome(full_weights(model), None)
+    for weights, num_micro_batches in (pool2 if num_ranks == 2 else pool4).run(_fit_sam, options):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+        assert num_micro_batches == 2 * num_ranks
