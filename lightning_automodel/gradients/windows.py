@@ -124,9 +124,9 @@ class GradientWindows:
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
         """Forget what open windows hold for these parameters: their gradients have been zeroed."""
-        if not self._open:
-            return
         dropped = set(parameters)
+        if all(window.owned.isdisjoint(dropped) for window in self._open.values()):
+            return
         # A window of which nothing is left is over, its count too.
         self._open = {key: window for key, window in self._open.items() if not window.owned <= dropped}
         if not self._open:

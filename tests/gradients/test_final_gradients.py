@@ -64,7 +64,7 @@ def fitted(pool2: RankPool, pool4: RankPool) -> Callable[[str], list[Any]]:
     @cache
     def results(engine: str) -> list[Any]:
         num_ranks, options = ENGINES[engine]
-        return (pool2 if num_ranks == 2 else pool4).run(_fit_all, options)
+        return (pool2 if num_ranks == 2 else pool4).run(_fit_all, options, timeout_s=240)
 
     return results
 
@@ -346,7 +346,7 @@ def _fit_automatic(options: dict[str, Any]) -> dict[str, Any]:
 def test_automatic_optimization(pool2: RankPool, pool4: RankPool, engine: str) -> None:
     """What hooks see after a window's last backward is final, what they add stays, whoever steps steps with it."""
     num_ranks, options = ENGINES[engine]
-    results = (pool2 if num_ranks == 2 else pool4).run(_fit_automatic, options)
+    results = (pool2 if num_ranks == 2 else pool4).run(_fit_automatic, options, timeout_s=240)
     for name, kind in AUTOMATIC.items():
         expected = Outcome(_automatic_plainly(kind, num_ranks), None)
         for result in results:
