@@ -33,7 +33,7 @@ from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.caller_mesh import adopt_mesh
 from lightning_automodel.distributed.first_rank import FirstRankPerNode
 from lightning_automodel.distributed.mesh import RunMesh, build_mesh, resolve_sizes
-from lightning_automodel.failure.supervisor import RunGuard
+from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.gradients.windows import unwrap
 from lightning_automodel.launch.launchers import InPlaceLauncher, make_launcher
@@ -92,7 +92,7 @@ class AutomodelStrategy(ParallelStrategy):
             is rank 0 and runs the script again for each other one. ``"fork"`` (also in notebooks), ``"spawn"`` and
             ``"forkserver"``: as its children, which end with the run; trained weights and metrics come back. A forked
             rank computes with one CPU thread.
-        timeout: How long a collective may wait, and a rank give no sign of life: ``timedelta`` or minutes.
+        timeout: How long a collective may wait, and a rank miss its heartbeats: ``timedelta`` or minutes.
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
         save_distributed_checkpoint: Whether a checkpoint is a directory of shards; otherwise one file, which takes the
             host memory of rank 0 for the whole state. None: a directory where the model is sharded.
@@ -175,7 +175,7 @@ class AutomodelStrategy(ParallelStrategy):
             is_sharded=data_parallel == "fsdp2", as_directory=options.writes_directories, in_background=async_checkpoint
         )
         self.num_nodes = 1
-        self._guard = RunGuard(before_telling=self._checkpoints.linger)
+        self._guard = Supervisor(before_telling=self._checkpoints.linger)
         self._setup_turn: FirstRankPerNode | None = None
         self._averages = AverageCopies()
         self._evaluation_steps = 0
@@ -383,7 +383,7 @@ class AutomodelStrategy(ParallelStrategy):
 
         Args:
             scope: ``"node"`` where each node has a disk of its own, ``"global"`` for a shared file system.
-            timeout: How long a rank that works may give no sign of life. None: the strategy's.
+            timeout: How long a rank that works may miss its heartbeats. None: the strategy's.
         """
         return FirstRankPerNode(scope=scope, timeout=self._options.timeout if timeout is None else timeout)
 

@@ -4,7 +4,6 @@ import functools
 import gc
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.nn.parallel import DistributedDataParallel
@@ -43,7 +41,6 @@ __all__ = [  # what is handed on as it is
     "FsspecFileSystem",
     "FsspecReader",
     "FsspecWriter",
-    "default_store",
 ]
 
 FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes are not public
@@ -106,11 +103,6 @@ def set_element(tree: dict[Any, Any], path: Sequence[str | int], value: Any) -> 
             if not is_there:
                 container[key] = [] if isinstance(next_key, int) else {}
             container = container[key]
-
-
-def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    """Let later collectives of ``group`` wait for ``timeout`` at most."""
-    group.set_timeout(timeout)
 
 
 def verify_shapes_across_ranks(group: dist.ProcessGroup, tensors: list[Tensor]) -> None:
@@ -545,13 +537,6 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
-def is_file_store(store: dist.Store) -> bool:
-    """Whether a file is at the bottom of ``store``."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, dist.FileStore)
-
-
 _probed_groups: set[type] = set()
 
 
@@ -587,7 +572,6 @@ def _probe() -> None:
     if ACCUMULATES_IN_LEAF:
         check(FSDPModule, "set_manual_backward_finalization", "finalize_backward")
     check(torch._C, "_clear_DTensor_sharding_propagator_cache")
-    check(dist.ProcessGroup, "set_timeout")
     check(dist.distributed_c10d, "_world")
     check(DeviceMesh, "_flatten")
     check(torch.UntypedStorage, "_checkpoint_offset")

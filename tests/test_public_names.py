@@ -24,6 +24,7 @@ PUBLIC_NAMES = [
     "destroy_global_state",
     "dp_eval_sample_shard",
     "get_local_rank_preinit",
+    "get_local_world_size_preinit",
     "get_rank_safe",
     "get_sync_ctx",
     "get_world_size_safe",
@@ -90,8 +91,8 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
         "clip_norm": inspect.Parameter.empty,
         "foreach": True,
     },
-    "barrier_and_log": {"message": inspect.Parameter.empty},
-    "dp_eval_sample_shard": dict.fromkeys(("strategy", "dp_rank", "dp_size"), inspect.Parameter.empty),
+    "barrier_and_log": {"message": "", "string": ""},
+    "dp_eval_sample_shard": {"strategy": None, "dp_rank": 0, "dp_size": 1, "distributed_config": None},
 }
 
 

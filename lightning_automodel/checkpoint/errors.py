@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_automodel.distributed.process_group import get_rank_safe
+from lightning_automodel.distributed.process_group import group_rank as get_rank_safe
 
 
 class CheckpointError(RuntimeError):

@@ -22,7 +22,8 @@ from lightning_automodel.checkpoint.sharded import SavePlace, ShardWriter
 from lightning_automodel.checkpoint.staging import Stager, copied
 from lightning_automodel.checkpoint.state_dict import EXTRA_STATE, MODEL, optimizer_key, split_shards
 from lightning_automodel.distributed import collectives
-from lightning_automodel.distributed.process_group import get_rank_safe, get_world_size_safe
+from lightning_automodel.distributed.process_group import group_rank as get_rank_safe
+from lightning_automodel.distributed.process_group import group_size as get_world_size_safe
 
 
 @dataclass

@@ -20,7 +20,7 @@ from lightning_automodel.checkpoint.saver import CheckpointSaver, prepare_place
 from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import WholeCheckpoint, check_file, fill_module, load_file, save_file
 from lightning_automodel.distributed import collectives, connections
-from lightning_automodel.distributed.process_group import get_rank_safe
+from lightning_automodel.distributed.process_group import group_rank as get_rank_safe
 from lightning_automodel.sharding import weight_averaging
 from lightning_automodel.sharding.param_names import without_wrappers
 

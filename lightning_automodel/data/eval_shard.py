@@ -5,7 +5,9 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy
 
 
-def dp_eval_sample_shard(strategy: Any, dp_rank: int, dp_size: int) -> tuple[int, int] | None:
+def dp_eval_sample_shard(
+    strategy: Any = None, dp_rank: int = 0, dp_size: int = 1, *, distributed_config: Any = None
+) -> tuple[int, int] | None:
     """Whether data-parallel ranks may evaluate different samples by themselves, and if so which.
 
     With the whole model on every rank (DDP) each can score its own samples, however long that takes. A sharded model
@@ -16,17 +18,18 @@ def dp_eval_sample_shard(strategy: Any, dp_rank: int, dp_size: int) -> tuple[int
         strategy: The strategy, or the name of an engine: ``"ddp"`` or ``"fsdp2"``.
         dp_rank: This rank's place in the data-parallel group.
         dp_size: Size of that group.
+        distributed_config: The same as ``strategy``, by the name that NeMo Automodel gives it.
 
     Returns:
         ``(dp_rank, dp_size)`` for the caller to take every ``dp_size``-th sample from ``dp_rank`` on, or None where
-        every rank must go through the same samples.
+        every rank must go through the same samples: all of them, where there is one rank alone.
 
     Raises:
         ValueError: If ``dp_rank`` is not in ``range(dp_size)``.
     """
     if not 0 <= dp_rank < dp_size:
         raise ValueError(f"dp_rank={dp_rank} is not in range(dp_size={dp_size}); pass the rank within the dp group.")
+    strategy = distributed_config if strategy is None else strategy
     engine = strategy if isinstance(strategy, str) else getattr(strategy, "data_parallel", None)
-    if engine == "ddp" or isinstance(strategy, DDPStrategy):
-        return dp_rank, dp_size
-    return None
+    is_replicated = engine == "ddp" or isinstance(strategy, DDPStrategy)
+    return (dp_rank, dp_size) if is_replicated and dp_size > 1 else None

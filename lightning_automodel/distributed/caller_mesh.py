@@ -35,7 +35,7 @@ def adopt_mesh(
 
     A mesh has ``data_parallel_replicate`` and ``data_parallel_shard``, or one of them, or only ``data_parallel``, and
     may have ``tensor_parallel``; :data:`NAMES` lists the other names of each. A 1-D mesh needs no names. Dimensions of
-    other names must have size 1. The mesh's groups keep their timeouts, and are neither destroyed nor hung up on.
+    other names must have size 1. The mesh's groups keep their timeouts, and are neither destroyed nor aborted.
 
     A collective over the world: where two data-parallel dimensions have to be flattened, that makes a group.
 

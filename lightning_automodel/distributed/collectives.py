@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_automodel.distributed import connections, process_group
-from lightning_automodel.distributed.process_group import get_rank_safe, get_world_size_safe
+from lightning_automodel.distributed.process_group import group_rank, group_size
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ _host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = 
 process_group.at_leaving(_host_groups.clear)
 
 
-def barrier_and_log(message: str) -> None:
+def barrier_and_log(message: str = "", *, string: str = "") -> None:
     """Wait for every rank, then log ``message`` on rank 0.
 
     A collective on the default group: every rank must call it. If a rank does not come, the others raise when the
@@ -26,11 +26,12 @@ def barrier_and_log(message: str) -> None:
 
     Args:
         message: What rank 0 logs, at level INFO, once everybody has arrived.
+        string: The same, by the name that NeMo Automodel gives it.
     """
-    if get_world_size_safe() > 1:
+    if group_size() > 1:
         dist.barrier()
-    if get_rank_safe() == 0:
-        log.info(message)
+    if group_rank() == 0:
+        log.info(message or string)
 
 
 def named_barrier(name: str, timeout: timedelta) -> None:
@@ -45,13 +46,13 @@ def named_barrier(name: str, timeout: timedelta) -> None:
     Raises:
         RuntimeError: If ranks are missing, or one failed meanwhile.
     """
-    if get_world_size_safe() == 1:
+    if group_size() == 1:
         return
     try:
         dist.monitored_barrier(host_group(timeout), timeout=timeout, wait_all_ranks=True)
     except RuntimeError as error:
         raise RuntimeError(
-            f"Rank {get_rank_safe()} of {get_world_size_safe()} waited in barrier {name!r}, at most"
+            f"Rank {group_rank()} of {group_size()} waited in barrier {name!r}, at most"
             f" {timeout.total_seconds():g} s: {str(error).strip()}"
         ) from error
 
@@ -84,7 +85,7 @@ def host_group(timeout: timedelta) -> dist.ProcessGroup:
 
 def broadcast_object(value: Any, src: int) -> Any:
     """Rank ``src``'s picklable value, on every rank. A collective on the default group; without one, the value."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return value
     values = [value]
     dist.broadcast_object_list(values, src)

@@ -1,7 +1,9 @@
-"""The connections of this process's process groups, so that a rank that fails can hang up on those that wait for it.
+"""The connections of this process's process groups, so that a rank that leaves can abort them.
 
 Destroying or aborting a gloo group closes nothing while anything refers to it, and torch's caches refer to many meshes.
-Shutting its TCP connections down ends every collective that waits in it at once, on both sides of each connection.
+Without this, ranks that wait in a collective for a failed one would have to be killed: no ``on_exception`` hook, no
+logger and no checkpoint callback of theirs would run. Shutting the TCP connections down ends every collective at once,
+on both sides of each connection.
 """
 
 import contextlib
@@ -10,109 +12,78 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
-from lightning_automodel import torch_internals
-
 DESCRIPTORS = "/dev/fd"
 
-
-@dataclass(frozen=True)
-class Connection:
-    """A connected stream socket. A descriptor is used anew once it is closed, so the rest tells whether it was.
-
-    Attributes:
-        descriptor: File descriptor in this process.
-        inode: Inode of the socket.
-        local: Its own address.
-        peer: The address at the other end.
-    """
-
-    descriptor: int
-    inode: int
-    local: Any
-    peer: Any
-
-    def shut_down(self) -> None:
-        """Shut both directions down, unless the descriptor has become something else."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.descriptor)) as duplicate:
-            if _describe(self.descriptor, duplicate) == self:
-                duplicate.shutdown(socket.SHUT_RDWR)
-
-
-_recorded: set[Connection] = set()
+_recorded: set[tuple[int, int]] = set()
 _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def recording(store: dist.Store | None = None) -> Iterator[None]:
-    """Note the connections that appear inside, for :func:`hang_up`, also if the block raises. Not a collective.
+def recording() -> Iterator[None]:
+    """Note the sockets that appear inside, for :func:`abort_connections`, also if the block raises. Not a collective.
 
     To be put around ``init_process_group``, ``new_group`` and ``init_device_mesh``. Sockets that another thread opens
-    meanwhile are noted too, listening ones never. Does nothing on systems without ``/dev/fd``.
-
-    Args:
-        store: Its connections are left alone. None: the store of the default group, as it is at the end.
+    meanwhile are noted too. Does nothing on systems without ``/dev/fd``.
     """
-    before = open_connections()
+    before = open_sockets()
     try:
         yield
     finally:
-        after = open_connections()
-        port = store_port(torch_internals.default_store() if store is None and dist.is_initialized() else store)
-        appeared = {each for each in after - before if port not in (each.local[1], each.peer[1])}
+        after = open_sockets()
         with _lock:
             _recorded.intersection_update(after)
-            _recorded.update(appeared)
+            _recorded.update(after - before)
 
 
-def hang_up() -> None:
-    """Shut down every connection that was noted and is still open: collectives that wait on one raise, here and there.
+def abort_connections(store: dist.Store | None = None) -> None:
+    """Shut down every recorded connection that is still open: collectives that wait on one raise, here and there.
 
-    Callable from any thread and more than once; not a collective. The groups are of no use afterwards, the store is.
-    Does nothing on systems without ``/dev/fd``.
+    Callable from any thread and more than once; not a collective. The groups are of no use afterwards.
+
+    Args:
+        store: Through which the ranks still tell each other what happened: its connections are left alone.
     """
     with _lock:
-        noted = list(_recorded)
+        recorded = _recorded & open_sockets()
         _recorded.clear()
-    for connection in noted:
-        connection.shut_down()
+    address = None if store is None else store_address(store)
+    shut_down(recorded, spared_port=None if address is None else address[1])
 
 
-def open_connections() -> set[Connection]:
-    """Every connected TCP socket of this process; none on systems without ``/dev/fd``."""
-    try:
-        descriptors = [int(name) for name in os.listdir(DESCRIPTORS)]
-    except OSError:
-        return set()
+def open_sockets() -> set[tuple[int, int]]:
+    """Descriptor and inode of every socket of this process; the inode tells a descriptor that is used anew."""
     found = set()
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                with socket.socket(fileno=os.dup(descriptor)) as duplicate:
-                    found.add(_describe(descriptor, duplicate))
-    return found - {None}  # type: ignore[return-value]
+    with contextlib.suppress(OSError):
+        for descriptor in map(int, os.listdir(DESCRIPTORS)):
+            with contextlib.suppress(OSError):
+                status = os.fstat(descriptor)
+                if stat.S_ISSOCK(status.st_mode):
+                    found.add((descriptor, status.st_ino))
+    return found
 
 
-def store_address(store: dist.Store | None) -> tuple[str, int] | None:
-    """Host and port of the ``TCPStore`` below ``store``; None where there is none."""
+def shut_down(sockets: set[tuple[int, int]], spared_port: int | None = None, only_port: int | None = None) -> None:
+    """Shut down those of ``sockets`` that are connected by TCP, by the port at either end."""
+    for descriptor, _ in sockets:
+        # `getpeername` raises for listening sockets, which nobody waits on.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
+            if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+                ports = (duplicate.getsockname()[1], duplicate.getpeername()[1])
+                if spared_port not in ports and only_port in (None, *ports):
+                    duplicate.shutdown(socket.SHUT_RDWR)
+
+
+def bottom_store(store: dist.Store) -> dist.Store:
+    """``store`` without the prefixes around it."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
+    return store
 
 
-def store_port(store: dist.Store | None) -> int | None:
-    """Port of the ``TCPStore`` below ``store``; None where there is none."""
-    address = store_address(store)
-    return None if address is None else address[1]
-
-
-def _describe(descriptor: int, duplicate: socket.socket) -> Connection | None:
-    """What ``duplicate`` of ``descriptor`` is; None unless it is TCP. ``OSError`` if it is not connected."""
-    if duplicate.family not in (socket.AF_INET, socket.AF_INET6) or duplicate.type != socket.SOCK_STREAM:
-        return None
-    inode = os.fstat(duplicate.fileno()).st_ino
-    return Connection(descriptor, inode, duplicate.getsockname(), duplicate.getpeername())
+def store_address(store: dist.Store) -> tuple[str, int] | None:
+    """Host and port of the ``TCPStore`` below ``store``; None where there is none."""
+    bottom = bottom_store(store)
+    return (bottom.host, bottom.port) if isinstance(bottom, dist.TCPStore) else None

@@ -2,13 +2,17 @@
 
 import json
 import socket
+import traceback
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
 MAX_MESSAGE_CHARACTERS = 4000
 LAUNCHER = -1
-NO_SIGN_OF_LIFE = "no sign of life"
+MISSED_HEARTBEATS = "missed heartbeats"
+STUCK = "stuck"
+NO_SIGN_OF_LIFE = MISSED_HEARTBEATS
+"""The former name, until the launchers use the new one."""
 COMMUNICATION = ("gloo", "NCCL", "XCCL", "monitoredBarrier")
 
 
@@ -20,8 +24,9 @@ class RankFailure:
         rank: Rank in the default group; ``LAUNCHER`` for what started the processes.
         host: Name of its machine.
         where: The hook or block that it was in.
-        error: Type of the exception, or ``NO_SIGN_OF_LIFE``.
+        error: Type of the exception, ``MISSED_HEARTBEATS``, or ``STUCK`` for a rank that is alive and does not go on.
         message: The exception's message, cut after some thousand characters.
+        line: File and number of the line that raised it, to tell whether ranks failed alike.
     """
 
     rank: int
@@ -29,14 +34,15 @@ class RankFailure:
     where: str
     error: str
     message: str
+    line: str = ""
 
     @classmethod
     def from_exception(cls, exception: BaseException, rank: int, where: str) -> "RankFailure":
         """Describe ``exception``, raised by this process, which is ``rank``, in ``where``."""
-        message = str(exception)[:MAX_MESSAGE_CHARACTERS]
-        if isinstance(exception, SystemExit):
-            message = f"exit status {exception.code}"
-        return cls(rank=rank, host=socket.gethostname(), where=where, error=type(exception).__name__, message=message)
+        message = f"exit status {exception.code}" if isinstance(exception, SystemExit) else _text(exception)
+        frames = traceback.extract_tb(exception.__traceback__)
+        line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        return cls(rank, socket.gethostname(), where, type(exception).__name__, message[:MAX_MESSAGE_CHARACTERS], line)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "RankFailure":
@@ -47,12 +53,18 @@ class RankFailure:
         """As it is written to a store."""
         return json.dumps(asdict(self)).encode()
 
+    def is_like(self, other: "RankFailure") -> bool:
+        """Whether both ranks raised one error in one line, as all do where the mistake is in the code or the data."""
+        return (self.error, self.message, self.line) == (other.error, other.message, other.line)
+
     def __str__(self) -> str:
         ending = f": {self.message}" if self.message else ""
         if self.rank == LAUNCHER:
             return f"the launcher, {self.message}"
-        if self.error == NO_SIGN_OF_LIFE:
-            return f"rank {self.rank} on {self.host} gives no sign of life, last seen in {self.where}{ending}"
+        if self.error == MISSED_HEARTBEATS:
+            return f"rank {self.rank} on {self.host} missed heartbeats, last seen in {self.where}{ending}"
+        if self.error == STUCK:
+            return f"rank {self.rank} on {self.host} is stuck in {self.where}{ending}"
         return f"rank {self.rank} on {self.host} failed in {self.where}: {self.error}{ending}"
 
 
@@ -71,6 +83,11 @@ class RankFailedError(RuntimeError):
         return type(self), (self.failure,)
 
 
+def failure_of(error: BaseException, rank: int, where: str) -> RankFailure:
+    """What to tell the others: the failure that ``error`` brought to this rank, else ``error`` itself."""
+    return error.failure if isinstance(error, RankFailedError) else RankFailure.from_exception(error, rank, where)
+
+
 def is_communication_error(exception: BaseException) -> bool:
     """Whether ``exception``, or one that it came from, says that another rank did not answer."""
     seen: set[int] = set()
@@ -79,7 +96,15 @@ def is_communication_error(exception: BaseException) -> bool:
         seen.add(id(current))
         if isinstance(current, dist.DistError):
             return True
-        if isinstance(current, RuntimeError) and any(name in str(current) for name in COMMUNICATION):
+        if isinstance(current, RuntimeError) and any(name in _text(current) for name in COMMUNICATION):
             return True
         current = current.__cause__ or current.__context__
     return False
+
+
+def _text(exception: BaseException) -> str:
+    # An exception whose own `__str__` raises must reach the other ranks all the same.
+    try:
+        return str(exception)
+    except Exception as error:
+        return f"(its __str__ raised {type(error).__name__})"

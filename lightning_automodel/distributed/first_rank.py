@@ -1,40 +1,45 @@
-"""The first rank of each node goes first; a failure reaches every rank.
+"""First-rank blocks: the first rank of each node goes first, and a failure reaches every rank.
 
-Everything travels through the store of the default process group: no group is made and no collective is called, so
-nothing is created late and no collective's timeout applies. Below ``lightning_automodel/first_rank/<group>`` it holds
+Everything travels through the store channel: no group is made and no collective is called, so nothing is created late
+and no collective's timeout applies. Within a run that is the run's channel, else one for the outermost block. Below
+``first_rank/<group>/<number of the block>`` the store holds
 
-    beat/<rank>                   a number that grows while the rank is inside a block
-    session, <session>/places     a name for the outermost block, new each time, and which rank is on which node
-    <session>/outcome/<rank>      how the block ended there; blocks inside it go below <session>/<group>.<number>
-    <session>/all_left            it ended well on all ranks
-    <session>/failure, ack/<rank> the first failure that left it, and who knows the outcome
+    here/<rank>, arrived, places    where each rank is, and when all have told, all of it
+    outcome/<rank>                  how the block ended there; blocks inside it go below <group>.<number>
+    num_left, all_left              it ended well on all ranks
+    failure, known                  the first failure that left it, and how many ranks know it or the good end
 
 A wait at an entry is for a lower rank, and only outermost blocks wait at their exit, by when no rank needs this one at
 an entry any more: so blocks that all ranks enter in the same order cannot deadlock, whatever their scopes.
 """
 
 import contextlib
+import json
 import os
 import socket
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ContextDecorator
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
 from lightning_automodel.distributed import process_group, rendezvous
-from lightning_automodel.distributed.failures import RankFailedError, RankFailure
-from lightning_automodel.distributed.nodes import Scope, Session, first_rank, meet
+from lightning_automodel.distributed.failures import RankFailedError, RankFailure, failure_of
 from lightning_automodel.distributed.process_group import parse_timeout
-from lightning_automodel.distributed.store_channel import GRACE_S, StoreLink, failure_of, post_failure
+from lightning_automodel.distributed.store_channel import LINGER_S, StoreChannel, post_failure
 
-KEYS = "lightning_automodel/first_rank"
+Scope = Literal["node", "global"]
+
+KEYS = "first_rank"
 DONE = b"done"
+LONGEST_WORK_S = 24 * 3600.0
 
 
 class FirstRankPerNode(ContextDecorator):
@@ -62,9 +67,10 @@ class FirstRankPerNode(ContextDecorator):
         group: Ranks that take part, None for the default group. Inside another block, a part of that block's ranks.
         scope: Who goes first: the lowest rank of the group on each ``"node"`` (for local disks), or the lowest rank of
             the group, ``"global"`` (for a shared file system).
-        timeout: How long a rank that others wait for, or the store, may be silent: a ``timedelta`` or minutes. It
-            bounds no work: a rank inside a block is not silent as long as its threads can run. An outermost block's
-            holds for the blocks inside it too.
+        timeout: Within which all ranks come to an outermost block, and how long a rank that others wait for, or the
+            store, may miss heartbeats: a ``timedelta`` or minutes. It bounds no work: a rank inside a block sends
+            heartbeats as long as its threads can run, and is waited for up to a day. An outermost block's holds for
+            the blocks inside it too.
 
     Raises:
         ValueError: If ``scope`` is neither, ``timeout`` is not positive, or this rank is not in ``group``.
@@ -140,7 +146,7 @@ class FirstRankPerNode(ContextDecorator):
 
     def _find_group(self) -> dist.ProcessGroup | None:
         if self._group is None:
-            return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+            return dist.group.WORLD if dist.is_initialized() else None
         group = self._group()
         if group is None or not _is_alive(group):
             raise ValueError("The group of this FirstRankPerNode was destroyed; make a new one, or pass group=None.")
@@ -164,7 +170,7 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
         return False
 
 
-# --- Blocks -----------------------------------------------------------------------------------------------------------
+# --- Opening a block --------------------------------------------------------------------------------------------------
 
 _this_thread = threading.local()
 
@@ -181,12 +187,34 @@ def _open_outermost(
     group: dist.ProcessGroup, scope: Scope, timeout: timedelta, where: str, made_group: bool
 ) -> "_OutermostBlock":
     members = dist.get_process_group_ranks(group)
-    link = StoreLink(f"{KEYS}/{_name_of(group)}", where, timeout)
+    # Every member counts its blocks on this group, and all enter the same ones.
+    _num_blocks[group] = _num_blocks.get(group, 0) + 1
+    path = f"{KEYS}/{_name_of(group)}/{_num_blocks[group]}"
+    own = None
+    if run_channel is None or run_channel.has_ended.is_set():
+        own = StoreChannel(f"lightning_automodel/{path}", timeout.total_seconds(), lambda: where)
+    channel = own or run_channel
+    assert channel is not None
+    channel.watch(path)
+    if own is not None:
+        own.start()
     try:
-        return _OutermostBlock(link, meet(link, members), members, scope, where, made_group)
+        places = _meet(channel, path, members, timeout.total_seconds(), where)
+        return _OutermostBlock(channel, places, path, members, scope, where, own is not None, made_group)
     except BaseException:
-        link.close()
+        if channel.rank == 0:
+            # The store may end with this process: the others poll it for the cause.
+            time.sleep(2 * channel.interval_s)
+        channel.stop_watching(path)
+        if own is not None:
+            own.close()
         raise
+
+
+run_channel: StoreChannel | None = None
+"""Channel of the run that this process is in; its owner sets it."""
+
+_num_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def _name_of(group: dist.ProcessGroup) -> str:
@@ -194,12 +222,100 @@ def _name_of(group: dist.ProcessGroup) -> str:
     return f"{group.group_name}.{min(dist.get_process_group_ranks(group))}"
 
 
+# --- Who is on which node ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is, as it tells the others.
+
+    Attributes:
+        host: Name of its machine.
+        node: Tells its node from others with the same host name.
+        problem: Why it cannot tell, if it cannot.
+    """
+
+    host: str
+    node: str
+    problem: str = ""
+
+
+def first_rank(members: Sequence[int], rank: int, places: dict[int, Place], scope: Scope) -> int:
+    """The lowest of ``members`` that is on the node of ``rank``, or of all for scope ``"global"``."""
+    if scope == "global":
+        return min(members)
+    here = (places[rank].host, places[rank].node)
+    return min(member for member in members if (places[member].host, places[member].node) == here)
+
+
+def node_of(rank: int) -> str:
+    """Which node this process is on, among those with its host name; only ranks of one node say the same.
+
+    ``LOCAL_RANK`` counts first, since a node's first rank means local rank 0; where it is set, the ranks of a node are
+    taken to be consecutive. Then ``GROUP_RANK``, ``NODE_RANK`` and ``SLURM_NODEID``, then ``LOCAL_WORLD_SIZE``.
+
+    Raises:
+        ValueError: If the one that counts is no number.
+    """
+    if (local_rank := rendezvous.number_in_environment("LOCAL_RANK")) is not None:
+        return str(rank - local_rank)
+    for name in ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID"):
+        if (node := rendezvous.number_in_environment(name)) is not None:
+            return str(node)
+    num_local = rendezvous.number_in_environment("LOCAL_WORLD_SIZE", at_least=1)
+    return "" if num_local is None else str(rank // num_local)
+
+
+def _meet(channel: StoreChannel, path: str, members: Sequence[int], timeout_s: float, where: str) -> dict[int, Place]:
+    """Wait until all have come to a block and told where they are."""
+    try:
+        mine = Place(channel.host, node_of(channel.rank))
+    except ValueError as error:
+        mine = Place(channel.host, "", problem=str(error))
+    keys = {rank: f"{path}/here/{rank}" for rank in members}
+
+    def arrive(store: dist.Store) -> None:
+        store.set(keys[channel.rank], json.dumps(asdict(mine)))
+        if store.add(f"{path}/arrived", 1) == len(members):
+            told = dict(zip(members, map(json.loads, store.multi_get(list(keys.values()))), strict=True))
+            store.set(f"{path}/places", json.dumps(told))
+
+    def look(store: dist.Store) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = (
+            json.loads(store.get(f"{path}/places")) if store.check([f"{path}/places"]) else None
+        )
+        return found
+
+    def absent(store: dist.Store) -> list[int]:
+        return [rank for rank, key in keys.items() if not store.check([key])]
+
+    try:
+        channel.call(arrive)
+        told = channel.wait_for(look, absent, path, limit_s=timeout_s)
+    except RankFailedError as error:
+        failure = error.failure
+        with contextlib.suppress(RankFailedError):
+            # Who comes too late is told that it was missed, in place of waiting for those that have left.
+            channel.call(lambda store: post_failure(store, path, failure), LINGER_S)
+        raise
+    places = {int(rank): Place(**place) for rank, place in told.items()}
+    if mine.problem:
+        raise ValueError(mine.problem)
+    for rank, place in places.items():
+        if place.problem:
+            raise RankFailedError(RankFailure(rank, place.host, where, "ValueError", place.problem))
+    return places
+
+
+# --- Blocks -----------------------------------------------------------------------------------------------------------
+
+
 class _Block:
     """One use of :class:`FirstRankPerNode`, as this rank sees it.
 
     Args:
-        link: Connection to the store.
-        session: Tells where the members are.
+        channel: Connection to the store.
+        places: Where the members are.
         path: Below which the block's keys are; the same on all members.
         members: Ranks of the default group that enter it.
         scope: Who goes first.
@@ -209,42 +325,46 @@ class _Block:
 
     def __init__(
         self,
-        link: StoreLink,
-        session: Session,
+        channel: StoreChannel,
+        places: dict[int, Place],
         path: str,
         members: Sequence[int],
         scope: Scope,
         where: str,
         enclosing: "_Block | None" = None,
     ) -> None:
-        self._link = link
-        self._session = session
+        self._channel = channel
+        self._places = places
         self._path = path
         self._members = members
         self._where = where
         self._enclosing = enclosing
-        self._first = first_rank(members, link.rank, session.places, scope)
+        # Failures are posted where all ranks of the outermost block look.
+        self._watched: str = path if enclosing is None else enclosing._watched
+        self._first = first_rank(members, channel.rank, places, scope)
         self._num_inner: Counter[str] = Counter()
 
     def open_inner(self, group: dist.ProcessGroup, scope: Scope, where: str) -> "_Block":
         """The next block in this one, counted for each group, as other groups' blocks may be on some ranks only."""
         members = dist.get_process_group_ranks(group)
-        if strangers := sorted(set(members) - set(self._members)):
+        if unknown := sorted(set(members) - set(self._members)):
             raise ValueError(
                 f"A FirstRankPerNode block within another one of ranks {list(self._members)} cannot wait for ranks "
-                f"{strangers}; let the block of the larger group be the outer one."
+                f"{unknown}; let the block of the larger group be the outer one."
             )
         name = _name_of(group)
         path = f"{self._path}/{name}.{self._num_inner[name]}"
         self._num_inner[name] += 1
-        return _Block(self._link, self._session, path, members, scope, where, enclosing=self)
+        return _Block(self._channel, self._places, path, members, scope, where, enclosing=self)
 
     def enter(self) -> bool:
         """Wait until the first rank has left the block, and return False; on that rank return True at once."""
-        if self._link.rank == self._first:
-            self._link.raise_posted_failure()
+        if self._channel.rank == self._first:
+            self._channel.raise_failure(self._watched)
             return True
-        outcome, was_inside = self._link.wait_for(self._look_at_first_rank, lambda store: [self._first])
+        outcome, was_inside = self._channel.wait_for(
+            self._look_at_first_rank, lambda store: [self._first], self._watched, LONGEST_WORK_S
+        )
         if outcome != DONE:
             raise RankFailedError(RankFailure.from_bytes(outcome))
         if not was_inside:
@@ -257,14 +377,14 @@ class _Block:
     def leave(self, error: BaseException | None) -> None:
         """Post how the block ended on this rank."""
         if error is None:
-            self._link.call(lambda store: self._post(store, DONE))
+            self._channel.call(lambda store: self._post(store, DONE))
             return
-        failure = failure_of(error, self._link.rank, self._where)
+        failure = failure_of(error, self._channel.rank, self._where)
         with contextlib.suppress(RankFailedError):
-            self._link.call(lambda store: self._post(store, failure.to_bytes()), GRACE_S)
+            self._channel.call(lambda store: self._post(store, failure.to_bytes()), LINGER_S)
 
     def _post(self, store: dist.Store, outcome: bytes) -> None:
-        store.set(self._outcome_key(self._link.rank), outcome.decode())
+        store.set(self._outcome_key(self._channel.rank), outcome.decode())
 
     def _outcome_key(self, rank: int) -> str:
         return f"{self._path}/outcome/{rank}"
@@ -282,20 +402,28 @@ class _Block:
 
 
 class _OutermostBlock(_Block):
-    """A block within no other: it owns the connection, and ends when it has ended on all ranks."""
+    """A block within no other: it ends when it has ended on all ranks, and frees what was made for it."""
 
     def __init__(
-        self, link: StoreLink, session: Session, members: Sequence[int], scope: Scope, where: str, made_group: bool
+        self,
+        channel: StoreChannel,
+        places: dict[int, Place],
+        path: str,
+        members: Sequence[int],
+        scope: Scope,
+        where: str,
+        owns_channel: bool,
+        made_group: bool,
     ) -> None:
-        super().__init__(link, session, session.name, members, scope, where)
-        self._made_group = made_group
+        super().__init__(channel, places, path, members, scope, where)
+        self._owns_channel, self._made_group = owns_channel, made_group
 
     def leave(self, error: BaseException | None) -> None:
         """Post how the block ended on this rank, wait until it has on all, and free what it used."""
         try:
             if error is None:
-                self._link.call(lambda store: self._post(store, DONE))
-                self._link.wait_for(self._all_have_left, self._still_inside)
+                self._channel.call(lambda store: self._post(store, DONE))
+                self._channel.wait_for(self._all_have_left, self._still_inside, self._path, LONGEST_WORK_S)
         except BaseException as raised:
             error = raised
             raise
@@ -316,21 +444,26 @@ class _OutermostBlock(_Block):
     def _close(self, error: BaseException | None) -> None:
         try:
             with contextlib.suppress(RankFailedError):
-                self._settle(error)
+                self._tell_end(error)
         finally:
-            self._link.close()
+            self._channel.stop_watching(self._path)
+            if self._owns_channel:
+                self._channel.close()
             if self._made_group:
                 _leave_made_group()
 
-    def _settle(self, error: BaseException | None) -> None:
-        """Post a failure, acknowledge the outcome, and on rank 0, which may host the store, let the others read it."""
+    def _tell_end(self, error: BaseException | None) -> None:
+        """Post a failure, say that the end is known, and on rank 0, which may host the store, wait for the others."""
+        channel = self._channel
         if error is not None:
-            failure = failure_of(error, self._link.rank, self._where)
-            self._link.call(lambda store: post_failure(store, self._path, failure), GRACE_S)
-            self._link.call(lambda store: self._post(store, failure.to_bytes()), GRACE_S)
-        self._link.call(self._link.acknowledge, GRACE_S)
-        if self._link.rank == 0:
-            self._link.wait_for_acknowledgements(self._members)
+            failure = failure_of(error, channel.rank, self._where)
+            channel.call(lambda store: post_failure(store, self._path, failure), LINGER_S)
+            channel.call(lambda store: self._post(store, failure.to_bytes()), LINGER_S)
+            channel.call(channel.read_failures, LINGER_S)
+        else:
+            channel.call(lambda store: store.add(f"{self._path}/known", 1), LINGER_S)
+        if channel.rank == 0:
+            channel.wait_until_known(self._path, len(self._members))
 
 
 # --- A group for one block --------------------------------------------------------------------------------------------
@@ -340,7 +473,7 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def _make_group_from_environment(timeout: timedelta) -> bool:
     """Make the default group, over gloo, if there is none and the environment tells of more than one rank."""
-    if not dist.is_available() or dist.is_initialized() or not all(os.environ.get(name) for name in ENVIRONMENT):
+    if dist.is_initialized() or not all(os.environ.get(name) for name in ENVIRONMENT):
         return False
     if rendezvous.number_in_environment("WORLD_SIZE", at_least=1) == 1:
         return False
@@ -357,7 +490,7 @@ def _leave_made_group() -> None:
     if dist.get_rank() != 0 and not rendezvous.launcher_hosts_store():
         with contextlib.suppress(OSError):
             address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-            connection = socket.create_connection(address, timeout=GRACE_S)
+            connection = socket.create_connection(address, timeout=LINGER_S)
     process_group.destroy_global_state()
     if connection is not None:
         with connection, contextlib.suppress(OSError):

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_automodel.distributed import connections
-from lightning_automodel.distributed.rendezvous import Rendezvous, no_store, open_store
+from lightning_automodel.distributed.rendezvous import Rendezvous, no_store, open_store, run_secret
 
 LINGER_S = 5.0
 SHORTEST_POLL_S = 0.002
@@ -22,13 +22,13 @@ NEXT_ROUND = "next round"
 
 
 @dataclass(frozen=True)
-class Attendance:
-    """This rank's entry in one round of the roll call: a store serves one round after the other.
+class JoinRound:
+    """One round in which the ranks of a world join: a store serves one round after the other.
 
     Attributes:
         found: Who this process is.
         backend: Backend that all ranks must have asked for.
-        store: Where the ranks meet.
+        store: Where the ranks meet, below the run's secret.
         number: Number of the round.
         keys: The store with the prefix of the round.
     """
@@ -62,7 +62,7 @@ class _StoreLostError(RuntimeError):
     """The store went away while this rank waited in it."""
 
 
-def meet(found: Rendezvous, backend: str, timeout: timedelta) -> Attendance:
+def meet(found: Rendezvous, backend: str, timeout: timedelta) -> JoinRound:
     """Wait until every rank is there. A collective over the world, through the store alone.
 
     A thread does it, as a call to a store whose host is stopped, or is no store, would never return.
@@ -73,8 +73,8 @@ def meet(found: Rendezvous, backend: str, timeout: timedelta) -> Attendance:
             used.
     """
     if found.world_size == 1:
-        return Attendance(found, backend, found.store if found.store is not None else dist.HashStore(), 0)
-    outcome: list[Attendance | BaseException] = []
+        return JoinRound(found, backend, found.store if found.store is not None else dist.HashStore(), 0)
+    outcome: list[JoinRound | BaseException] = []
     reached = threading.Event()
 
     def run() -> None:
@@ -83,35 +83,32 @@ def meet(found: Rendezvous, backend: str, timeout: timedelta) -> Attendance:
         except BaseException as error:
             outcome.append(error)
 
-    before = connections.open_connections()
-    thread = threading.Thread(target=run, name="lightning_automodel roll call", daemon=True)
+    before = connections.open_sockets()
+    thread = threading.Thread(target=run, name="lightning_automodel join", daemon=True)
     thread.start()
     thread.join(timeout.total_seconds())
     if reached.is_set():
         thread.join(2 * LINGER_S)
     if thread.is_alive():
-        _release(thread, before, found)
+        # It is stuck in a client of something that is no store: only the end of its connection ends it.
+        if found.address is not None:
+            connections.shut_down(connections.open_sockets() - before, only_port=found.address[1])
+            thread.join(LONGEST_POLL_S)
         raise RuntimeError(no_store(found, backend, timeout, "what listens there does not answer as a store"))
     if isinstance(outcome[0], BaseException):
         raise outcome[0]
     return outcome[0]
 
 
-def _release(thread: threading.Thread, before: set[connections.Connection], found: Rendezvous) -> None:
-    """End a thread that is stuck in a store, by shutting down the connections to it that it made."""
-    for connection in connections.open_connections() - before:
-        if found.address is not None and connection.peer[1] == found.address[1]:
-            connection.shut_down()
-    thread.join(LONGEST_POLL_S)
-
-
-def _meet(found: Rendezvous, backend: str, timeout: timedelta, reached: threading.Event) -> Attendance:
+def _meet(found: Rendezvous, backend: str, timeout: timedelta, reached: threading.Event) -> JoinRound:
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         store = open_store(found, backend, timeout, deadline)
+        if secret := run_secret():
+            store = dist.PrefixStore(secret, store)
         reached.set()
         try:
-            return _call_the_roll(found, backend, store, timeout, deadline)
+            return _join(found, backend, store, timeout, deadline)
         except _StoreLostError as error:
             # This rank may have met the store of an earlier group in its last moment.
             is_renewed = found.address is not None and not found.hosts_store
@@ -119,36 +116,34 @@ def _meet(found: Rendezvous, backend: str, timeout: timedelta, reached: threadin
                 raise RuntimeError(no_store(found, backend, timeout, str(error))) from error
 
 
-def _call_the_roll(
-    found: Rendezvous, backend: str, store: dist.Store, timeout: timedelta, deadline: float
-) -> Attendance:
+def _join(found: Rendezvous, backend: str, store: dist.Store, timeout: timedelta, deadline: float) -> JoinRound:
     counter = dist.PrefixStore(KEYS, store)
     try:
         while True:
-            attendance = Attendance(found, backend, store, counter.add("round", 0))
-            verdict = _answer(attendance, counter, deadline, timeout)
-            if not verdict:
-                return attendance
-            if verdict != NEXT_ROUND:
+            join_round = JoinRound(found, backend, store, counter.add("round", 0))
+            result = _take_part(join_round, counter, deadline, timeout)
+            if not result:
+                return join_round
+            if result != NEXT_ROUND:
                 break
     except (dist.DistError, TimeoutError) as error:
         raise _StoreLostError(str(error).splitlines()[0]) from error
-    attendance.leave()
-    raise RuntimeError(verdict)
+    join_round.leave()
+    raise RuntimeError(result)
 
 
-def _answer(attendance: Attendance, counter: dist.Store, deadline: float, timeout: timedelta) -> str:
-    """Enter this rank into the round and return its verdict: "" if all are there, else what is wrong."""
-    found, keys = attendance.found, attendance.keys
+def _take_part(join_round: JoinRound, counter: dist.Store, deadline: float, timeout: timedelta) -> str:
+    """Enter this rank into the round and return its result: "" if all are there, else what is wrong."""
+    found, keys = join_round.found, join_round.keys
     me = f"{socket.gethostname()} pid {os.getpid()}"
-    terms = f"world size {found.world_size} and backend {attendance.backend}"
+    terms = f"world size {found.world_size} and backend {join_round.backend}"
     if keys.add(f"claims/{found.rank}", 1) > 1:
         other = _read(keys, f"rank/{found.rank}", deadline)
         if other == me or _is_dead(other):
             _settle(keys, counter, NEXT_ROUND)
         else:
-            _settle(keys, counter, _two_ranks(attendance, me, other))
-        return _read(keys, "verdict", time.monotonic() + LINGER_S)
+            _settle(keys, counter, _same_rank_twice(join_round, me, other))
+        return _read(keys, "result", time.monotonic() + LINGER_S)
     keys.set(f"rank/{found.rank}", me)
     arrived = keys.add("arrived", 1)
     if arrived == 1:
@@ -164,17 +159,17 @@ def _answer(attendance: Attendance, counter: dist.Store, deadline: float, timeou
     elif arrived == found.world_size:
         _settle(keys, counter, NEXT_ROUND if _has_dead(keys, found.world_size) else "")
     try:
-        return _read(keys, "verdict", deadline)
+        return _read(keys, "result", deadline)
     except TimeoutError:
-        _settle(keys, counter, _absent(attendance, timeout))
-    return _read(keys, "verdict", time.monotonic() + LINGER_S)
+        _settle(keys, counter, _missing(join_round, timeout))
+    return _read(keys, "result", time.monotonic() + LINGER_S)
 
 
-def _settle(keys: dist.Store, counter: dist.Store, verdict: str) -> None:
-    """End the round with ``verdict``, unless somebody else has; who comes from now on is in the next round."""
+def _settle(keys: dist.Store, counter: dist.Store, result: str) -> None:
+    """End the round with ``result``, unless somebody else has; who comes from now on is in the next round."""
     if keys.add("settled", 1) == 1:
         counter.add("round", 1)
-        keys.set("verdict", f"={verdict}")
+        keys.set("result", f"={result}")
 
 
 def _read(store: dist.Store, key: str, deadline: float) -> str:
@@ -207,7 +202,7 @@ def _has_dead(keys: dist.Store, world_size: int) -> bool:
 
 
 def _is_dead(other: str) -> bool:
-    """Whether a process, described as by :func:`_answer`, was on this machine and has ended."""
+    """Whether a process, described as by :func:`_take_part`, was on this machine and has ended."""
     host, _, pid = other.rpartition(" pid ")
     if host != socket.gethostname():
         return False
@@ -220,21 +215,21 @@ def _is_dead(other: str) -> bool:
     return False
 
 
-def _two_ranks(attendance: Attendance, me: str, other: str) -> str:
-    found = attendance.found
+def _same_rank_twice(join_round: JoinRound, me: str, other: str) -> str:
+    found = join_round.found
     return (
         f"Two processes came to {found.place} as rank {found.rank} of {found.world_size} (backend "
-        f"{attendance.backend}): {other}, and {me}; give each process a RANK of its own, and each job a port or file."
+        f"{join_round.backend}): {other}, and {me}; give each process a RANK of its own, and each job a port or file."
     )
 
 
-def _absent(attendance: Attendance, timeout: timedelta) -> str:
-    found, keys = attendance.found, attendance.keys
-    absent = [rank for rank in range(found.world_size) if not keys.check([f"rank/{rank}"])]
-    listed = ", ".join(map(str, absent[:LONGEST_LIST]))
-    listed += f" and {len(absent) - LONGEST_LIST} more" if len(absent) > LONGEST_LIST else ""
+def _missing(join_round: JoinRound, timeout: timedelta) -> str:
+    found, keys = join_round.found, join_round.keys
+    missing = [rank for rank in range(found.world_size) if not keys.check([f"rank/{rank}"])]
+    listed = ", ".join(map(str, missing[:LONGEST_LIST]))
+    listed += f" and {len(missing) - LONGEST_LIST} more" if len(missing) > LONGEST_LIST else ""
     return (
-        f"{'Ranks' if len(absent) > 1 else 'Rank'} {listed} of {found.world_size} did not come to {found.place} "
-        f"(backend {attendance.backend}) within {timeout.total_seconds():g} s, for which rank {found.rank} waited: "
+        f"{'Ranks' if len(missing) > 1 else 'Rank'} {listed} of {found.world_size} did not come to {found.place} "
+        f"(backend {join_round.backend}) within {timeout.total_seconds():g} s, for which rank {found.rank} waited: "
         "check that each process runs and has the same address, or raise the timeout."
     )

@@ -186,5 +186,5 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
         )
     built = _built[device_type, sizes]
     for group in {*built.mesh.get_all_groups(), built.group} - {_built_over}:
-        torch_internals.set_group_timeout(timeout, group)
+        group.set_timeout(timeout)
     return built

@@ -6,7 +6,6 @@ import logging
 import multiprocessing.util
 import os
 import signal
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,13 +47,38 @@ class DistInfo:
 
 
 def get_rank_safe() -> int:
-    """Rank of this process in the default group; 0 without one. Not a collective."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    """Rank of this process: in the default group, before joining by RANK, SLURM_PROCID or LOCAL_RANK; else 0.
+
+    Not a collective.
+
+    Raises:
+        ValueError: If the variable is no whole number.
+    """
+    return group_rank() if dist.is_initialized() else _first_number("RANK", "SLURM_PROCID", "LOCAL_RANK")
 
 
 def get_world_size_safe() -> int:
+    """Number of ranks: of the default group, before joining by WORLD_SIZE or, in a step of SLURM, SLURM_NTASKS; else 1.
+
+    Not a collective.
+
+    Raises:
+        ValueError: If the variable is no whole number.
+    """
+    if dist.is_initialized():
+        return group_size()
+    # An interactive allocation has tasks, but what runs there outside of a step is none of them.
+    return _first_number("WORLD_SIZE", *(["SLURM_NTASKS"] if "SLURM_PROCID" in os.environ else []), default=1)
+
+
+def group_rank() -> int:
+    """Rank of this process in the default group; 0 without one. Not a collective."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def group_size() -> int:
     """Number of ranks in the default group; 1 without one. Not a collective."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def get_local_rank_preinit() -> int:
@@ -65,8 +89,24 @@ def get_local_rank_preinit() -> int:
     Raises:
         ValueError: If the variable is no whole number.
     """
-    numbers = (rendezvous.number_in_environment(name) for name in ("LOCAL_RANK", "SLURM_LOCALID"))
-    return next((number for number in numbers if number is not None), 0)
+    return _first_number("LOCAL_RANK", "SLURM_LOCALID")
+
+
+def get_local_world_size_preinit() -> int:
+    """Ranks on this machine, with or without a process group: LOCAL_WORLD_SIZE, else SLURM_NTASKS_PER_NODE, else 1.
+
+    Not a collective.
+
+    Raises:
+        ValueError: If the variable is no whole number.
+    """
+    return _first_number("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", default=1)
+
+
+def _first_number(*names: str, default: int = 0) -> int:
+    """The first of the environment variables that is set, as a number."""
+    numbers = (rendezvous.number_in_environment(name, at_least=default) for name in names)
+    return next((number for number in numbers if number is not None), default)
 
 
 # --- Options ----------------------------------------------------------------------------------------------------------
@@ -177,13 +217,12 @@ class _Membership:
     """A group that this package made, and what has to be undone."""
 
     process_id: int
-    attendance: join.Attendance
+    join_round: join.JoinRound
     group: weakref.ref[dist.ProcessGroup]
 
 
 _membership: _Membership | None = None
 _leaves_at_exit: int | None = None
-_excepthooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 _leaving_hooks: list[Callable[[], None]] = []
 _inherited: list[Any] = []
 
@@ -289,39 +328,26 @@ def _join(found: rendezvous.Rendezvous, backend: str, timeout: timedelta, device
     global _membership
     destroy_global_state()
     _leave_at_exit()
-    attendance = join.meet(found, backend, timeout)
+    join_round = join.meet(found, backend, timeout)
     try:
-        with connections.recording(attendance.store), _one_excepthook():
+        with connections.recording():
             dist.init_process_group(
                 backend,
-                store=attendance.group_store,
+                store=join_round.group_store,
                 rank=found.rank,
                 world_size=found.world_size,
                 timeout=timeout,
                 device_id=device if device is not None and device.type != "cpu" else None,
             )
     except BaseException:
-        connections.hang_up()
-        attendance.leave()
+        connections.abort_connections(join_round.store)
+        join_round.leave()
         raise
     group = dist.group.WORLD
     assert group is not None
-    _membership = _Membership(os.getpid(), attendance, weakref.ref(group))
+    _membership = _Membership(os.getpid(), join_round, weakref.ref(group))
     if found.rank == 0:
         log.info("%d ranks have joined at %s (backend %s).", found.world_size, found.place, backend)
-
-
-@contextlib.contextmanager
-def _one_excepthook() -> Iterator[None]:
-    """Keep torch from wrapping its own ``sys.excepthook``, which it installs anew with every default group."""
-    global _excepthooks
-    if _excepthooks is not None and sys.excepthook is _excepthooks[1]:
-        sys.excepthook = _excepthooks[0]
-    before = sys.excepthook
-    try:
-        yield
-    finally:
-        _excepthooks = (before, sys.excepthook)
 
 
 # --- Leaving ----------------------------------------------------------------------------------------------------------
@@ -372,7 +398,7 @@ def destroy_global_state(linger_s: float = join.LINGER_S) -> None:
         try:
             _destroy_groups(membership)
         finally:
-            membership.attendance.leave(linger_s)
+            membership.join_round.leave(linger_s)
 
 
 def _destroy_groups(membership: _Membership) -> None:
@@ -382,20 +408,14 @@ def _destroy_groups(membership: _Membership) -> None:
     # Models that the caller has dropped and meshes refer to each other in cycles, and fill the caches once more.
     gc.collect()
     torch_internals.forget_meshes()
-    groups = [weakref.ref(group) for group in reversed(torch_internals.process_groups())]
-    for group in groups:
-        _destroy(group)
-    if any(group() is not None for group in groups):
-        # Meshes refer to each other in cycles.
-        gc.collect()
-
-
-def _destroy(group: weakref.ref[dist.ProcessGroup]) -> None:
     try:
-        if group() is not None:
-            dist.destroy_process_group(group())
+        # All groups, the newest first.
+        dist.destroy_process_group()
     except Exception:
-        log.warning("A process group could not be destroyed; going on with the others.", exc_info=True)
+        log.warning("The process groups could not be destroyed.", exc_info=True)
+    if membership.group() is not None:
+        # A mesh that was in use until now refers to it, in a cycle with other meshes.
+        gc.collect()
 
 
 def _leave_at_exit() -> None:

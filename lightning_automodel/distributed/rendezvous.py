@@ -1,6 +1,9 @@
 """Where the ranks of a world meet: rank, world size and address, checked, and the store that they find there."""
 
+import errno
+import ipaddress
 import os
+import secrets
 import socket
 import time
 from dataclasses import dataclass
@@ -14,6 +17,7 @@ from lightning_automodel.distributed import connections
 
 POLL_S = 0.05
 ENVIRONMENT = "env://"
+SECRET = "LIGHTNING_AUTOMODEL_RUN_SECRET"
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,10 @@ class Rendezvous:
     def place(self) -> str:
         """Where the ranks meet, for messages."""
         if self.world_size == 1:
-            return "nowhere, being a world of one"
+            return "nowhere (a single process)"
         if self.store is not None:
-            port = connections.store_port(self.store)
-            return f"the given {type(self.store).__name__}" + (f" on port {port}" if port is not None else "")
+            known = connections.store_address(self.store)
+            return f"the given {type(self.store).__name__}" + (f" on port {known[1]}" if known is not None else "")
         address = self.address
         where = f"{address[0]}:{address[1]}" if address is not None else self.method
         return f"{where} ({ENVIRONMENT})" if self.method == ENVIRONMENT else self.method
@@ -72,6 +76,21 @@ class Rendezvous:
 def launcher_hosts_store() -> bool:
     """Whether ``torchrun`` keeps the store at MASTER_ADDR and MASTER_PORT, so that no rank has to."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def run_secret() -> str:
+    """What the keys of this run begin with, so that no stranger who reaches the store writes what its ranks read.
+
+    The environment variable ``LIGHTNING_AUTOMODEL_RUN_SECRET``, which :func:`share_secret` sets, else torchrun's run
+    id; "" where neither is known.
+    """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return os.environ.get(SECRET) or ("" if run_id == "none" else run_id)
+
+
+def share_secret() -> None:
+    """Let the processes that this one is about to start as all ranks of a run have one secret; it is kept if set."""
+    os.environ.setdefault(SECRET, secrets.token_hex(16))
 
 
 # --- Who this process is ----------------------------------------------------------------------------------------------
@@ -201,8 +220,9 @@ def open_store(found: Rendezvous, backend: str, timeout: timedelta, deadline: fl
     if found.address is None:
         return _make_store(found, found.world_size, timeout)
     try:
-        if not found.hosts_store:
-            _await_host(found.address, deadline)
+        if found.hosts_store:
+            return _host_store(*found.address, timeout)
+        _await_host(found.address, deadline)
         # An unknown world size: with a known one, rank 0 would not return before all have come, nor say who has not.
         return _make_store(found, -1, timeout)
     except (RuntimeError, OSError) as error:
@@ -214,6 +234,40 @@ def _make_store(found: Rendezvous, world_size: int, timeout: timedelta) -> dist.
     url = f"{found.method}{separator}rank={found.rank}&world_size={world_size}"
     store, _, _ = next(dist.rendezvous(url, timeout=timeout))
     return store
+
+
+def _host_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """Host the store, on the interface of ``address`` alone where that is certain.
+
+    A name may mean another interface on other machines (Debian maps a machine's own name to 127.0.1.1), and an address
+    that is none of this machine's belongs to a proxy: both are served on all interfaces, as torch always does.
+    """
+    listener = None
+    if address == "localhost" or _is_ip_address(address):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            listener = socket.create_server((address, port), family=family)
+        except OSError as error:
+            # In use: by a store of this process, which serves the next group as well, else torch tells.
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+                raise
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        multi_tenant=True,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def _is_ip_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _await_host(address: tuple[str, int], deadline: float) -> None:

@@ -1,240 +1,363 @@
-"""A connection to the store of the default process group on which ranks wait for each other, with signs of life."""
+"""The one channel between ranks beside their collectives: heartbeats, failures and waits, through a store.
+
+Below its prefix the store of the default process group holds
+
+    heartbeat/<rank>    a number that grows, the rank's host and what it is in; at the end "finished"
+    <path>/failure      the first failure of what goes by that path: the whole run, or one first-rank block
+    <path>/known        how many ranks know of that failure
+
+and what coordinated stops, the end of a run and first-rank blocks add, each under a path of its own.
+"""
 
 import contextlib
+import logging
 import queue
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_automodel import torch_internals
-from lightning_automodel.distributed.failures import NO_SIGN_OF_LIFE, RankFailedError, RankFailure
+from lightning_automodel.distributed import connections, rendezvous
+from lightning_automodel.distributed.failures import LAUNCHER, MISSED_HEARTBEATS, STUCK, RankFailedError, RankFailure
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-GRACE_S = 5.0
-LONGEST_BEAT_S = 1.0
-SHORTEST_POLL_S = 0.002
-LONGEST_POLL_S = 0.25
+BEAT_S = 0.25
 RANKS_PER_SECOND = 1000
+BEATS_IN_A_FILE = 40
+SHORTEST_PAUSE_S = 0.002
+LONGEST_PAUSE_S = 0.5
 JOIN_S = 1.0
+LINGER_S = 5.0
+LONGEST_GAP_S = 2.0
+
+RUN = "run"
+NONE = b"-"
+FINISHED = b"finished"
 
 
-def failure_of(error: BaseException, rank: int, where: str) -> RankFailure:
-    """What to tell the others: the failure that ``error`` brought to this rank, else ``error`` itself."""
-    return error.failure if isinstance(error, RankFailedError) else RankFailure.from_exception(error, rank, where)
+class AwakeClock:
+    """Seconds that this process has been running, for owners that ask at least every second or so.
+
+    A longer gap means that the process was suspended (SIGSTOP, a laptop's lid, a debugger): while it sleeps, no other
+    rank's heartbeat can be missed, and ranks that were suspended together must go on together.
+    """
+
+    def __init__(self) -> None:
+        self._asked_at = time.monotonic()
+        self._awake_s = 0.0
+
+    def __call__(self) -> float:
+        """Seconds since the clock was made."""
+        now = time.monotonic()
+        self._awake_s += min(now - self._asked_at, LONGEST_GAP_S)
+        self._asked_at = now
+        return self._awake_s
 
 
-def post_failure(store: dist.Store, path: str, failure: RankFailure) -> None:
-    """Post ``failure`` for those who watch ``path``, unless there is one already."""
-    store.compare_set(f"{path}/failure", "", failure.to_bytes().decode())
+@dataclass(frozen=True)
+class Heartbeat:
+    """A rank's newest heartbeat.
+
+    Attributes:
+        value: As it stands in the store; ``NONE`` before the first.
+        changed_at: When this process first saw it, on the channel's clock.
+    """
+
+    value: bytes
+    changed_at: float
+
+    @property
+    def finished(self) -> bool:
+        """Whether the rank said that it is done."""
+        return self.value == FINISHED
+
+    @property
+    def host(self) -> str:
+        """The machine of the rank."""
+        return self._part(1) or "an unknown host"
+
+    @property
+    def where(self) -> str:
+        """What the rank was in, such as a hook."""
+        return self._part(2) or "set-up"
+
+    def _part(self, index: int) -> str:
+        parts = self.value.decode().split("|", 2)
+        return parts[index] if len(parts) == 3 else ""
 
 
-class StoreLink:
-    """A connection to the store, and the thread that owns it; :meth:`close` ends both.
+def post_failure(store: dist.Store, path: str, failure: RankFailure) -> RankFailure:
+    """Post ``failure`` for those who watch ``path``, unless there is one already; returns the one that counts."""
+    return RankFailure.from_bytes(store.compare_set(f"{path}/failure", "", failure.to_bytes().decode()))
 
-    Only the thread touches the connection, because a call to a store whose host is stopped may block for ever. Between
-    calls it beats: every second, or five times within a shorter ``timeout``, it raises this rank's number below
-    ``beat/``. It also reads the failure of what this rank watches, as the store may be gone when the rank asks for it.
+
+class StoreChannel:
+    """A connection to the store of the default group, and the one thread that uses it; :meth:`close` ends both.
+
+    Only the thread touches the connection, because a call to a store whose host is stopped may block for ever, and a
+    client of a ``TCPStore`` is blocked for all threads while one of them waits in it. A few times a second, the thread
+    writes this rank's heartbeat and reads the failures of the paths that are watched, since the store may be gone by
+    the time that the rank asks for them.
 
     Args:
-        keys: Prefix of all keys.
-        where: How failures call what this rank is in.
-        timeout: How long the store, or a rank that is waited for, may be silent.
+        prefix: Of all keys; the same on all ranks that are to hear of each other.
+        timeout_s: How long the store, or a rank that is waited for, may be silent.
+        where: Tells what this rank is in; called by the thread.
+        exchange: Called by the thread after each heartbeat.
 
     Attributes:
         rank: This rank in the default group.
-        where: As given.
-        hosts: Machine of each rank, as far as known; for messages.
+        world_size: Number of ranks in it.
+        host: This machine.
+        interval_s: Seconds between two heartbeats.
+        beats: How many heartbeats the store has taken.
+        is_open: Set once the store has answered.
+        has_ended: Set once the thread has.
+        heartbeats: Those of other ranks, as far as they were read.
+        lost: Why the store cannot be used any more.
     """
 
-    def __init__(self, keys: str, where: str, timeout: timedelta) -> None:
-        self.rank = dist.get_rank()
-        self.where = where
-        self.hosts: dict[int, str] = {}
-        self._timeout_s = timeout.total_seconds()
-        self._beat_s = min(LONGEST_BEAT_S, self._timeout_s / 5)
-        self._longest_poll_s = max(LONGEST_POLL_S, dist.get_world_size() / RANKS_PER_SECOND)
-        self._watched = ""
-        self._failure: RankFailure | None = None
-        self._lost: RankFailure | None = None
+    def __init__(
+        self,
+        prefix: str,
+        timeout_s: float,
+        where: Callable[[], str],
+        exchange: Callable[[dist.Store], None] = lambda store: None,
+    ) -> None:
+        world = dist.group.WORLD
+        assert world is not None
+        self.rank, self.world_size, self.host = dist.get_rank(), dist.get_world_size(), socket.gethostname()
+        self.timeout_s, self._where, self._exchange = timeout_s, where, exchange
+        self._prefix, self._group_store = prefix, world.get_group_store()
+        # A file keeps all that was ever written to it, so heartbeats in one are rare.
+        in_a_file = isinstance(connections.bottom_store(self._group_store), dist.FileStore)
+        seldom_s = max(self.world_size / RANKS_PER_SECOND, timeout_s / BEATS_IN_A_FILE if in_a_file else 0.0)
+        self.interval_s = min(max(BEAT_S, seldom_s), timeout_s / 4)
+        self.beats = 0
+        self.is_open, self.has_ended = threading.Event(), threading.Event()
+        self.heartbeats: dict[int, Heartbeat] = {}
+        self.lost: RankFailure | None = None
+        self._watched: dict[str, RankFailure | None] = {}
+        self._clock = AwakeClock()
         self._calls: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._serve,
-            args=(torch_internals.default_store(), keys),
-            name="lightning_automodel store link",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._serve, name="lightning_automodel channel", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. Not a collective."""
         self._thread.start()
 
+    # --- Failures -----------------------------------------------------------------------------------------------------
+
     def watch(self, path: str) -> None:
-        """From now on, notice and acknowledge a failure that is posted at ``path``."""
-        self._watched = path
+        """From now on, notice a failure that is posted at ``path``."""
+        self._watched[path] = None
+
+    def stop_watching(self, path: str) -> None:
+        """Undo :meth:`watch`."""
+        self._watched.pop(path, None)
+
+    def failure(self, path: str = RUN) -> RankFailure | None:
+        """The failure that was posted at a watched path, as far as this rank knows."""
+        return self._watched.get(path)
+
+    def raise_failure(self, path: str) -> None:
+        """Raise what was posted at ``path`` or ended the whole run, if anything was.
+
+        Raises:
+            RankFailedError: With the failure, or if the store is lost.
+        """
+        self.call(self.read_failures)
+        self._raise_known(path)
+
+    def wait_until_known(self, path: str, num_ranks: int, limit_s: float = LINGER_S) -> None:
+        """Stay some seconds until ``num_ranks`` know how ``path`` ended: the store may end with this process."""
+        clock = AwakeClock()
+        while clock() < limit_s and self.call(lambda store: store.add(f"{path}/known", 0), limit_s) < num_ranks:
+            time.sleep(self._pause(clock()))
+
+    # --- Waiting ------------------------------------------------------------------------------------------------------
 
     def call(self, function: Callable[[dist.Store], T], patience_s: float = float("inf")) -> T:
         """Run ``function`` on the thread and return its result. It must not wait for a key.
 
         Raises:
-            RankFailedError: If the store is lost, or silent for ``timeout`` or for ``patience_s`` seconds.
+            RankFailedError: If the store is lost, or silent for the timeout or for ``patience_s`` seconds.
         """
         answer: Future[T] = Future()
-        patience_s = min(patience_s, self._timeout_s)
-        if self._lost is None:
-            self._calls.put((function, answer))
-            try:
-                result = answer.result(patience_s)
-            except TimeoutError:
-                self._lost = self._store_failure(f"has not answered for {patience_s:g} s")
-        if self._lost is not None:
-            raise RankFailedError(self._failure or self._lost)
-        return result
+        self._calls.put((function, answer))
+        clock, patience_s = AwakeClock(), min(patience_s, self.timeout_s)
+        while self.lost is None and not self.has_ended.is_set() and clock() <= patience_s:
+            # In short waits, so that the clock can tell a silent store from a process that was suspended.
+            with contextlib.suppress(TimeoutError, CancelledError):
+                return answer.result(min(patience_s, LONGEST_PAUSE_S))
+        if self.lost is None:
+            self.lost = self.lost_store(f"has not answered for {patience_s:g} s")
+        # The store often ends because of a failure that this rank knows already.
+        raise RankFailedError(next((failure for failure in self._watched.values() if failure), self.lost))
 
-    def raise_posted_failure(self) -> None:
-        """Raise the failure that was posted, if any.
-
-        Raises:
-            RankFailedError: With the failure, or if the store is lost.
-        """
-        self.call(self._read_failure)
-        if self._failure is not None:
-            raise RankFailedError(self._failure)
-
-    def wait_for(self, look: Callable[[dist.Store], T | None], pending: Callable[[dist.Store], Sequence[int]]) -> T:
-        """Look until there is something, as long as those who are waited for give signs of life.
+    def wait_for(
+        self,
+        look: Callable[[dist.Store], T | None],
+        pending: Callable[[dist.Store], Sequence[int]],
+        path: str,
+        limit_s: float,
+    ) -> T:
+        """Look until there is something, as long as those who are waited for send heartbeats.
 
         Args:
             look: Returns what it found, else None.
             pending: Returns the ranks that are still waited for.
+            path: Whose failure ends the wait; that of the run does, too.
+            limit_s: Longest wait, also for ranks that do send heartbeats.
 
         Raises:
-            RankFailedError: If a failure was posted, a rank is silent for ``timeout``, or the store is lost.
+            RankFailedError: If a failure was posted, the store is lost, or ranks are silent or late.
         """
-        silence = _Silence(self._timeout_s)
-        for _ in self.poll():
-            found = self.call(look)
-            self.raise_posted_failure()
+
+        def read_and_look(store: dist.Store) -> T | None:
+            self.read_failures(store)
+            return look(store)
+
+        clock, next_check_s = AwakeClock(), self.timeout_s / 10
+        while True:
+            found = self.call(read_and_look)
+            self._raise_known(path)
             if found is not None:
                 return found
-            if silence.is_due():
-                silence.note(self.call(lambda store: {rank: store.add(f"beat/{rank}", 0) for rank in pending(store)}))
-                self._raise_if_silent(silence)
-        raise AssertionError("unreachable: it polls for ever")
-
-    def wait_for_acknowledgements(self, ranks: Sequence[int]) -> None:
-        """Stay some seconds for all ``ranks`` to acknowledge the outcome of what is watched."""
-        keys = [f"{self._watched}/ack/{rank}" for rank in ranks]
-        for _ in self.poll(GRACE_S):
-            if self.call(lambda store: store.check(keys), GRACE_S):
-                return
-
-    def acknowledge(self, store: dist.Store) -> None:
-        """Tell that this rank knows the outcome of what it watches. To be called on the thread."""
-        store.set(f"{self._watched}/ack/{self.rank}", "")
-
-    def poll(self, duration_s: float = float("inf")) -> Iterator[None]:
-        """Yield at once, and then again and again for some seconds, the more seldom the longer it takes."""
-        started_at = time.monotonic()
-        while (waited_s := time.monotonic() - started_at) < duration_s:
-            yield
-            time.sleep(min(self._longest_poll_s, max(SHORTEST_POLL_S, waited_s / 10)))
+            if clock() > next_check_s:
+                # Not often, as everybody looks at everybody's heartbeats.
+                next_check_s = clock() + self.timeout_s / 10
+                ranks = self.call(pending)
+                silent = self.call(lambda store, ranks=ranks: self.silent(store, ranks))  # type: ignore[misc]
+                if silent or clock() > limit_s:
+                    raise RankFailedError(self._missing(silent or list(ranks), clock()))
+            time.sleep(self._pause(clock()))
 
     def close(self) -> None:
-        """End the thread and the connection. A thread that is stuck in the store is left behind."""
+        """Say that this rank is done, unless the run failed, and end the thread; one that is stuck is left behind."""
         self._calls.put(None)
-        self._thread.join(JOIN_S)
+        self._thread.join(JOIN_S + 2 * self.interval_s)
 
-    def _raise_if_silent(self, silence: "_Silence") -> None:
-        if not silence.ranks:
-            return
-        ranks = ", ".join(f"{rank} ({self._host(rank)})" for rank in silence.ranks)
+    # --- For functions that the thread runs ---------------------------------------------------------------------------
+
+    def read_failures(self, store: dist.Store) -> None:
+        """Notice new failures of the watched paths, and let those that posted them know."""
+        for path, known in list(self._watched.items()):
+            if known is None and store.check([f"{path}/failure"]):
+                self._watched[path] = RankFailure.from_bytes(store.get(f"{path}/failure"))
+                store.add(f"{path}/known", 1)
+
+    def read_heartbeats(self, store: dist.Store, ranks: Sequence[int]) -> dict[int, Heartbeat]:
+        """The newest heartbeat of each of ``ranks``."""
+        keys = [f"heartbeat/{rank}" for rank in ranks]
+        for rank, key in zip(ranks, keys, strict=True):
+            if rank not in self.heartbeats:
+                # To read a missing key is to wait for it.
+                store.compare_set(key, "", NONE.decode())
+        now = self._clock()
+        for rank, value in zip(ranks, store.multi_get(keys) if keys else [], strict=True):
+            if rank not in self.heartbeats or self.heartbeats[rank].value != value:
+                self.heartbeats[rank] = Heartbeat(value, now)
+        return {rank: self.heartbeats[rank] for rank in ranks}
+
+    def silent(self, store: dist.Store, ranks: Sequence[int], limit_s: float | None = None) -> list[int]:
+        """Those of ``ranks`` that have sent no heartbeat for ``limit_s`` seconds (the timeout), and are not done."""
+        beats, limit_s = self.read_heartbeats(store, ranks), self.timeout_s if limit_s is None else limit_s
+        return [r for r, beat in beats.items() if not beat.finished and self._clock() - beat.changed_at > limit_s]
+
+    def missed_heartbeats(self, rank: int) -> RankFailure:
+        """What to tell of a rank that was found silent."""
+        beat = self.heartbeats[rank]
         message = (
-            f"rank {self.rank} has heard nothing for {silence.longest_s:.1f} s (timeout {self._timeout_s:g} s) from "
-            f"ranks {ranks}: stopped, dead, cut off, or not come yet"
+            f"rank {self.rank} has heard nothing of it for {self._clock() - beat.changed_at:.1f} s: stopped, killed or"
+            " cut off"
         )
-        rank = silence.ranks[0]
-        where = self.where if rank in self.hosts else f"code before {self.where}"
-        raise RankFailedError(RankFailure(rank, self._host(rank), where, NO_SIGN_OF_LIFE, message))
+        return RankFailure(rank, beat.host, beat.where, MISSED_HEARTBEATS, message)
 
-    def _store_failure(self, what: str) -> RankFailure:
-        message = (
-            f"the store of the default process group {what}; it lives in the process of rank 0 or of the launcher, "
-            "which ended, is stopped or out of reach"
-        )
-        return RankFailure(0, self._host(0), self.where, NO_SIGN_OF_LIFE, message)
+    # --- Wording ------------------------------------------------------------------------------------------------------
 
-    def _host(self, rank: int) -> str:
-        return self.hosts.get(rank, "unknown host")
+    def lost_store(self, what: str) -> RankFailure:
+        """What to tell where the store does not answer: whose process holds it."""
+        message = f"which holds the store of the process group, {what}"
+        if rendezvous.launcher_hosts_store():
+            return RankFailure(LAUNCHER, self.host, "", MISSED_HEARTBEATS, message)
+        beat = self.heartbeats.get(0, Heartbeat(NONE, 0.0))
+        return RankFailure(0, beat.host, beat.where, MISSED_HEARTBEATS, f"its process, {message}")
+
+    def _missing(self, ranks: list[int], waited_s: float) -> RankFailure:
+        beats = {rank: self.heartbeats[rank] for rank in ranks}
+        listed = ", ".join(f"{rank} ({beat.host}, in {beat.where})" for rank, beat in beats.items())
+        rank, beat = next(iter(beats.items()))
+        is_alive = beat.value != NONE and self._clock() - beat.changed_at <= self.timeout_s
+        why = "alive, but did not come" if is_alive else "stopped, dead, cut off, or not come yet"
+        message = f"rank {self.rank} waited {waited_s:.1f} s for ranks {listed}: {why}"
+        where = f"code before {self._where()}" if beat.value == NONE else beat.where
+        return RankFailure(rank, beat.host, where, STUCK if is_alive else MISSED_HEARTBEATS, message)
 
     # --- The thread ---------------------------------------------------------------------------------------------------
 
-    def _serve(self, default_store: dist.Store, keys: str) -> None:
-        # A client of a TCPStore is blocked for all threads while one of them waits in it: hence one of our own.
-        store = self._attempt(lambda store: dist.PrefixStore(keys, store.clone()), default_store)
-        next_beat_at = time.monotonic()
-        while True:
-            if time.monotonic() >= next_beat_at:
-                self._attempt(self._beat, store)
-                next_beat_at = time.monotonic() + self._beat_s
-            with contextlib.suppress(queue.Empty):
-                call = self._calls.get(timeout=max(0.0, next_beat_at - time.monotonic()))
-                if call is None:
-                    return
-                function, answer = call
-                answer.set_result(self._attempt(function, store))
+    def _serve(self) -> None:
+        try:
+            store = self._connect()
+            next_beat_at = time.monotonic()
+            while True:
+                self._clock()
+                if time.monotonic() >= next_beat_at:
+                    self._beat(store)
+                    next_beat_at = time.monotonic() + self.interval_s
+                pause_s = min(LONGEST_PAUSE_S, next_beat_at - time.monotonic())
+                with contextlib.suppress(queue.Empty):
+                    call = self._calls.get(timeout=max(0.0, pause_s))
+                    if call is None:
+                        break
+                    function, answer = call
+                    answer.set_result(function(store))
+            if self.failure() is None:
+                store.set(f"heartbeat/{self.rank}", FINISHED.decode())
+        except Exception as error:
+            if not isinstance(error, (dist.DistError, OSError)):
+                log.exception("The channel between ranks cannot go on.")
+            first_line = next(iter(str(error).splitlines()), "")
+            self.lost = self.lost or self.lost_store(f"ended or is out of reach ({type(error).__name__}: {first_line})")
+        finally:
+            self.has_ended.set()
+            while not self._calls.empty():
+                if (call := self._calls.get()) is not None:
+                    call[1].cancel()
 
-    def _attempt(self, function: Callable[[Any], T], store: Any) -> T | None:
-        """Do something with the store, unless it is lost; note it if that loses it."""
-        if self._lost is None:
-            try:
-                return function(store)
-            except Exception as error:
-                self._lost = self._store_failure(f"is lost ({type(error).__name__}: {str(error).splitlines()[0]})")
-        return None
+    def _connect(self) -> dist.Store:
+        if (address := connections.store_address(self._group_store)) is not None:
+            # A client would go on trying to reach a host that is gone, for the whole timeout and more.
+            socket.create_connection(address, timeout=self.timeout_s).close()
+        store = self._group_store.clone()  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(seconds=self.timeout_s))
+        return dist.PrefixStore(self._prefix, store)
 
     def _beat(self, store: dist.Store) -> None:
-        store.add(f"beat/{self.rank}", 1)
-        self._read_failure(store)
+        try:
+            where = self._where()
+        except Exception:
+            # It looks at the Trainer while the main thread changes it.
+            where = "an unknown hook"
+        store.set(f"heartbeat/{self.rank}", f"{self.beats}|{self.host}|{where}")
+        self.read_failures(store)
+        self._exchange(store)
+        self.beats += 1
+        self.is_open.set()
 
-    def _read_failure(self, store: dist.Store) -> None:
-        key = f"{self._watched}/failure"
-        if self._failure is None and self._watched and store.check([key]):
-            self._failure = RankFailure.from_bytes(store.get(key))
-            self.acknowledge(store)
+    def _raise_known(self, path: str) -> None:
+        for each in (path, RUN):
+            if (failure := self._watched.get(each)) is not None:
+                raise RankFailedError(failure)
 
-
-class _Silence:
-    """For how long each rank that is waited for has not beaten, counted from now on.
-
-    Attributes:
-        ranks: Those that are silent for longer than the timeout.
-        longest_s: How long the longest of them is.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self.ranks: list[int] = []
-        self.longest_s = 0.0
-        self._timeout_s = timeout_s
-        self._started_at = time.monotonic()
-        self._next_at = self._started_at + timeout_s / 10
-        self._heard: dict[int, tuple[int, float]] = {}
-
-    def is_due(self) -> bool:
-        """Whether it is time to look at the beats again: not often, as everybody looks at everybody's."""
-        return time.monotonic() >= self._next_at
-
-    def note(self, beats: dict[int, int]) -> None:
-        """Take in the current beats of the ranks that are waited for."""
-        now = time.monotonic()
-        self._next_at = now + self._timeout_s / 10
-        for rank, beat in beats.items():
-            if rank not in self._heard:
-                self._heard[rank] = (beat, self._started_at)
-            elif self._heard[rank][0] != beat:
-                self._heard[rank] = (beat, now)
-        silent_s = {rank: now - self._heard[rank][1] for rank in beats}
-        self.ranks = [rank for rank in beats if silent_s[rank] > self._timeout_s]
-        self.longest_s = max(silent_s.values(), default=0.0)
+    def _pause(self, waited_s: float) -> float:
+        """The longer a wait takes, the more seldom the store is asked."""
+        return min(self.interval_s, LONGEST_PAUSE_S, max(SHORTEST_PAUSE_S, waited_s / 10))

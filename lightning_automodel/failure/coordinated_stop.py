@@ -4,8 +4,9 @@ import threading
 
 import torch.distributed as dist
 
+from lightning_automodel.distributed.store_channel import NONE
+
 REQUEST, DECISION = "stop/request", "stop/step"
-NONE = b"-"
 REQUEUE = "requeue"
 
 
@@ -22,20 +23,19 @@ class StopAgreement:
 
     Attributes:
         asked_by: The rank that asked first; None before.
-        requeues: Whether it asked to save and requeue.
+        is_asked_here: Whether this rank asked to stop, for good.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._lock = threading.Lock()
         self._step = 0
-        self._is_asked_here = False
-        self._reason = ""
+        self._reason: str | None = None
         self._promise: int | None = None
         self._last_step: int | None = None
         self._is_decided = threading.Event()
+        self._requeues = False
         self.asked_by: int | None = None
-        self.requeues = False
 
     @property
     def steps_have_begun(self) -> bool:
@@ -48,13 +48,18 @@ class StopAgreement:
         return self._last_step is not None
 
     @property
+    def requeues(self) -> bool:
+        """Whether all ranks stop after one step to save and requeue."""
+        return self.is_decided and self._requeues
+
+    @property
     def is_asked_here(self) -> bool:
         """Whether this rank asked to stop, for good."""
-        return self._is_asked_here and not self._reason
+        return self._reason == ""
 
     def ask(self, reason: str = "") -> None:
         """Ask all ranks to stop, with :data:`REQUEUE` as the reason to save and requeue. Safe in a signal handler."""
-        self._is_asked_here, self._reason = True, reason
+        self._reason = reason
 
     def begin_step(self, step: int, longest_wait_s: float) -> bool:
         """Begin ``step``; wait for the decision if this rank has promised not to pass the one before.
@@ -88,21 +93,22 @@ class StopAgreement:
         """Take part in the agreement; called again and again by a thread of every rank.
 
         Args:
-            store: Where the ranks agree; :data:`REQUEST` and :data:`DECISION` hold :data:`NONE` at first.
+            store: Where the ranks agree; :data:`REQUEST` and :data:`DECISION` hold ``NONE`` at first.
             request: Newest value of :data:`REQUEST`.
             decision: Newest value of :data:`DECISION`.
         """
         if decision != NONE:
             self._last_step = int(decision)
             self._is_decided.set()
-        elif request == NONE and self._is_asked_here:
+        elif request == NONE and self._reason is not None:
             store.compare_set(REQUEST, NONE.decode(), f"{self._rank} {self._reason}")
         elif request != NONE and self._promise is None:
             asked_by, _, reason = request.decode().partition(" ")
-            self.asked_by, self.requeues = int(asked_by), reason == REQUEUE
+            self.asked_by, self._requeues = int(asked_by), reason == REQUEUE
             self._make_promise(store)
 
     def _make_promise(self, store: dist.Store, step: int | None = None) -> None:
+        # The lock keeps the main thread from beginning a step between reading its number and promising it.
         with self._lock:
             self._promise = self._step if step is None else step
         store.set(f"stop/promise/{self._rank}", str(self._promise))

@@ -1,6 +1,7 @@
 """The Trainer's function runs inside of this, so that all ranks leave together."""
 
 import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -10,7 +11,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.distributed import process_group
+from lightning_automodel.distributed import first_rank, process_group
 from lightning_automodel.distributed.failures import RankFailedError
 from lightning_automodel.failure.coordinated_stop import REQUEUE
 from lightning_automodel.failure.watchdog import Watchdog
@@ -22,7 +23,7 @@ LINGER_AFTER_FAILURE_S = 1.0
 LONGEST_LEAVING_S = 30.0
 
 
-class RunGuard:
+class Supervisor:
     """Makes one ``fit``, ``validate``, ``test`` or ``predict`` of all ranks end together.
 
     An exception on this rank is posted for the others. If it only follows from the failure of another rank, that one
@@ -38,7 +39,7 @@ class RunGuard:
     _current: ClassVar[Watchdog | None] = None
     _has_joined: ClassVar[bool] = False
     _ended: ClassVar[tuple[int, str] | None] = None
-    _unclosed: "ClassVar[RunGuard | None]" = None
+    _unclosed: "ClassVar[Supervisor | None]" = None
 
     def __init__(self, before_telling: Callable[[], None] = lambda: None) -> None:
         self._before_telling = before_telling
@@ -59,9 +60,9 @@ class RunGuard:
         Raises:
             RankFailedError: If another rank failed; from the exception that this led to here.
         """
-        if RunGuard._unclosed is not None:
+        if Supervisor._unclosed is not None:
             # A callback's `on_exception` raised in an earlier run, so that Lightning did not tear it down.
-            RunGuard._unclosed.close()
+            Supervisor._unclosed.close()
         self._is_running, self._has_failed = True, False
         self.weights_only = lightning_internals.told_weights_only(function, args, kwargs)
         try:
@@ -72,7 +73,7 @@ class RunGuard:
             raise
         except BaseException as exception:
             self._has_failed, self._failed_at = True, time.monotonic()
-            RunGuard._unclosed = self
+            Supervisor._unclosed = self
             if self._watchdog is not None and self._watchdog.failure is None:
                 self._before_telling()
             self._raise_cause(exception)
@@ -87,19 +88,19 @@ class RunGuard:
         """Start to watch the other ranks; nothing in a world of one. Every rank must call it, after joining.
 
         Args:
-            timeout: Within which this rank leaves when another gives no sign of life any more.
+            timeout: Within which this rank leaves when another misses its heartbeats.
             where: Tells the hook that this rank is in; called by another thread.
         """
         self._end()
-        if process_group.get_world_size_safe() == 1:
+        if process_group.group_size() == 1:
             return
         self._where, self._timeout_s = where, timeout.total_seconds()
-        takes_sigterm = self._take_sigterm()
-        self._watchdog = Watchdog(timeout, where, _interrupt_main_thread if takes_sigterm else None)
-        self._enclosing, RunGuard._current, RunGuard._has_joined = RunGuard._current, self._watchdog, True
+        handles_sigterm = self._patch_sigterm()
+        self._watchdog = Watchdog(timeout, where, _interrupt_main_thread if handles_sigterm else None)
+        self._enclosing, Supervisor._current, Supervisor._has_joined = Supervisor._current, self._watchdog, True
         self._watchdog.start()
-        if RunGuard._ended is not None:
-            self._watchdog.report_end(*RunGuard._ended)
+        if Supervisor._ended is not None:
+            self._watchdog.report_end(*Supervisor._ended)
 
     def begin_step(self, step: int, is_training: bool) -> bool:
         """Begin a step that every rank takes.
@@ -129,7 +130,7 @@ class RunGuard:
     @property
     def requeues(self) -> bool:
         """Whether all ranks stop, or have stopped, after one step to save and requeue."""
-        return self._watchdog is not None and self._watchdog.stop.is_decided and self._watchdog.stop.requeues
+        return self._watchdog is not None and self._watchdog.stop.requeues
 
     def ask_to_requeue(self) -> None:
         """Ask all ranks to stop after the same step, there to save and requeue. Safe in a signal handler."""
@@ -166,6 +167,7 @@ class RunGuard:
     def forget_inherited_runs(cls) -> None:
         """In a forked process: what its parent has run, it has not."""
         cls._current, cls._has_joined, cls._ended, cls._unclosed = None, False, None, None
+        first_rank.run_channel = None
 
     def close(self) -> None:
         """After a failure, end the watch and leave what this package made of process groups, in half a minute at most.
@@ -174,22 +176,24 @@ class RunGuard:
         """
         if self._is_running and not self._has_failed:
             return
+        if self._has_failed and self._watchdog is not None:
+            self._watchdog.wait_until_failure_is_known(LINGER_AFTER_FAILURE_S)
         self._end()
-        if RunGuard._unclosed is self:
-            RunGuard._unclosed = None
-        if self._has_failed and process_group.get_world_size_safe() > 1:
+        if Supervisor._unclosed is self:
+            Supervisor._unclosed = None
+        if self._has_failed and process_group.group_size() > 1:
             process_group.call_leaving_hooks()
             last_resort = threading.Timer(LONGEST_LEAVING_S, os._exit, (1,))
             last_resort.daemon = True
             last_resort.start()
-            process_group.destroy_global_state(linger_s=LINGER_AFTER_FAILURE_S)
+            process_group.destroy_global_state(linger_s=0.0)
             last_resort.cancel()
 
     def _end(self) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
-            RunGuard._current, self._watchdog, self._enclosing = self._enclosing, None, None
-        self._give_back_sigterm()
+            Supervisor._current, self._watchdog, self._enclosing = self._enclosing, None, None
+        self._restore_sigterm()
 
     def _raise_what_came_late(self) -> None:
         """Wait for the other ranks: no step shows what happens to them, or to this one, in the last hooks."""
@@ -216,17 +220,23 @@ class RunGuard:
         if failure is not None:
             log.error("This rank leaves, since %s.", failure)
             raise RankFailedError(failure) from exception
+        if watchdog.failed_alike and multiprocessing.parent_process() is None:
+            # The mistake is in the code or in all data, and one traceback is enough. Workers send theirs to the
+            # launching process, which chooses one.
+            exception.add_note("Another rank raised the same before, in the same line: its traceback is printed whole.")
+            exception.__cause__, exception.__suppress_context__ = None, True
+            raise exception.with_traceback(None)
 
     # --- SIGTERM ------------------------------------------------------------------------------------------------------
 
-    def _take_sigterm(self) -> bool:
+    def _patch_sigterm(self) -> bool:
         if threading.current_thread() is not threading.main_thread():
             return False
         self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         self._handler_process = os.getpid()
         return True
 
-    def _give_back_sigterm(self) -> None:
+    def _restore_sigterm(self) -> None:
         if self._handler_process is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
             self._handler_process = None
@@ -241,7 +251,7 @@ class RunGuard:
         if self._has_failed:
             # A launcher ends the ranks that are left, by SIGTERM: let this one tell the cause, but not for ever.
             if time.monotonic() - self._failed_at > LONGEST_LEAVING_S:
-                self._give_back_sigterm()
+                self._restore_sigterm()
                 os.kill(os.getpid(), signum)
             return
         watchdog = self._watchdog
@@ -262,3 +272,7 @@ def _interrupt_main_thread() -> None:
     """Let the main thread run its handler of SIGTERM, also while it sleeps in a system call."""
     if hasattr(signal, "pthread_kill"):
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
+RunGuard = Supervisor
+"""The former name, until the launchers use the new one."""

@@ -1,13 +1,13 @@
-"""Threads beside the training that tell when another rank failed, and make this one leave."""
+"""A rank hears through the store channel that another one failed, is silent or does not go on, and leaves."""
 
 import contextlib
 import faulthandler
-import logging
+import json
 import os
-import socket
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,34 +15,27 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_automodel import torch_internals
-from lightning_automodel.distributed import connections, rendezvous
+from lightning_automodel.distributed import connections, first_rank
 from lightning_automodel.distributed.failures import (
     LAUNCHER,
-    NO_SIGN_OF_LIFE,
+    MISSED_HEARTBEATS,
+    STUCK,
     RankFailedError,
     RankFailure,
     is_communication_error,
 )
-from lightning_automodel.failure.coordinated_stop import DECISION, NONE, REQUEST, StopAgreement
-from lightning_automodel.failure.heartbeat import FINISHED, Sign
+from lightning_automodel.distributed.store_channel import LINGER_S, NONE, RUN, AwakeClock, StoreChannel, post_failure
+from lightning_automodel.failure.coordinated_stop import DECISION, REQUEST, StopAgreement
 
-log = logging.getLogger(__name__)
-
-FIRST_PAUSE_S = 0.001
-POLL_S = 0.25
-RANKS_PER_SECOND = 1000
-POLLS_OF_A_FILE = 40
 TIME_TO_LEAVE_S = 5.0
 SEARCH_S = 3.0
-LINGER_S = 5.0
 INTERRUPT_AFTER_S = 2.0
 KILL_AFTER_S = 4.0
 
-FAILURE = "failure"
-ENDED = "ended"
-ALL_THROUGH = "all_through"
-ALL_SEEN = "all_seen"
+ENDED, QUESTION = "ended", "question"
+END = "end"
+WAITING = ("/threading.py", "/concurrent/futures/")
+COLLECTIVE = ("/torch/distributed/", "/lightning_automodel/distributed/", "/lightning_automodel/failure/")
 
 _runs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -50,23 +43,23 @@ _runs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictio
 class Watchdog:
     """Posts this rank's failure for the others, and leaves with the cause when another rank fails.
 
-    While it runs, a thread exchanges a few bytes with the store of the default process group some times a second:
-    this rank's sign of life, the sign of the next rank, and whether anybody posted a failure. The training itself
-    neither communicates nor waits for any of it.
+    The channel's thread exchanges a few bytes with the store some times a second: this rank's heartbeat, those of two
+    others, and whether anybody posted a failure. The training itself neither communicates nor waits for any of it.
 
-    When another rank failed, or has given no sign of life for too long, a second thread hangs up this rank's gloo
+    When another rank failed, or has missed its heartbeats for too long, a second thread aborts this rank's gloo
     connections, so that a collective which waits raises; then it interrupts the main thread; and where both do not
     help, it prints the cause and where the main thread stands, and ends the process with status 1.
 
     Args:
-        timeout: Within which this rank leaves when another gives no sign of life any more: it may be silent for some
-            seconds less, at least for half of it.
+        timeout: Within which this rank leaves when another misses its heartbeats: they may be missing for some seconds
+            less, at least for half of it.
         where: Tells the hook that this rank is in; called by a thread.
         interrupt: Makes the main thread raise; None where nothing can.
 
     Attributes:
         stop: Settles after which step all ranks stop.
         training_step: Number of the newest training step that this rank began; all ranks take the same ones.
+        failed_alike: Whether this rank raised what another one had raised before, in the same line.
     """
 
     def __init__(
@@ -74,31 +67,21 @@ class Watchdog:
     ) -> None:
         world = dist.group.WORLD
         assert world is not None
-        self._host = socket.gethostname()
-        timeout_s = timeout.total_seconds()
-        self._silence_s = max(timeout_s / 2, timeout_s - TIME_TO_LEAVE_S)
-        self._where, self._interrupt = where, interrupt
+        self._timeout_s = timeout.total_seconds()
+        self._interrupt = interrupt
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._interval_s = min(self._choose_interval(), self._silence_s / 4)
-        _runs[world] = _runs.get(world, 0) + 1
-        self._prefix = f"lightning_automodel/run/{_runs[world]}"
-        self._default_store = torch_internals.default_store()
-        self._store: dist.Store
-        self._is_open = threading.Event()
-        self._signs: dict[int, Sign] = {}
-        self._beats = 0
         self._failure: RankFailure | None = None
-        self._has_posted_own = False
-        self._noticed = threading.Event()
-        self._closed = threading.Event()
+        self._has_posted_own = self._has_answered = self._has_keys = False
+        self._is_noticed, self._is_closed = threading.Event(), threading.Event()
         self.stop = StopAgreement(self._rank, self._world_size)
         self.training_step = 0
-        self._last_answer = time.monotonic()
-        self._polling_ended = threading.Event()
-        self._threads = [
-            threading.Thread(target=target, name=f"lightning_automodel {name}", daemon=True)
-            for name, target in (("poll", self._poll_until_closed), ("watchdog", self._watch))
-        ]
+        self.failed_alike = False
+        _runs[world] = _runs.get(world, 0) + 1
+        silence_s = max(self._timeout_s / 2, self._timeout_s - TIME_TO_LEAVE_S)
+        self._channel = StoreChannel(f"lightning_automodel/run/{_runs[world]}", silence_s, where, self._exchange)
+        self._channel.watch(RUN)
+        self._thread = threading.Thread(target=self._watch, name="lightning_automodel watchdog", daemon=True)
+        self._outer_channel = first_rank.run_channel
 
     def start(self) -> None:
         """Start the threads, and wait for a first answer. Every rank of the default group must do so, equally often.
@@ -106,23 +89,30 @@ class Watchdog:
         Raises:
             RankFailedError: If the store does not answer, or another rank failed already.
         """
-        for thread in self._threads:
-            thread.start()
-        while not self._is_open.wait(POLL_S) and self._failure is None:
+        first_rank.run_channel = self._channel
+        self._channel.start()
+        self._thread.start()
+        # The watchdog's limit ends this wait, too.
+        while not self._channel.is_open.wait(self._channel.interval_s) and self.failure is None:
             pass
-        if self._failure is not None:
-            raise RankFailedError(self._failure)
+        if self.failure is not None:
+            raise RankFailedError(self.failure)
 
     def close(self) -> None:
         """Say that this rank is done, and end the threads. Not a collective; may be called twice."""
-        self._closed.set()
-        for thread in self._threads:
-            thread.join(timeout=2 * self._interval_s + 1)
+        if not self._is_closed.is_set() and self.failure is None:
+            with contextlib.suppress(RankFailedError):
+                self._channel.call(self.stop.leave, LINGER_S)
+        self._is_closed.set()
+        if first_rank.run_channel is self._channel:
+            first_rank.run_channel = self._outer_channel
+        self._channel.close()
+        self._thread.join(1 + 2 * self._channel.interval_s)
 
     @property
     def failure(self) -> RankFailure | None:
         """Another rank's failure, once this rank knows of it."""
-        return self._failure
+        return self._failure or self._channel.failure()
 
     def report_end(self, rank: int, how: str) -> None:
         """Post that the process of ``rank`` ended, unless it has posted why or was done.
@@ -131,14 +121,16 @@ class Watchdog:
             rank: A rank whose process this one can see.
             how: What is known, such as ``"ended with exit status 3"``.
         """
-        if not self._is_open.wait(self._silence_s):
-            return
-        with contextlib.suppress(dist.DistError):
-            if self._store.check([f"sign/{rank}"]):
-                self._see(rank, self._store.get(f"sign/{rank}"))
-            sign = self._signs.setdefault(rank, Sign(NONE, time.monotonic()))
-            if not sign.finished:
-                self._post(RankFailure(rank, sign.host, sign.where, NO_SIGN_OF_LIFE, f"its process {how}"))
+
+        def post(store: dist.Store) -> None:
+            beat = self._channel.read_heartbeats(store, [rank])[rank]
+            if not beat.finished:
+                post_failure(
+                    store, RUN, RankFailure(rank, beat.host, beat.where, MISSED_HEARTBEATS, f"its process {how}")
+                )
+
+        with contextlib.suppress(RankFailedError):
+            self._channel.call(post)
 
     def report_launcher(self, how: str) -> None:
         """Post that what started the ranks is gone or gives up.
@@ -146,10 +138,9 @@ class Watchdog:
         Args:
             how: What is known, such as ``"which started the ranks, ended"``.
         """
-        if not self._is_open.wait(self._silence_s):
-            return
-        with contextlib.suppress(dist.DistError):
-            self._post(RankFailure(LAUNCHER, self._host, "", NO_SIGN_OF_LIFE, how))
+        failure = RankFailure(LAUNCHER, self._channel.host, "", MISSED_HEARTBEATS, how)
+        with contextlib.suppress(RankFailedError):
+            self._channel.call(lambda store: post_failure(store, RUN, failure))
 
     def wait_for_all(self) -> int | None:
         """Wait until every rank is through its last hook, or one has failed. A collective, through the store alone.
@@ -158,40 +149,46 @@ class Watchdog:
             A rank that received SIGTERM, whether or not they had agreed on a last step; None where none did, or one
             failed. The same on all ranks.
         """
+        channel, keys = self._channel, [f"{END}/{rank}" for rank in range(self._world_size)]
+
+        def arrive(store: dist.Store) -> None:
+            store.compare_set(ENDED, NONE.decode(), f"{self._rank}|{channel.host}|{self.training_step}")
+            store.set(keys[self._rank], str(self._rank) if self.stop.is_asked_here else "")
+            if store.add(f"{END}/arrived", 1) == self._world_size:
+                # One of them decides for all: a signal may come at any time.
+                asked_by = [value.decode() for value in store.multi_get(keys) if value]
+                store.set(f"{END}/all", (asked_by or [NONE.decode()])[0])
+
+        def look(store: dist.Store) -> bytes | None:
+            return store.get(f"{END}/all") if store.check([f"{END}/all"]) else None
+
+        def absent(store: dist.Store) -> list[int]:
+            return [rank for rank, key in enumerate(keys) if not store.check([key])]
+
         try:
-            if self.stop.is_asked_here:
-                self._store.compare_set(REQUEST, NONE.decode(), str(self._rank))
-            self._store.compare_set(ENDED, NONE.decode(), f"{self._rank}|{self._host}|{self.training_step}")
-            if self._store.add("through", 1) == self._world_size:
-                self._store.set(ALL_THROUGH, self._store.get(REQUEST).decode())
-            self._wait_for(ALL_THROUGH)
-            asked_by = NONE if self._failure is not None else self._store.get(ALL_THROUGH)
-        except dist.DistError:
-            self._failure = self._failure or self._lost_store()
-        if self._failure is not None:
+            channel.call(arrive)
+            asked_by = channel.wait_for(look, absent, RUN, limit_s=self._timeout_s)
+        except RankFailedError as error:
+            self._failure = self.failure or self._post(error.failure)
             return None
-        self._part()
+        # Rank 0, which may host the store, stays some seconds for the others to know that they may leave.
+        self._is_closed.set()
+        with contextlib.suppress(RankFailedError):
+            channel.call(lambda store: store.add(f"{END}/known", 1), LINGER_S)
+            if self._rank == 0:
+                channel.wait_until_known(END, self._world_size)
         return None if asked_by == NONE else int(asked_by)
 
-    def _part(self) -> None:
-        """End the watch; rank 0, which may host the store, stays some seconds for the others to know that they may."""
-        self._closed.set()
-        with contextlib.suppress(dist.DistError):
-            if self._store.add("seen", 1) == self._world_size:
-                self._store.set(ALL_SEEN, "")
-            if self._rank == 0:
-                self._wait_for(ALL_SEEN, LINGER_S)
-
-    def _wait_for(self, key: str, longest_s: float = float("inf")) -> None:
-        """Wait until ``key`` exists, a rank has failed, or for ``longest_s`` seconds."""
-        pause_s, end = FIRST_PAUSE_S, time.monotonic() + longest_s
-        while self._failure is None and not self._store.check([key]) and time.monotonic() < end:
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, self._interval_s)
+    def wait_until_failure_is_known(self, limit_s: float) -> None:
+        """Rank 0, whose process may host the store, stays until all ranks know of the failure, or for ``limit_s``."""
+        if self._rank == 0:
+            with contextlib.suppress(RankFailedError):
+                self._channel.call(self._channel.read_failures, limit_s)
+                self._channel.wait_until_known(RUN, self._world_size, limit_s)
 
     def acknowledge(self) -> None:
         """Say that the main thread leaves already, so that nothing need make it."""
-        self._noticed.set()
+        self._is_noticed.set()
 
     # --- Leaving because of an exception ------------------------------------------------------------------------------
 
@@ -206,150 +203,100 @@ class Watchdog:
             The failure of another rank if it is the cause; None if the exception is this rank's own.
         """
         try:
-            if not self._is_open.is_set() or self._closed.is_set():
-                return self._failure
-            return self._find_cause(exception, where)
-        finally:
-            self._noticed.set()
-
-    def _find_cause(self, exception: BaseException, where: str) -> RankFailure | None:
-        if isinstance(exception, RankFailedError):
-            return exception.failure
-        own = RankFailure.from_exception(exception, self._rank, where)
-        self._has_posted_own = True
-        try:
+            if isinstance(exception, RankFailedError):
+                return exception.failure
+            if not self._channel.is_open.is_set() or self._is_closed.is_set():
+                return self.failure
+            own = RankFailure.from_exception(exception, self._rank, where)
+            self._has_posted_own = True
             if not is_communication_error(exception):
-                self._post(own)
+                first = self._post(own)
+                self.failed_alike = first.rank != self._rank and first.is_like(own)
                 return None
-            culprit = self._failure or self._post(self._search() or self._with_positions(own, exception))
-        except dist.DistError:
-            culprit = self._failure or self._lost_store()
-        return None if culprit.rank == self._rank else culprit
+            culprit = self.failure or self._post(self._search(own) or self._with_positions(own, exception))
+            return None if culprit.rank == self._rank else culprit
+        finally:
+            self._is_noticed.set()
 
-    def _search(self) -> RankFailure | None:
-        """Wait a moment for another rank's failure, or for a rank that gives no sign of life any more."""
-        search_s = max(SEARCH_S, 6 * self._interval_s)
-        end = time.monotonic() + search_s
-        keys = [f"sign/{rank}" for rank in range(self._world_size)]
-        while time.monotonic() < end:
-            posted, *signs = self._store.multi_get([FAILURE, *keys])
-            if posted != NONE:
-                return RankFailure.from_bytes(posted)
-            for rank, value in enumerate(signs):
-                self._see(rank, value)
-            time.sleep(self._interval_s / 2)
-        others = {rank: sign for rank, sign in self._signs.items() if rank != self._rank and not sign.finished}
-        longest_silent = min(others, key=lambda rank: others[rank].changed_at, default=self._rank)
-        if longest_silent == self._rank:
-            return None
-        sign = others[longest_silent]
-        is_silent = time.monotonic() - sign.changed_at > search_s - 2 * self._interval_s
-        return self._silent(longest_silent, sign) if is_silent else None
+    def _post(self, failure: RankFailure) -> RankFailure:
+        try:
+            return self._channel.call(lambda store: post_failure(store, RUN, failure))
+        except RankFailedError as error:
+            return self.failure or error.failure
+
+    def _search(self, own: RankFailure) -> RankFailure | None:
+        """Wait a moment for another rank's failure, or for a rank that misses its heartbeats or is stuck.
+
+        A collective failed: the other ranks are asked where they are. One that is in none is the one that was waited
+        for; it is the answer itself that tells it from one that died.
+        """
+        channel = self._channel
+        search_s = max(SEARCH_S, 6 * channel.interval_s)
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        clock = AwakeClock()
+        self._positions: dict[int, tuple[bool, str]] = {}
+
+        def ask(store: dist.Store) -> list[int]:
+            store.set(QUESTION, "?")
+            for rank in others:
+                if rank not in self._positions and store.check([f"position/{rank}"]):
+                    self._positions[rank] = json.loads(store.get(f"position/{rank}"))
+            return channel.silent(store, others, search_s - 2 * channel.interval_s)
+
+        try:
+            while clock() < search_s and len(self._positions) < len(others):
+                silent = channel.call(ask)
+                channel.raise_failure(RUN)
+                time.sleep(channel.interval_s / 2)
+        except RankFailedError as error:
+            return error.failure
+        stuck = next((rank for rank, (waits, _) in sorted(self._positions.items()) if not waits), None)
+        if stuck is not None:
+            beat = channel.heartbeats[stuck]
+            cause = own.message.partition("\n")[0]
+            message = f"it is at {self._positions[stuck][1]}; rank {self._rank} waited for it in {own.where}: {cause}"
+            return RankFailure(stuck, beat.host, beat.where, STUCK, message)
+        unheard = [rank for rank in silent if rank not in self._positions]
+        return channel.missed_heartbeats(unheard[0]) if unheard else None
 
     def _with_positions(self, own: RankFailure, exception: BaseException) -> RankFailure:
-        """Add to both where the other ranks are, for all of them are alive and yet one waited in vain."""
-        others = (f"rank {rank} in {sign.where}" for rank, sign in sorted(self._signs.items()) if rank != self._rank)
-        note = f"All ranks gave signs of life. When this was raised on rank {self._rank}: {', '.join(others)}."
+        """Add to both where the other ranks are, for all of them are alive and wait, but not in one collective."""
+        beats = self._channel.heartbeats
+        others = ", ".join(
+            f"rank {rank} in {beats[rank].where} at {at}" for rank, (_, at) in sorted(self._positions.items())
+        )
+        note = f"All ranks are alive and wait for each other. When this was raised on rank {self._rank}: {others}."
         exception.add_note(note)
         return replace(own, message=f"{own.message}\n{note}")
 
-    # --- The threads --------------------------------------------------------------------------------------------------
+    # --- The channel's thread -----------------------------------------------------------------------------------------
 
-    def _choose_interval(self) -> float:
-        """Seconds between two polls; longer for a file, which keeps all that was ever written to it."""
-        in_a_file = torch_internals.is_file_store(torch_internals.default_store())
-        return max(POLL_S, self._world_size / RANKS_PER_SECOND, self._silence_s / POLLS_OF_A_FILE if in_a_file else 0)
-
-    def _connect(self) -> dist.Store:
-        """A connection of one's own: a client of the store is blocked for all threads while one of them waits."""
-        if (address := connections.store_address(self._default_store)) is not None:
-            # A client would go on trying to reach a host that is gone, for the whole timeout and more.
-            socket.create_connection(address, timeout=self._silence_s).close()
-        store = self._default_store.clone()  # type: ignore[attr-defined]
-        store.set_timeout(timedelta(seconds=self._silence_s))
-        return dist.PrefixStore(self._prefix, store)
-
-    def _write_first_values(self) -> None:
-        """Let every key exist that is read: to read a missing one is to wait for it."""
-        signs = range(self._world_size) if self._rank == 0 else {0, self._rank, self._next_rank()}
-        for key in (FAILURE, ENDED, REQUEST, DECISION, *(f"sign/{rank}" for rank in signs)):
-            self._store.compare_set(key, "", NONE.decode())
-
-    def _poll_until_closed(self) -> None:
-        """The first thread: exchange signs of life. It blocks if the host of the store is stopped."""
-        try:
-            self._store = self._connect()
-            self._write_first_values()
-            self._is_open.set()
-            while (failure := self._poll()) is None and not self._closed.wait(self._interval_s):
-                self._last_answer = time.monotonic()
-            self._failure = failure
-            if failure is None:
-                self.stop.leave(self._store)
-                self._store.set(f"sign/{self._rank}", FINISHED.decode())
-        except Exception as error:
-            if not self._closed.is_set() and not self._host_finished():
-                if not isinstance(error, (dist.DistError, OSError)):
-                    log.exception("The watchdog cannot go on.")
-                self._failure = self._lost_store()
-        finally:
-            self.stop.release()
-            self._polling_ended.set()
-
-    def _watch(self) -> None:
-        """The second thread: make this rank leave once there is a failure, or no answer from the store."""
-        while not self._polling_ended.wait(self._interval_s) and not self._closed.is_set():
-            if time.monotonic() - self._last_answer > self._silence_s:
-                self._failure = self._lost_store()
-                break
-        failure = self._failure
-        if failure is not None and not (failure.rank == self._rank and self._has_posted_own):
-            self._leave(failure)
-
-    def _poll(self) -> RankFailure | None:
-        self._beats += 1
-        try:
-            where = self._where()
-        except Exception:
-            where = "an unknown hook"
-        self._store.set(f"sign/{self._rank}", f"{self._beats}|{self._host}|{where}")
-        watched = sorted({0, self._next_rank()} - {self._rank})
-        keys = [FAILURE, ENDED, REQUEST, DECISION, *(f"sign/{rank}" for rank in watched)]
-        posted, ended, request, decision, *signs = self._store.multi_get(keys)
-        for rank, value in zip(watched, signs, strict=True):
-            self._see(rank, value)
-        if posted != NONE:
-            return RankFailure.from_bytes(posted)
-        self.stop.exchange(self._store, request, decision)
+    def _exchange(self, store: dist.Store) -> None:
+        keys = (ENDED, REQUEST, DECISION, QUESTION)
+        if not self._has_keys:
+            # To read a missing key is to wait for it.
+            for key in keys:
+                store.compare_set(key, "", NONE.decode())
+            self._has_keys = True
+        ended, request, decision, question = store.multi_get(list(keys))
+        self.stop.exchange(store, request, decision)
+        if question != NONE and not self._has_answered:
+            store.set(f"position/{self._rank}", json.dumps(main_thread_position()))
+            self._has_answered = True
+        if self._is_closed.is_set() or self._channel.failure() is not None:
+            return
         if ended != NONE and (failure := self._left_alone(ended)) is not None:
-            return self._post(failure)
-        for rank in watched:
-            sign = self._signs[rank]
-            if not sign.finished and time.monotonic() - sign.changed_at > self._silence_s:
-                return self._post(self._silent(rank, sign))
-        return None
+            post_failure(store, RUN, failure)
+        # Each rank is watched by the one before it, so that no rank reads all heartbeats; and rank 0 by all, because
+        # it may host the store, and its death is then no longer to be told.
+        for rank in self._channel.silent(store, sorted({0, self._next_rank()} - {self._rank})):
+            post_failure(store, RUN, self._channel.missed_heartbeats(rank))
 
     def _next_rank(self) -> int:
         """The first rank after this one that is not known to be done."""
-        for offset in range(1, self._world_size):
-            rank = (self._rank + offset) % self._world_size
-            if not (rank in self._signs and self._signs[rank].finished):
-                return rank
-        return self._rank
-
-    def _see(self, rank: int, value: bytes) -> None:
-        known = self._signs.get(rank)
-        if known is None or known.value != value:
-            self._signs[rank] = Sign(value, time.monotonic())
-
-    def _post(self, failure: RankFailure) -> RankFailure:
-        posted = self._store.compare_set(FAILURE, NONE.decode(), failure.to_bytes().decode())
-        return RankFailure.from_bytes(posted)
-
-    def _silent(self, rank: int, sign: Sign) -> RankFailure:
-        seconds = time.monotonic() - sign.changed_at
-        message = f"rank {self._rank} has heard nothing of it for {seconds:.1f} s: stopped, killed or cut off"
-        return RankFailure(rank, sign.host, sign.where, NO_SIGN_OF_LIFE, message)
+        beats = self._channel.heartbeats
+        following = ((self._rank + offset) % self._world_size for offset in range(1, self._world_size))
+        return next((rank for rank in following if rank not in beats or not beats[rank].finished), self._rank)
 
     def _left_alone(self, ended: bytes) -> RankFailure | None:
         """The fault of the rank that came first to its end, if this rank takes steps that it did not take."""
@@ -362,23 +309,34 @@ class Watchdog:
         )
         return RankFailure(int(rank), host, "fit", "RuntimeError", message)
 
-    def _host_finished(self) -> bool:
-        return 0 in self._signs and self._signs[0].finished
+    # --- The second thread --------------------------------------------------------------------------------------------
 
-    def _lost_store(self) -> RankFailure:
-        if rendezvous.launcher_hosts_store():
-            message = "which holds the store of the process group, ended or does not answer"
-            return RankFailure(LAUNCHER, self._host, "", NO_SIGN_OF_LIFE, message)
-        sign = self._signs.get(0, Sign(NONE, 0.0))
-        message = "its process, which holds the store of the process group, ended or does not answer"
-        return RankFailure(0, sign.host, sign.where, NO_SIGN_OF_LIFE, message)
+    def _watch(self) -> None:
+        """Make this rank leave once there is a failure, or no answer from the store."""
+        channel, clock = self._channel, AwakeClock()
+        beats, answered_s = 0, 0.0
+        while not self._is_closed.wait(min(channel.interval_s, 1.0)) and self.failure is None:
+            if channel.beats != beats:
+                beats, answered_s = channel.beats, clock()
+            if channel.lost is not None and not self._host_is_done():
+                self._failure = channel.lost
+            elif clock() - answered_s > channel.timeout_s:
+                self._failure = channel.lost_store("does not answer")
+        self.stop.release()
+        failure = self.failure
+        if failure is None or self._is_closed.is_set() or (failure.rank == self._rank and self._has_posted_own):
+            return
+        self._leave(failure)
+
+    def _host_is_done(self) -> bool:
+        return 0 in self._channel.heartbeats and self._channel.heartbeats[0].finished
 
     def _leave(self, failure: RankFailure) -> None:
         """Make the main thread leave: gently, then by a signal, then by ending the process."""
-        self.stop.release()
-        if self._is_noticed_within(0):
+        if self._is_noticed.is_set():
             return
-        connections.hang_up()
+        world = dist.group.WORLD
+        connections.abort_connections(None if world is None else world.get_group_store())
         if self._is_noticed_within(INTERRUPT_AFTER_S):
             return
         if self._interrupt is not None:
@@ -386,10 +344,21 @@ class Watchdog:
         if self._is_noticed_within(KILL_AFTER_S - INTERRUPT_AFTER_S):
             return
         try:
-            print(f"rank {self._rank} on {self._host} leaves, since {failure}. It stood at:", file=sys.stderr)
+            print(f"rank {self._rank} on {self._channel.host} leaves, since {failure}. It stood at:", file=sys.stderr)
             faulthandler.dump_traceback(all_threads=True)
         finally:
             os._exit(1)
 
     def _is_noticed_within(self, seconds: float) -> bool:
-        return self._noticed.wait(seconds) or self._closed.is_set()
+        return self._is_noticed.wait(seconds) or self._is_closed.is_set()
+
+
+def main_thread_position() -> tuple[bool, str]:
+    """Whether the main thread waits in a collective, and the innermost line of its stack that is the user's."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    # Outermost first, without what waits for another thread.
+    stack = [each for each in traceback.extract_stack(frame) if not any(part in each.filename for part in WAITING)]
+    waits = any(part in stack[-1].filename for part in COLLECTIVE) or stack[-1].name == "_engine_run_backward"
+    foreign = ("/torch/", "/lightning/", "/lightning_automodel/")
+    own = next((each for each in reversed(stack) if not any(part in each.filename for part in foreign)), stack[-1])
+    return waits, f"{own.filename}:{own.lineno} in {own.name}"

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.distributed import process_group
+from lightning_automodel.distributed import process_group, rendezvous
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure
 from lightning_automodel.failure.supervisor import RunGuard
 from lightning_automodel.launch.pickling import refuse_unpicklable, unshare_attributes
@@ -60,6 +60,8 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         # Alone, it also leaves no environment behind that would make a later Trainer of this process wait for others.
         if not self._is_alone and not self.cluster_environment.creates_processes_externally:
+            if self.num_nodes == 1:
+                rendezvous.share_secret()
             self._call_children_scripts()
             threading.Thread(target=self._observe, name="lightning_automodel launcher", daemon=True).start()
         lightning_internals.set_num_threads_if_needed(num_processes=self.num_processes)
@@ -149,6 +151,8 @@ class ChildrenLauncher(lightning_internals.MultiProcessingLauncher):
         environment = self._strategy.cluster_environment
         assert environment is not None
         environment.validate_settings(num_devices=self._num_processes, num_nodes=self._num_nodes)
+        if self._num_nodes == 1:
+            rendezvous.share_secret()
         variables = {**os.environ, "MASTER_PORT": str(environment.main_port)}
         states = None if self._start_method == "fork" else lightning_internals.GlobalStateSnapshot.capture()
         context = torch.multiprocessing.get_context(self._start_method)

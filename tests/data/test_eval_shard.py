@@ -14,6 +14,8 @@ from lightning_automodel import AutomodelStrategy, dp_eval_sample_shard
 def test_whole_models_take_different_samples(strategy: Any) -> None:
     """With the model on every rank, each goes at its own pace."""
     assert [dp_eval_sample_shard(strategy, rank, 3) for rank in range(3)] == [(0, 3), (1, 3), (2, 3)]
+    assert dp_eval_sample_shard(distributed_config=strategy, dp_rank=1, dp_size=3) == (1, 3)
+    assert dp_eval_sample_shard(strategy, 0, 1) is None
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", AutomodelStrategy(), ModelParallelStrategy(), "unknown", None])

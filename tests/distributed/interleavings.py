@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lightning_automodel.distributed.failures import RankFailedError
-from lightning_automodel.distributed.first_rank import FirstRankPerNode
-from lightning_automodel.distributed.nodes import Scope
+from lightning_automodel.distributed.first_rank import FirstRankPerNode, Scope
 
 NUM_RANKS = 4
 RANKS_PER_NODE = 2

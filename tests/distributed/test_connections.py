@@ -1,4 +1,4 @@
-"""Hanging up frees a rank that waits in a collective, at both ends, and touches nothing else."""
+"""Aborting connections frees a rank that waits in a collective, at both ends, and touches nothing else."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Freed = tuple[str, float]
 
 
 def _blocked_barrier(culprit: int | None) -> tuple[Freed | None, str, float]:
-    """Rank 0 waits in a barrier of a mesh's group that rank 1 never enters, until ``culprit`` hangs up.
+    """Rank 0 waits in a barrier of a mesh's group that rank 1 never enters, until ``culprit`` aborts its connections.
 
     Returns:
         How rank 0 was freed and after how long; what the store and the default group still do.
     """
-    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    rank, store = dist.get_rank(), dist.group.WORLD.get_group_store()
     with connections.recording():
         group = dist.new_group([0, 1], timeout=GROUP_TIMEOUT)
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("both",))
     freed = None
     if rank == 0:
         if culprit == 0:
-            threading.Timer(0.3, connections.hang_up).start()
+            threading.Timer(0.3, connections.abort_connections, (store,)).start()
         started_at = time.monotonic()
         store.set("waiting", "1")
         with pytest.raises(RuntimeError) as caught:
@@ -46,7 +46,7 @@ def _blocked_barrier(culprit: int | None) -> tuple[Freed | None, str, float]:
         store.wait(["waiting"])
         if culprit == 1:
             time.sleep(0.3)
-            connections.hang_up()
+            connections.abort_connections(store)
         store.wait(["freed"], GROUP_TIMEOUT)
     store.set(f"after{rank}", "words")
     words = store.get(f"after{1 - rank}").decode()
@@ -97,8 +97,8 @@ def test_only_what_appeared_meanwhile_is_shut_down() -> None:
         inside = Pair()
     after = Pair()
     assert [before.works(), inside.works(), after.works()] == [True, True, True]
-    connections.hang_up()
-    connections.hang_up()
+    connections.abort_connections()
+    connections.abort_connections()
     assert [before.works(), inside.works(), after.works()] == [True, False, True]
     for pair in (before, inside, after):
         pair.close()
@@ -114,7 +114,7 @@ def test_connections_count_also_if_the_block_raises() -> None:
 
     with pytest.raises(KeyError, match="late"):
         fail()
-    connections.hang_up()
+    connections.abort_connections()
     assert not pairs[0].works()
     pairs[0].close()
 
@@ -123,7 +123,7 @@ def test_listening_and_local_sockets_are_left_alone() -> None:
     with connections.recording():
         listener = socket.create_server((LOOPBACK, 0))
         near, far = socket.socketpair()
-    connections.hang_up()
+    connections.abort_connections()
     with socket.create_connection(listener.getsockname()) as client, listener.accept()[0] as server:
         client.sendall(b"x")
         assert server.recv(1) == b"x"
@@ -140,7 +140,7 @@ def test_a_descriptor_that_is_used_anew_is_left_alone() -> None:
     old.close()
     new = Pair()
     assert {new.near.fileno(), new.far.fileno()} & descriptors
-    connections.hang_up()
+    connections.abort_connections()
     assert new.works()
     new.close()
 
@@ -155,11 +155,11 @@ def test_the_stores_connections_are_left_alone() -> None:
         master_listen_fd=listener.detach(),
         timeout=timedelta(seconds=10),
     )
-    with connections.recording(dist.PrefixStore("any", host)):
+    with connections.recording():
         client = dist.TCPStore(LOOPBACK, host.port, is_master=False, timeout=timedelta(seconds=10))
         client.set("key", "before")
         pair = Pair()
-    connections.hang_up()
+    connections.abort_connections(dist.PrefixStore("any", host))
     client.set("key", "after")
     assert (host.get("key"), pair.works()) == (b"after", False)
     pair.close()
@@ -169,6 +169,6 @@ def test_nothing_happens_where_descriptors_are_not_listed(monkeypatch: pytest.Mo
     monkeypatch.setattr(connections, "DESCRIPTORS", "/no/such/folder")
     with connections.recording():
         pair = Pair()
-    connections.hang_up()
+    connections.abort_connections()
     assert pair.works()
     pair.close()

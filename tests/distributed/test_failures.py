@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_automodel import lightning_internals
 from lightning_automodel.distributed.failures import (
     MAX_MESSAGE_CHARACTERS,
-    NO_SIGN_OF_LIFE,
+    MISSED_HEARTBEATS,
     RankFailedError,
     RankFailure,
     is_communication_error,
@@ -46,6 +46,33 @@ def test_endings(exception: BaseException, ending: str) -> None:
     assert str(RankFailure.from_exception(exception, 0, "setup")).endswith(ending)
 
 
+class _WordlessError(Exception):
+    def __str__(self) -> str:
+        raise KeyError("label")
+
+
+def test_exception_that_cannot_be_printed_is_told() -> None:
+    """Its own mistake must not keep the others waiting."""
+    failure = RankFailure.from_exception(_WordlessError(), 1, "setup")
+    assert str(failure).endswith("failed in setup: _WordlessError: (its __str__ raised KeyError)")
+    assert not is_communication_error(_WordlessError())
+
+
+def test_ranks_that_fail_alike() -> None:
+    """One error, one message, one line."""
+
+    def fail(message: str) -> RankFailure:
+        try:
+            raise ValueError(message)
+        except ValueError as error:
+            return RankFailure.from_exception(error, len(message), "fit")
+
+    first, second = fail("a"), fail("a")
+    assert first.is_like(second)
+    assert not first.is_like(fail("b"))
+    assert not first.is_like(RankFailure.from_exception(ValueError("a"), 0, "fit"))
+
+
 def test_long_message_is_cut() -> None:
     """A store is no place for megabytes."""
     assert len(RankFailure.from_exception(ValueError("x" * 10**6), 0, "setup").message) == MAX_MESSAGE_CHARACTERS
@@ -53,8 +80,8 @@ def test_long_message_is_cut() -> None:
 
 def test_silence_is_no_exception() -> None:
     """A rank that was killed could say nothing, so its last known place is given as such."""
-    failure = RankFailure(1, "host", "fit", NO_SIGN_OF_LIFE, "nothing for 6 s")
-    assert str(failure) == "rank 1 on host gives no sign of life, last seen in fit: nothing for 6 s"
+    failure = RankFailure(1, "host", "fit", MISSED_HEARTBEATS, "nothing for 6 s")
+    assert str(failure) == "rank 1 on host missed heartbeats, last seen in fit: nothing for 6 s"
 
 
 def _raised_from(cause: BaseException) -> BaseException:

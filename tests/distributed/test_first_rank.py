@@ -22,8 +22,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_automodel.distributed.failures import RankFailedError
-from lightning_automodel.distributed.first_rank import FirstRankPerNode
-from lightning_automodel.distributed.nodes import Scope
+from lightning_automodel.distributed.first_rank import FirstRankPerNode, Scope
 from tests.distributed import first_rank_script
 from tests.distributed.interleavings import Plan, Record, contradictions, draw, expected, follow
 from tests.processes import forked
@@ -342,8 +341,8 @@ def test_rank_that_never_comes_is_named(pool4: RankPool, tmp_path: Path) -> None
         assert not ran
         assert error is not None
         assert error[0] == "RankFailedError"
-        assert "rank 2 on unknown host gives no sign of life, last seen in code before FirstRankPerNode" in error[1]
-        assert "(timeout 1 s) from ranks 2 (unknown host)" in error[1]
+        assert "rank 2 on an unknown host missed heartbeats, last seen in code before FirstRankPerNode" in error[1]
+        assert "s for ranks 2 (an unknown host, in set-up): stopped, dead, cut off, or not come yet" in error[1]
     assert pool4.run(fail_on, -1, "node", OSError()) == [(True, None)] * 4
 
 
@@ -370,7 +369,7 @@ def test_stopped_rank_is_named_also_by_itself(pool2: RankPool, tmp_path: Path) -
     (error, waited_s), (own_error, _) = pool2.run(stop_rank_1_in_the_block, str(tmp_path))
     assert error is not None
     assert waited_s >= SILENCE.total_seconds()
-    assert error[1].startswith(f"rank 1 on {socket.gethostname()} gives no sign of life")
+    assert error[1].startswith(f"rank 1 on {socket.gethostname()} missed heartbeats")
     assert own_error == error
 
 
@@ -476,12 +475,14 @@ def test_group_without_all_ranks_is_an_error_that_names_them(tmp_path: Path, ran
     assert output.endswith("initialised: False\n")
 
 
-@pytest.mark.parametrize(("fault", "text"), [("SIGSTOP", "has not answered for 3 s"), ("SIGKILL", "is lost (Dist")])
+@pytest.mark.parametrize(
+    ("fault", "text"), [("SIGSTOP", "has not answered for 3 s"), ("SIGKILL", "ended or is out of reach (Dist")]
+)
 def test_lost_store_is_an_error_that_says_so(tmp_path: Path, fault: str, text: str) -> None:
     """The host of the store stops or dies in its block."""
     with ranks_without_a_group(tmp_path, "lose", fault) as (host, other):
         (output,) = printed(tmp_path, [other], [1])
         assert host.exitcode in (None, -signal.SIGKILL)
-    message = f"rank 0 on {socket.gethostname()} gives no sign of life"
+    message = f"rank 0 on {socket.gethostname()} missed heartbeats"
     assert output.startswith(f"RankFailedError: {message}"), output
-    assert f"the store of the default process group {text}" in output
+    assert f"which holds the store of the process group, {text}" in output

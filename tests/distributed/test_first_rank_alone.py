@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_automodel.distributed import nodes
-from lightning_automodel.distributed.first_rank import FirstRankPerNode
-from lightning_automodel.distributed.nodes import Place, node_of
+from lightning_automodel.distributed import first_rank as nodes
+from lightning_automodel.distributed.first_rank import FirstRankPerNode, Place, node_of
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
 

@@ -24,6 +24,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from lightning_automodel.distributed import rendezvous
 from lightning_automodel.distributed.process_group import (
     DistInfo,
     destroy_global_state,
@@ -303,6 +304,16 @@ def test_a_store_serves_another_try_after_a_failed_one() -> None:
     assert [outcome.value[1] for outcome in outcomes] == [1.0, 1.0]
 
 
+def test_a_secret_stands_before_all_keys() -> None:
+    """Who reaches the store and does not know it cannot write what the ranks read."""
+    store = _host_store()
+    told = {"TORCHELASTIC_USE_AGENT_STORE": "True", rendezvous.SECRET: "5ecret"}
+    ranks = [Launched(_join_by, {}, **_place(store.port, rank, 2), **told) for rank in (0, 1)]
+    assert [rank.outcome().error for rank in ranks] == ["", ""]
+    left = "lightning_automodel/joining/0/left/0"
+    assert (store.check([f"5ecret/{left}"]), store.check([left])) == (True, False)
+
+
 def _claim_and_die() -> None:
     with contextlib.suppress(RuntimeError):
         initialize_distributed("gloo", timedelta(seconds=PATIENCE_S))
@@ -390,12 +401,12 @@ def test_nothing_is_left_after_many_groups(host: str, cycles: int) -> None:
 
 
 def _read_late(linger_s: float) -> str:
-    """Rank 0 leaves at once, rank 1 reads from the store that lives in rank 0 a second later."""
+    """Rank 0 leaves at once, rank 1 reads from the store that lives in rank 0 some seconds later."""
     info = initialize_distributed("gloo", TIMEOUT)
     if info.is_main:
         destroy_global_state(linger_s)
         return ""
-    time.sleep(1.0)
+    time.sleep(3.0)
     store = dist.distributed_c10d._get_default_store()
     store.set("last", "words")
     value = store.get("last").decode()
@@ -466,7 +477,7 @@ SCRIPT = """
 import atexit
 atexit.register(lambda: print("in a group at exit:", dist.is_initialized()))
 import torch.distributed as dist
-from lightning_automodel.process_group import initialize_distributed
+from lightning_automodel.distributed.process_group import initialize_distributed
 initialize_distributed("gloo")
 print("in a group:", dist.is_initialized())
 raise KeyError("mine")

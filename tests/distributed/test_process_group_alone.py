@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
+import socket
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,15 @@ import torch.distributed as dist
 from pytest_mock import MockerFixture
 
 from lightning_automodel.distributed import process_group, rendezvous
-from lightning_automodel.distributed.process_group import DistInfo, destroy_global_state, initialize_distributed
+from lightning_automodel.distributed.process_group import (
+    DistInfo,
+    destroy_global_state,
+    get_local_world_size_preinit,
+    get_rank_safe,
+    get_world_size_safe,
+    initialize_distributed,
+)
+from tests.rank_pool import _free_port
 
 NAMES = (
     "RANK",
@@ -25,7 +33,13 @@ NAMES = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
     "SLURM_LOCALID",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_NTASKS_PER_NODE",
+    "TORCHELASTIC_RUN_ID",
+    rendezvous.SECRET,
     "TORCHELASTIC_USE_AGENT_STORE",
 )
 
@@ -167,6 +181,72 @@ def test_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         process_group.get_local_rank_preinit()
 
 
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (0, 1, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, (3, 8, 4)),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_NTASKS_PER_NODE": "3"}, (5, 6, 3)),
+        ({"SLURM_NTASKS": "6"}, (0, 1, 1)),  # an interactive shell within an allocation
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, (1, 2, 1)),
+        ({"RANK": "1", "SLURM_PROCID": "0", "WORLD_SIZE": "2", "SLURM_NTASKS": "1"}, (1, 2, 1)),
+    ],
+)
+def test_launchers_variables_before_joining(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: tuple[int, int, int]
+) -> None:
+    """Rank, world size and ranks of the machine; the group's own numbers once there is one."""
+    _set(monkeypatch, **environment)
+    asked = (get_rank_safe(), get_world_size_safe(), get_local_world_size_preinit())
+    assert asked == expected
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert (get_rank_safe(), get_world_size_safe()) == (0, 1)
+    dist.destroy_process_group()
+
+
+def test_wrong_rank_before_joining(monkeypatch: pytest.MonkeyPatch) -> None:
+    _set(monkeypatch, RANK="first")
+    with pytest.raises(ValueError, match="RANK is 'first'"):
+        get_rank_safe()
+
+
+# --- Who reaches the store --------------------------------------------------------------------------------------------
+
+
+def test_secret_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher's own, else torchrun's run id, where it has one."""
+    found = [rendezvous.run_secret()]
+    for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("TORCHELASTIC_RUN_ID", "job 7"), (rendezvous.SECRET, "told")):
+        monkeypatch.setenv(name, value)
+        found.append(rendezvous.run_secret())
+    rendezvous.share_secret()
+    assert [*found, rendezvous.run_secret()] == ["", "", "job 7", "told", "told"]
+    monkeypatch.delenv(rendezvous.SECRET)
+    rendezvous.share_secret()
+    assert len(rendezvous.run_secret()) == 32
+
+
+def _listens_on(port: int) -> list[str]:
+    """Local addresses, as Linux writes them, of the listening sockets at ``port``."""
+    lines = [line.split() for file in ("tcp", "tcp6") for line in Path("/proc/net", file).read_text().splitlines()[1:]]
+    return [f[1].partition(":")[0] for f in lines if f[3] == "0A" and int(f[1].rpartition(":")[2], 16) == port]
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="listening sockets are listed in /proc")
+@pytest.mark.parametrize(
+    ("address", "is_bound"), [("127.0.0.1", True), ("localhost", True), (socket.gethostname(), False)]
+)
+def test_store_listens_on_the_address_alone_where_that_is_certain(address: str, is_bound: bool) -> None:
+    """The name of a machine may mean another interface elsewhere."""
+    found = rendezvous.Rendezvous(0, 2, f"tcp://{address}:{_free_port()}")
+    assert found.address is not None
+    store = rendezvous.open_store(found, "gloo", timedelta(seconds=10), 0.0)
+    loopback = ["0100007F"]
+    assert (_listens_on(found.address[1]) == loopback) is is_bound
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
 # --- A world of one ---------------------------------------------------------------------------------------------------
 
 
@@ -219,29 +299,14 @@ def test_a_group_that_the_caller_replaced_is_kept() -> None:
     dist.destroy_process_group()
 
 
-def test_subgroups_go_before_the_default_group(mocker: MockerFixture) -> None:
+def test_groups_that_cannot_be_destroyed_are_told(mocker: MockerFixture, caplog: pytest.LogCaptureFixture) -> None:
+    """Leaving never hides the exception that it follows from."""
     initialize_distributed("gloo")
-    world, first, second = dist.group.WORLD, dist.new_group([0]), dist.new_group([0])
-    destroyed = mocker.spy(dist, "destroy_process_group")
+    destroy = dist.destroy_process_group
+    mocker.patch.object(dist, "destroy_process_group", side_effect=RuntimeError("out of order"))
     destroy_global_state()
-    assert [call.args[0] for call in destroyed.call_args_list] == [second, first, world]
-
-
-def test_a_subgroup_that_fails_does_not_keep_the_others(
-    mocker: MockerFixture, caplog: pytest.LogCaptureFixture
-) -> None:
-    initialize_distributed("gloo")
-    failing, destroy = dist.new_group([0]), dist.destroy_process_group
-
-    def destroy_or_fail(group: Any) -> None:
-        if group is failing:
-            raise RuntimeError("out of order")
-        destroy(group)
-
-    mocker.patch.object(dist, "destroy_process_group", destroy_or_fail)
-    destroy_global_state()
-    assert not dist.is_initialized()
     assert "out of order" in caplog.text
+    destroy()
 
 
 def _raise_and_destroy() -> None:
@@ -297,23 +362,6 @@ def test_destroying_off_the_main_thread() -> None:
     thread.join()
     threading.excepthook = hook
     assert (errors, dist.is_initialized(), signal.getsignal(signal.SIGINT)) == ([], False, before)
-
-
-def test_torchs_excepthook_does_not_pile_up() -> None:
-    def depth() -> int:
-        hook, count = sys.excepthook, 0
-        while closure := getattr(hook, "__closure__", None):
-            cells = dict(zip(hook.__code__.co_freevars, closure, strict=True))
-            hook, count = cells["old_hook"].cell_contents, count + 1
-        return count
-
-    before, depths = sys.excepthook, []
-    for _ in range(3):
-        initialize_distributed("gloo")
-        destroy_global_state()
-        depths.append(depth())
-    sys.excepthook = before
-    assert depths[0] == depths[1] == depths[2] > 0
 
 
 def _destroy_in_child() -> None:

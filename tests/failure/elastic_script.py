@@ -15,8 +15,8 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_automodel import AutomodelStrategy, torch_internals
-from lightning_automodel.failure.watchdog import ENDED, FAILURE
+from lightning_automodel import AutomodelStrategy
+from lightning_automodel.failure.watchdog import ENDED
 from tests.checkpoint.checkpoints import ACCUMULATE, AdamModule, batches
 from tests.trainer.exactness import full_weights
 from tests.trainer.runs import CASE, SILENT
@@ -41,8 +41,8 @@ class FailsOnce(Callback):
         self.found: list[str] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        store = dist.PrefixStore("lightning_automodel/run/1", torch_internals.default_store().clone())  # type: ignore[attr-defined]
-        self.found = [store.get(key).decode() for key in (FAILURE, ENDED)]
+        store = dist.PrefixStore("lightning_automodel/run/1", dist.group.WORLD.get_group_store().clone())  # type: ignore[attr-defined]
+        self.found = [store.get(ENDED).decode(), str(store.check(["run/failure"]))]
 
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Any) -> None:
         is_first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"

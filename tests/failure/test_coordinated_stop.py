@@ -8,7 +8,8 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from lightning_automodel.failure.coordinated_stop import DECISION, NONE, REQUEST, StopAgreement
+from lightning_automodel.distributed.store_channel import NONE
+from lightning_automodel.failure.coordinated_stop import DECISION, REQUEST, StopAgreement
 
 WAIT_S = 10.0
 

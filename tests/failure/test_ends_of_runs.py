@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.failure.supervisor import LONGEST_LEAVING_S, SIGTERM_STATUS, RunGuard
+from lightning_automodel.failure.supervisor import LONGEST_LEAVING_S, SIGTERM_STATUS, Supervisor
 from tests.failure.faults import Model, Ragged, become_rank, killed_at_the_end
 from tests.processes import forked
 from tests.trainer.runs import SILENT
@@ -98,6 +99,52 @@ def stops_on_one_rank_alone(rank: int, world_size: int) -> None:
     _trainer(world_size, timeout_s=2 * PATIENCE_S, max_steps=6).fit(_fails_in("on_train_batch_end", stop), _data())
 
 
+def sleeps_after_its_last_step(rank: int, world_size: int) -> None:
+    _trainer(world_size).fit(
+        _fails_in("on_train_end", lambda model: time.sleep(PATIENCE_S) if rank == 1 else None), _data()
+    )
+
+
+def sleeps_in_a_step(rank: int, world_size: int) -> None:
+    def sleep(model: Model) -> None:
+        if rank == 1 and model.trainer.global_step == 2:
+            time.sleep(PATIENCE_S)
+
+    _trainer(world_size).fit(_fails_in("training_step", sleep), _data())
+
+
+def all_are_suspended(rank: int, world_size: int) -> None:
+    """For longer than heartbeats may be missing, and less than `timeout`."""
+    folder = Path.cwd()
+
+    def suspend(model: Model) -> None:
+        if model.trainer.global_step == 2 and not (folder / f"suspended{rank}").exists():
+            (folder / f"suspended{rank}").touch()
+            if rank == 0:
+                waker = "sleep 8; kill -CONT $0 $1"
+                others = (folder / "pid1").read_text()
+                subprocess.Popen(["sh", "-c", waker, str(os.getpid()), others], start_new_session=True)
+            _send(signal.SIGSTOP)
+
+    (folder / f"pid{rank}").write_text(str(os.getpid()))
+    # The ranks stop one after the other: rank 1 hears nothing of rank 0 only while both sleep.
+    _trainer(world_size, timeout_s=12.0, max_steps=6).fit(_fails_in("on_train_batch_start", suspend), _data())
+    print("went on")
+
+
+class _WordlessError(Exception):
+    def __str__(self) -> str:
+        raise KeyError("label")
+
+
+def fails_without_words(rank: int, world_size: int) -> None:
+    def fail(model: Model) -> None:
+        if rank == 1:
+            raise _WordlessError
+
+    _trainer(world_size).fit(_fails_in("training_step", fail), _data())
+
+
 class RaisesToo(pl.Callback):
     """Keeps Lightning from tearing down after a failure."""
 
@@ -119,7 +166,7 @@ def trains_again_after_a_failure_in_a_failure(rank: int, world_size: int) -> Non
 
 # --- What comes of it -------------------------------------------------------------------------------------------------
 
-STORE_IS_GONE = "RankFailedError: rank 0 on {host} gives no sign of life, last seen in "
+STORE_IS_GONE = "RankFailedError: rank 0 on {host} missed heartbeats, last seen in "
 LATE = "Rank 1 received SIGTERM: all ranks stop at the end of this run."
 DIVERGED = (
     "rank 1 on {host} failed in fit: RuntimeError: it ended its run after training step 2, but rank 0 is in step 3"
@@ -131,6 +178,13 @@ EXPECTED: dict[Callable[[int, int], None], tuple[list[int | None], list[str]]] =
     sigterm_in_the_last_hook: ([SIGTERM_STATUS] * 2, [LATE] * 2),
     sigterm_in_a_world_of_one: ([SIGTERM_STATUS], [""]),
     stops_on_one_rank_alone: ([1, 1], [DIVERGED] * 2),
+    sleeps_after_its_last_step: ([1, 1], ["rank 1 on {host} is stuck in on_train_end: rank 0 waited"] * 2),
+    sleeps_in_a_step: ([1, 1], ["rank 1 on {host} is stuck in training_step: it is at"] * 2),
+    all_are_suspended: ([0, 0], ["went on"] * 2),
+    fails_without_words: (
+        [1, 1],
+        ["rank 1 on {host} failed in training_step: _WordlessError: (its __str__", "_WordlessError"],
+    ),
     trains_again_after_a_failure_in_a_failure: ([0, 0], ["trained again [] True"] * 2),
 }
 
@@ -181,7 +235,7 @@ def test_all_ranks_end_alike(scenario: Callable[[int, int], None], outcomes: dic
     """Long before the timeout of `stops_on_one_rank_alone`, and nobody goes on to the next run."""
     statuses, messages = EXPECTED[scenario]
     found, outputs = outcomes[scenario].result()
-    assert found == statuses, outputs
+    assert found == statuses, "\n".join(outputs)
     for message, output in zip(messages, outputs, strict=True):
         assert message.format(host=socket.gethostname()) in output
         assert "\nvalidated" not in output
@@ -191,9 +245,9 @@ def test_sigterm_is_ignored_on_the_way_out_but_not_for_ever() -> None:
     """A launcher sends it to the ranks that are left; a process that lives on must still end by it."""
     received: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda signum, frame: received.append(signum))
-    guard = RunGuard()
+    guard = Supervisor()
     try:
-        guard._take_sigterm()
+        guard._patch_sigterm()
         guard._has_failed, guard._failed_at = True, time.monotonic()
         _send(signal.SIGTERM)
         assert received == []

@@ -7,6 +7,7 @@ runs all of them and writes the table: `pytest tests/failure/test_faults.py -m "
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import socket
 from collections.abc import Iterator
@@ -120,7 +121,8 @@ def table(outcomes: dict[Cell, Outcome]) -> str:
         f"# What happens when one rank fails, {datetime.date.today()}",
         "",
         f"Real runs of {WORLD_SIZE} ranks with gloo on one machine (2 cores), `timeout` {TIMEOUT_S:g} s, Linux,"
-        f" Python {platform.python_version()}, torch {torch.__version__}, Lightning {lightning.__version__}. Written by"
+        f" Python {platform.python_version()}, torch {torch.__version__}, Lightning {lightning.__version__}, load"
+        f" {os.getloadavg()[2]:.0f} meanwhile. Written by"
         f" `{COMMAND}`.",
         "",
         "*Seconds*: from the fault until the last of the other ranks had left. *Statuses*: exit statuses of the other"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_automodel import AutomodelStrategy, FirstRankPerNode
-from lightning_automodel.distributed.nodes import Scope
+from lightning_automodel.distributed.first_rank import Scope
 from tests.failure.faults import Model, Ragged
 from tests.trainer.runs import SILENT
 

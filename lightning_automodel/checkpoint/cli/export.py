@@ -21,7 +21,8 @@ from lightning_automodel.checkpoint.hugging_face import KEY, describe_models
 from lightning_automodel.checkpoint.reading import TensorInfo, open_model
 from lightning_automodel.checkpoint.state_dict import model_state
 from lightning_automodel.distributed import collectives
-from lightning_automodel.distributed.process_group import get_rank_safe, get_world_size_safe
+from lightning_automodel.distributed.process_group import group_rank as get_rank_safe
+from lightning_automodel.distributed.process_group import group_size as get_world_size_safe
 
 
 def export_hugging_face(
