@@ -10,7 +10,6 @@ from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper as Dat
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend_for_device,
 )
-from lightning.fabric.utilities.load import _METADATA_FILENAME as CHECKPOINT_METADATA_FILENAME
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
@@ -31,7 +30,6 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerE
 from lightning_automodel.patching import PatchStack
 
 __all__ = [
-    "CHECKPOINT_METADATA_FILENAME",
     "DDPForwardRedirection",
     "DatasetSamplerWrapper",
     "MultiProcessingLauncher",

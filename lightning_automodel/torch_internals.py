@@ -1,82 +1,33 @@
 """Every private name of torch that the package touches, each with its reason."""
 
+import functools
+import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, _redistribute
-from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_automodel import release_probe
 from lightning_automodel.patching import PatchStack
 
-__all__ = [
-    "FSDPParamGroup",
-    "OptimizedModule",
-    "averaging_size",
-    "check_ddp_backward_is_complete",
-    "clear_accumulated_gradients",
-    "detach_forward_hooks",
-    "discard_partial_reduction",
-    "finish_backward",
-    "flatten_mesh",
-    "forget_meshes",
-    "forget_process_groups",
-    "free_parked",
-    "fsdp_param_groups",
-    "gathered_bytes",
-    "gathered_storage_is_alive",
-    "has_deferred_gradients",
-    "has_gradient_hook",
-    "has_post_accumulate_hook",
-    "initialise_fsdp_root",
-    "is_compiled",
-    "is_fsdp_root",
-    "is_replicated",
-    "lacks_accumulator",
-    "local_tensor",
-    "move_what_has_values",
-    "name_of",
-    "own_shard_changed",
-    "park_gathered",
-    "patch_unscaling",
-    "reduction_dtype",
-    "sharded_and_gathered",
-    "sharded_versions",
-    "start_accumulator",
-    "unpark_gathered",
-    "unsharded_gradient_bytes",
-    "was_gathered",
-    "widen_gradient",
-]
+FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes are not public
+FSDPParam: TypeAlias = Any  # one parameter of such a group
 
+ACCUMULATES_IN_LEAF = hasattr(FSDPModule, "set_keep_unsharded_storage")
+"""Whether unreduced gradients are the ``.grad`` of unsharded parameters (torch 2.15), all of them."""
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-
-
-def offset_in_file(tensor: Tensor) -> int:
-    """Where in a file the storage of a tensor is that ``torch.load`` loaded in :class:`FakeTensorMode`, in bytes."""
-    offset = tensor.untyped_storage()._checkpoint_offset
-    assert offset is not None
-    return offset
-
-
-def storage_records(reader: torch.PyTorchFileReader) -> dict[str, int]:
-    """Where in a file that ``torch.save`` has written each storage is, in bytes, in the order in which it met them."""
-    names = [name for name in reader.get_all_records() if name.startswith("data/")]
-    names.sort(key=lambda name: int(name.removeprefix("data/")))
-    return {name: reader.get_record_offset(name) for name in names}  # type: ignore[attr-defined]
 
 
 def forget_process_groups() -> list[Any]:
@@ -96,26 +47,41 @@ def forget_process_groups() -> list[Any]:
 
 
 def forget_meshes() -> None:
-    """Empty this thread's caches of DTensor sharding decisions: they hold each mesh that was ever sharded over.
+    """Empty DTensor's caches of sharding decisions: they hold each mesh that was ever sharded over.
 
-    A mesh holds its groups, and a group that is held keeps its threads and connections, destroyed or not (torch 2.13).
+    A mesh holds its groups, and a group that is held keeps its threads and connections, destroyed or not. A mesh that
+    is laid over a later default group may equal an old one, and would be led to groups that are gone.
     """
-    torch._C._clear_DTensor_sharding_propagator_cache()
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    cache_type = type(functools.lru_cache(forget_meshes))
+    for cache in gc.get_objects():
+        # Not isinstance, which asks proxies for their class: some warn that they are deprecated.
+        if type(cache) is cache_type and str(cache.__module__).startswith("torch.distributed"):
+            cache.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    MeshTopoInfo.build_from_mesh.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
-def fsdp_param_groups(module: nn.Module) -> Iterator[FSDPParamGroup]:
-    """Yield the FSDP2 parameter groups at or below ``module``, each once (a group may span several modules)."""
-    seen: set[int] = set()
-    for submodule in module.modules():
-        if isinstance(submodule, FSDPModule):
-            for group in submodule._get_fsdp_state()._fsdp_param_groups:
-                if id(group) not in seen:
-                    seen.add(id(group))
-                    yield group
+def fsdp_units(model: nn.Module) -> list[FSDPModule]:
+    """FSDP2 units at or below ``model``, each once; a unit of several modules is told by its first one."""
+    units: dict[int, FSDPModule] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            units.setdefault(id(module._get_fsdp_state()), module)
+    return list(units.values())
+
+
+def param_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
+    """What one unit communicates: a single group, unless its parameters are sharded over several meshes."""
+    groups = unit._get_fsdp_state()._fsdp_param_groups
+    for group in groups:
+        _probe_group(group)
+    return groups
+
+
+def fsdp_param_groups(model: nn.Module) -> Iterator[FSDPParamGroup]:
+    """Yield the FSDP2 parameter groups at or below ``model``, each once."""
+    for unit in fsdp_units(model):
+        yield from param_groups(unit)
 
 
 def initialise_fsdp_root(root: FSDPModule) -> None:
@@ -139,54 +105,106 @@ def detach_forward_hooks(root: FSDPModule) -> tuple[Callable[..., Any], Callable
     return state._pre_forward, state._post_forward
 
 
-def clear_accumulated_gradients(param: FSDPParam) -> None:
-    """Drop the unsharded gradients that FSDP2 keeps through ``zero_grad`` and ``reset_iter_state`` (torch 2.13)."""
-    param.unsharded_accumulated_grad = None
-    if hasattr(param, "_unsharded_param"):
-        param._unsharded_param.grad = None
+class CommunicationFlags(NamedTuple):
+    """What a unit does after forward and backward. FSDPModule has setters for these, and no getters."""
+
+    reduce_grads: bool
+    all_reduce_grads: bool
+    reduce_scatter_unused_params: bool
+    reshard_after_backward: bool
+    post_forward_mesh_infos: list[Any]
 
 
-def is_replicated(group: FSDPParamGroup) -> bool:
-    """Whether the group is sharded within each of several replicas (HSDP)."""
-    return group._is_hsdp
+def communication_flags(unit: FSDPModule) -> CommunicationFlags | None:
+    """The present flags of ``unit``; None for one without parameters."""
+    if not (groups := param_groups(unit)):
+        return None
+    return CommunicationFlags(
+        groups[0].reduce_grads,
+        groups[0].all_reduce_grads,
+        groups[0].reduce_scatter_unused_params,
+        groups[0].reshard_after_backward,
+        [group.post_forward_mesh_info for group in groups],
+    )
 
 
-def sharded_and_gathered(group: FSDPParamGroup) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Sharded parameters, each with the one that stands for it while gathered.
+def restore_reshard_after_forward(unit: FSDPModule, flags: CommunicationFlags) -> None:
+    """Undo ``set_reshard_after_forward``, which cannot express a size to reshard to (``reshard_after_forward=2``)."""
+    for group, mesh_info in zip(param_groups(unit), flags.post_forward_mesh_infos, strict=True):
+        group.post_forward_mesh_info = mesh_info
 
-    The latter are the same objects from the first gathering on, which must have happened.
+
+def is_unsharded(unit: FSDPModule) -> bool:
+    """Whether the modules of ``unit`` hold unsharded parameters at the moment."""
+    return any(group.is_unsharded for group in param_groups(unit))
+
+
+def sharded_and_unsharded(group: FSDPParamGroup) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Sharded parameters, each with its unsharded leaf, where autograd accumulates.
+
+    The latter are the same objects from the first all-gather on, which must have happened.
     """
-    return [(param.sharded_param, param._unsharded_param) for param in group.fsdp_params]
+    return [(param.sharded_param, param.unsharded_param) for param in group.fsdp_params]
+
+
+def clear_unreduced_gradient(param: FSDPParam) -> None:
+    """Drop the unsharded gradient of earlier micro-batches, which FSDP2 keeps through ``zero_grad``."""
+    if (leaf := getattr(param, "unsharded_param", None)) is not None:
+        leaf.grad = None
+    if not ACCUMULATES_IN_LEAF:
+        param.unsharded_accumulated_grad = None
+
+
+def holds_partial_reduction(group: FSDPParamGroup) -> bool:
+    """Whether HSDP has reduce-scattered gradients of the group that it has not all-reduced yet."""
+    return group._partial_reduce_output is not None
+
+
+def discard_partial_reduction(group: FSDPParamGroup) -> None:
+    """Drop what :func:`holds_partial_reduction` tells of."""
+    group._partial_reduce_output = None
 
 
 def has_deferred_gradients(root: FSDPModule) -> bool:
     """Whether any group at or below ``root`` holds gradients that are not fully reduced."""
     return any(
-        group._partial_reduce_output is not None
-        or any(
-            param.unsharded_accumulated_grad is not None
-            or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
-            for param in group.fsdp_params
-        )
-        for state in root._get_fsdp_state()._state_ctx.all_states
-        for group in state._fsdp_param_groups
+        holds_partial_reduction(group) or any(_unreduced_gradient(param) is not None for param in group.fsdp_params)
+        for group in fsdp_param_groups(cast(nn.Module, root))
     )
 
 
-def finish_backward(root: FSDPModule) -> None:
-    """Run what autograd runs for ``root`` at the end of a backward: reduce gradients by the current flags, reshard."""
-    root._get_fsdp_state()._root_post_backward_final_callback()
+def _unreduced_gradient(param: FSDPParam) -> Tensor | None:
+    leaf = getattr(param, "unsharded_param", None)
+    if ACCUMULATES_IN_LEAF or param.unsharded_accumulated_grad is None:
+        return None if leaf is None else leaf.grad
+    return param.unsharded_accumulated_grad
+
+
+def reduce_deferred_gradients(root: FSDPModule) -> None:
+    """Reduce what ``root`` holds as the present flags say, outside of any backward. A collective."""
+    module: Any = root
+    if not hasattr(module, "finalize_backward"):  # before torch 2.15
+        module._get_fsdp_state()._root_post_backward_final_callback()
+        return
+    for group in fsdp_param_groups(module):
+        if holds_partial_reduction(group):  # which finalize_backward refuses
+            group.post_backward()
+    module.set_manual_backward_finalization(True)
+    try:
+        module.finalize_backward()
+    finally:
+        module.set_manual_backward_finalization(False)
 
 
 def averaging_size(group: FSDPParamGroup) -> int:
     """Number of ranks that the group's gradients are averaged over: shards times replicas."""
     mesh_info = group.mesh_info
-    return getattr(mesh_info, "shard_mesh_size", 1) * getattr(mesh_info, "replicate_mesh_size", 1)
+    return getattr(mesh_info, "shard_mesh_size", 1) * num_replicas(group)
 
 
-def discard_partial_reduction(group: FSDPParamGroup) -> None:
-    """Drop what HSDP has reduce-scattered and not yet all-reduced."""
-    group._partial_reduce_output = None
+def num_replicas(group: FSDPParamGroup) -> int:
+    """Number of copies of the group's shards (HSDP); 1 where there are no replicas."""
+    return getattr(group.mesh_info, "replicate_mesh_size", 1)
 
 
 def is_fsdp_root(module: FSDPModule) -> bool:
@@ -194,62 +212,54 @@ def is_fsdp_root(module: FSDPModule) -> bool:
     return bool(module._get_fsdp_state()._is_root)
 
 
-def was_gathered(group: FSDPParamGroup) -> bool:
-    """Whether the group was gathered before: buffers and parameters for that are made once, in the dtype of then."""
+def was_unsharded(group: FSDPParamGroup) -> bool:
+    """Whether the group was unsharded before: its buffers and leaves are made once, in the dtype of then."""
     return any(len(param.all_gather_outputs) > 0 for param in group.fsdp_params)
 
 
-def name_of(group: FSDPParamGroup) -> str:
-    """Name of the group's module below its root."""
-    return group._module_fqn or "the root"
+def mixed_precision_policies(model: nn.Module) -> list[MixedPrecisionPolicy]:
+    """The policies that parameters of FSDP2 units at or below ``model`` follow."""
+    return [param.mp_policy for group in fsdp_param_groups(model) for param in group.fsdp_params]
 
 
-def gathered_bytes(group: FSDPParamGroup) -> int:
-    """Bytes of the group's parameters when gathered."""
-    return sum(p._orig_size.numel() * (p.param_dtype or p.orig_dtype).itemsize for p in group.fsdp_params)
-
-
-def unsharded_gradient_bytes(group: FSDPParamGroup) -> int:
-    """Bytes of the group's gradients before they are reduced."""
-    return sum(
-        p._orig_size.numel() * (p.reduce_dtype or p.param_dtype or p.orig_dtype).itemsize
-        for p in group.fsdp_params
-        if p.sharded_param.requires_grad
-    )
+def unsharded_gradient_dtype(param: FSDPParam) -> torch.dtype:
+    """What the gradient of one parameter is accumulated and reduced in."""
+    if ACCUMULATES_IN_LEAF:
+        return param.unsharded_grad_dtype or param.param_dtype or param.orig_dtype
+    return param.reduce_dtype or param.param_dtype or param.orig_dtype
 
 
 def reduction_dtype(group: FSDPParamGroup) -> torch.dtype | None:
     """What the group's gradients are reduced in; None for a group without trainable parameters."""
-    trainable = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
-    return next((p.reduce_dtype or p.param_dtype or p.orig_dtype for p in trainable), None)
+    trainable = (param for param in group.fsdp_params if param.sharded_param.requires_grad)
+    return next((unsharded_gradient_dtype(param) for param in trainable), None)
 
 
-def lacks_accumulator(group: FSDPParamGroup) -> list[FSDPParam]:
-    """Trainable parameters without a wide gradient from earlier micro-batches, where others of the group have one.
+def accumulate_in_one_dtype(group: FSDPParamGroup) -> list[RemovableHandle]:
+    """Let parameters that no micro-batch has used so far get gradients in the dtype of the group's other ones.
 
-    FSDP2 (torch 2.13) reduces the gradients of a group only if all have one dtype: what a parameter that is first used
-    in the last micro-batch gets would be in the dtype of the computation, and the others' in that of the reduction.
+    Before torch 2.15, FSDP2 reduces the gradients of a group only if all have one dtype: what a parameter that is first
+    used in the last micro-batch gets would be in the dtype of the computation, the others' in that of the reduction.
+
+    Returns:
+        Hooks to be removed after the backward.
     """
     trainable = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
+    if ACCUMULATES_IN_LEAF or all(param.unsharded_accumulated_grad is None for param in trainable):
+        return []
     lacking = [param for param in trainable if param.unsharded_accumulated_grad is None]
-    return lacking if len(lacking) < len(trainable) else []
+    if group.reduce_scatter_unused_params:
+        for param in lacking:
+            param.unsharded_accumulated_grad = torch.zeros_like(param.unsharded_param, dtype=param.reduce_dtype)
+        return []
 
-
-def start_accumulator(param: FSDPParam) -> None:
-    """Let the gradients of ``param`` be added to a zero in the dtype of the reduction."""
-    param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param, dtype=param.reduce_dtype)
-
-
-def widen_gradient(param: FSDPParam) -> RemovableHandle:
-    """Move the next gradient of ``param`` to the dtype of the reduction as soon as autograd has accumulated it."""
-
-    def widen(_: nn.Parameter) -> None:
+    def widen(param: FSDPParam, _: nn.Parameter) -> None:
         if param.unsharded_accumulated_grad is None:
             param.to_accumulated_grad_if_needed()
         else:
             param.accumulate_unsharded_grad_if_needed()
 
-    return param._unsharded_param.register_post_accumulate_grad_hook(widen)
+    return [param.unsharded_param.register_post_accumulate_grad_hook(partial(widen, param)) for param in lacking]
 
 
 def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
@@ -262,14 +272,26 @@ def has_gradient_hook(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks)
 
 
+COMPILED_MODULE = "_orig_mod"
+"""Under which name ``torch.compile`` keeps the module that it wraps."""
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` wraps, else ``module``."""
+    return getattr(module, COMPILED_MODULE, module)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` wraps ``module``, or ``module.compile()`` was called."""
-    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+    return uncompiled(module) is not module or module._compiled_call_impl is not None
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, else the tensor. ``to_local`` would make a view that autograd follows."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    """This rank's part of a DTensor, which shares its memory, else the tensor; without a node in autograd's graph."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 def move_what_has_values(module: nn.Module, device: torch.device) -> None:
@@ -277,56 +299,63 @@ def move_what_has_values(module: nn.Module, device: torch.device) -> None:
     module._apply(lambda tensor: tensor if tensor.device.type == "meta" else tensor.to(device))
 
 
-def park_gathered(group: FSDPParamGroup) -> None:
-    """Register the sharded parameters on the modules without freeing the gathered copy.
-
-    Whoever looks at the module between two micro-batches (a callback, a checkpoint, another forward) then meets an
-    ordinary sharded module, and a forward of theirs gathers afresh.
-    """
-    for param in group.fsdp_params:
-        param._setattr_on_modules(param.sharded_param)
-        param.sharded_state = ShardedState.SHARDED
-    group._sharded_state = ShardedState.SHARDED
-
-
-def unpark_gathered(group: FSDPParamGroup) -> None:
-    """Register a parked copy on the modules again. The caller has made sure that it is alive and not stale."""
-    group._to_unsharded()
+def reshard_keeping_storage(unit: FSDPModule) -> None:
+    """Show the sharded parameters of ``unit`` again, and keep the memory of the unsharded ones as it is."""
+    if hasattr(unit, "set_keep_unsharded_storage"):
+        unit.set_keep_unsharded_storage(True, recurse=False)
+        unit.reshard()
+        unit.set_keep_unsharded_storage(False, recurse=False)
+        return
+    params = [param for group in param_groups(unit) for param in group.fsdp_params]  # before torch 2.15
+    for param in params:
+        param.free_unsharded_param = lambda: None
+    unit.reshard()
+    for param in params:
+        del param.free_unsharded_param
 
 
-def free_parked(group: FSDPParamGroup) -> None:
-    """Free a parked copy; the next forward gathers anew."""
-    for param in group.fsdp_params:
-        param.free_unsharded_param()
+def unsharded_storage_is_kept(unit: FSDPModule) -> bool:
+    """Whether ``unit`` is as :func:`reshard_keeping_storage` left it: another forward may have freed its memory."""
+    return all(
+        group.is_sharded
+        and all(
+            t.untyped_storage().size() > 0 or t.numel() == 0 for p in group.fsdp_params for t in p.all_gather_outputs
+        )
+        for group in param_groups(unit)
+    )
 
 
-def gathered_storage_is_alive(group: FSDPParamGroup) -> bool:
-    """Whether no other forward has freed the gathered copy since it was parked."""
-    return all(t.untyped_storage().size() > 0 for p in group.fsdp_params for t in p.all_gather_outputs if t.numel() > 0)
+def show_kept_storage(unit: FSDPModule) -> None:
+    """Show the unsharded parameters again without an all-gather. The caller has made sure that they are kept."""
+    for group in param_groups(unit):
+        group._to_unsharded()
 
 
-def sharded_versions(group: FSDPParamGroup) -> list[int]:
+def sharded_versions(unit: FSDPModule) -> list[int]:
     """Autograd version counters of the sharded parameters: they move with every in-place write but ``.data`` ones."""
-    return [param.sharded_param._version for param in group.fsdp_params]
+    return [param.sharded_param._version for group in param_groups(unit) for param in group.fsdp_params]
 
 
 def own_shard_changed(group: FSDPParamGroup) -> bool:
-    """Whether this rank's sharded parameters differ from what was gathered from them. Reads tensors on the host."""
+    """Whether this rank's sharded parameters differ from what was all-gathered. Reads tensors on the host."""
     for param in group.fsdp_params:
         if len(param.all_gather_outputs) != 1 or param.fsdp_placement.dim != 0:
             continue
-        shard_rank, shard_size = param.mesh_info.shard_mesh_rank, param.mesh_info.shard_mesh_size
-        gathered = param.all_gather_outputs[0].view(shard_size, -1)[shard_rank]
-        local = param._sharded_param_data.to(gathered.dtype)
-        if not torch.equal(_as_integers(gathered), _as_integers(local)):
+        local = local_tensor(param.sharded_param).reshape(-1)
+        own_part = param.all_gather_outputs[0].view(param.mesh_info.shard_mesh_size, -1)[
+            param.mesh_info.shard_mesh_rank
+        ]
+        if not _equal_bits(own_part[: local.numel()], local.to(own_part.dtype)):  # the part may be padded
             return True
     return False
 
 
-def _as_integers(tensor: Tensor) -> Tensor:
-    """Bits of a contiguous tensor as the widest integers that fit, which compare fastest and know no NaN."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    return tensor.view(next(dtype for dtype in _INTEGERS if num_bytes % dtype.itemsize == 0))
+def _equal_bits(one: Tensor, other: Tensor) -> bool:
+    """Compare contiguous tensors as the widest integers that fit, which is fastest and knows no NaN."""
+    size = one.element_size()
+    in_bytes = (one.numel() * size, one.storage_offset() * size, other.storage_offset() * size)
+    integers = next(dtype for dtype in _INTEGERS if all(number % dtype.itemsize == 0 for number in in_bytes))
+    return torch.equal(one.view(integers), other.view(integers))
 
 
 def patch_unscaling(
@@ -376,7 +405,7 @@ def _with_local_gradient(parameter: Tensor) -> Tensor:
     """A tensor whose gradient is this rank's part of the parameter's; the parameter itself where that is the whole."""
     if not isinstance(parameter.grad, DTensor):
         return parameter
-    local = parameter.grad._local_tensor
+    local = local_tensor(parameter.grad)
     stand_in = local.detach()
     stand_in.grad = local
     return stand_in
@@ -393,3 +422,50 @@ def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Flatten ``mesh`` into one dimension called ``name``. A collective over the world where it makes a new group."""
     return mesh._flatten(name)
+
+
+_probed_groups: set[type] = set()
+
+
+def _probe_group(group: FSDPParamGroup) -> None:
+    """Check, for the first FSDP2 group of this process, what the functions above read and write of FSDP2."""
+    if type(group) in _probed_groups:
+        return
+    check = partial(release_probe.check, "torch")
+    check(
+        group,
+        *("fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "is_sharded", "is_unsharded"),
+        *("_to_unsharded", "post_backward", *CommunicationFlags._fields[:-1]),
+    )
+    check(group, "_partial_reduce_output", "post_forward_mesh_info", writable=True)
+    for param in group.fsdp_params[:1]:
+        check(
+            param,
+            *("sharded_param", "unsharded_param", "all_gather_outputs", "fsdp_placement", "mesh_info", "mp_policy"),
+            "free_unsharded_param",
+        )
+        if ACCUMULATES_IN_LEAF:
+            check(param, "unsharded_grad_dtype")
+        else:
+            check(param, "to_accumulated_grad_if_needed", "accumulate_unsharded_grad_if_needed")
+            check(param, "unsharded_accumulated_grad", writable=True)
+    _probed_groups.add(type(group))
+
+
+def _probe() -> None:
+    """Check at import whatever the functions above reach for on public classes and modules."""
+    check = partial(release_probe.check, "torch")
+    check(FSDPModule, "_get_fsdp_state", "reset_iter_state", "set_reduce_scatter_unused_params")
+    if ACCUMULATES_IN_LEAF:
+        check(FSDPModule, "set_manual_backward_finalization", "finalize_backward")
+    check(torch._C, "_clear_DTensor_sharding_propagator_cache")
+    check(dist.distributed_c10d, "_world")
+    check(DeviceMesh, "_flatten")
+    check(torch.UntypedStorage, "_checkpoint_offset")
+    check(GradScaler, "_per_optimizer_states", "_unscale_grads_")
+    check(DistributedDataParallel, "_check_reducer_finalized")
+    check(nn.Module, "_apply", "_compiled_call_impl")
+    check(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks", "_version")
+
+
+_probe()

@@ -180,7 +180,7 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
             module.unshard()
             module.reshard()
     for group in torch_internals.fsdp_param_groups(model):
-        for sharded, gathered in torch_internals.sharded_and_gathered(group):
+        for sharded, gathered in torch_internals.sharded_and_unsharded(group):
             vars(gathered).update(vars(sharded))
 
 

@@ -57,7 +57,7 @@ class FSDP2Engine(Engine):
             name for name, parameter in module.named_parameters() if units.is_plain_and_trainable(parameter)
         ]
         apply.initialise_fsdp2(module, self.mesh.sizes.data_parallel)
-        self._sync = FSDPGradSync(module, self._defer(), self._keep_gathered(module))
+        self._sync = FSDPGradSync(module, self._defer(), self._retain_unsharded(module))
         self._sync.discard()
         tensor_parallel.share_random_state(self.mesh, self.device)
         self._broadcast_buffers = apply.BufferBroadcast(module, self.mesh.group)
@@ -104,7 +104,7 @@ class FSDP2Engine(Engine):
         """Without peers nothing is communicated, and unreduced gradients would only be out of sight."""
         return self._options.defer_fsdp_grad_sync if self.mesh.sizes.data_parallel > 1 else False
 
-    def _keep_gathered(self, module: pl.LightningModule) -> bool:
+    def _retain_unsharded(self, module: pl.LightningModule) -> bool:
         """Settle ``reshard_during_accumulation``. A collective for "auto": ranks must agree, the smallest decides."""
         option = self._options.reshard_during_accumulation
         need = memory.estimate(module, defers_gradients=self._defer() is True)

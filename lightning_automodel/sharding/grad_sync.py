@@ -15,9 +15,6 @@ from lightning_automodel.torch_internals import FSDPParamGroup
 
 Deferral = bool | Literal["all_reduce"]
 
-_REDUCTION_FLAGS = ("reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params")
-_RESHARD_FLAGS = ("reshard_after_backward", "post_forward_mesh_info")
-
 
 def get_sync_ctx(
     model: nn.Module, is_optim_step: bool, defer_fsdp_grad_sync: Deferral = True
@@ -49,21 +46,14 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
         for module in model.modules():
             if isinstance(module, DistributedDataParallel) and not is_optim_step:
                 stack.enter_context(module.no_sync())
-        groups = list(torch_internals.fsdp_param_groups(model))
-        stack.enter_context(_restored(groups, _REDUCTION_FLAGS))
-        for group in groups:
-            _set_reduction(group, is_optim_step, defer)
-        stack.enter_context(_one_gradient_dtype(groups if is_optim_step else []))
+        units = torch_internals.fsdp_units(model)
+        stack.enter_context(_flags_restored(units))
+        for unit in units:
+            _set_reduction(unit, is_optim_step, defer)
+        stack.enter_context(_one_gradient_dtype(units if is_optim_step else []))
         yield
         if is_optim_step:
-            _reduce_pending([module for module in model.modules() if isinstance(module, FSDPModule)])
-
-
-def _reduce_pending(modules: Sequence[FSDPModule]) -> None:
-    """Reduce what roots have deferred that took no part in the last backward: FSDP2 visits the others only."""
-    for root in modules:
-        if torch_internals.is_fsdp_root(root) and torch_internals.has_deferred_gradients(root):
-            torch_internals.finish_backward(root)
+            _reduce_deferred(units)
 
 
 def check_deferral(defer: Deferral) -> None:
@@ -73,39 +63,39 @@ def check_deferral(defer: Deferral) -> None:
 
 
 @contextmanager
-def _restored(groups: list[FSDPParamGroup], flags: tuple[str, ...]) -> Iterator[None]:
-    """Put these attributes of ``groups`` back on exit."""
-    before = [[getattr(group, flag) for flag in flags] for group in groups]
+def _flags_restored(units: Sequence[FSDPModule]) -> Iterator[None]:
+    """Put back on exit which communication follows a forward and a backward of ``units``."""
+    before = [(unit, torch_internals.communication_flags(unit)) for unit in units]
     try:
         yield
     finally:
-        for group, values in zip(groups, before, strict=True):
-            for flag, value in zip(flags, values, strict=True):
-                setattr(group, flag, value)
+        for unit, flags in before:
+            if flags is not None:
+                # In this order: the first sets what the second sets, too.
+                unit.set_requires_gradient_sync(flags.reduce_grads, recurse=False)
+                unit.set_requires_all_reduce(flags.all_reduce_grads, recurse=False)
+                unit.set_reduce_scatter_unused_params(flags.reduce_scatter_unused_params, recurse=False)
+                unit.set_reshard_after_backward(flags.reshard_after_backward, recurse=False)
+                torch_internals.restore_reshard_after_forward(unit, flags)
 
 
-def _set_reduction(group: FSDPParamGroup, is_optim_step: bool, defer: Deferral) -> None:
-    group.reduce_grads = is_optim_step or defer is not True
-    group.all_reduce_grads = is_optim_step or defer is False
-    if defer == "all_reduce" and torch_internals.is_replicated(group):
+def _set_reduction(unit: FSDPModule, is_optim_step: bool, defer: Deferral) -> None:
+    unit.set_requires_gradient_sync(is_optim_step or defer is not True, recurse=False)
+    unit.set_requires_all_reduce(is_optim_step or defer is False, recurse=False)
+    if defer == "all_reduce" and any(torch_internals.num_replicas(g) > 1 for g in torch_internals.param_groups(unit)):
         # The partial sums of a window live in one flat buffer: every micro-batch must fill the same places of it, and
         # the last one must take part even where the unit was not used in it.
-        group.reduce_scatter_unused_params = True
+        unit.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 @contextmanager
-def _one_gradient_dtype(groups: Sequence[FSDPParamGroup]) -> Iterator[None]:
+def _one_gradient_dtype(units: Sequence[FSDPModule]) -> Iterator[None]:
     """Context for the last micro-batch: parameters that none before it has used get as wide a gradient as the others.
 
     So do those that it does not use either, where they are to take part in the reduction.
     """
-    handles = []
-    for group in groups:
-        for param in torch_internals.lacks_accumulator(group):
-            if group.reduce_scatter_unused_params:
-                torch_internals.start_accumulator(param)
-            else:
-                handles.append(torch_internals.widen_gradient(param))
+    groups = [group for unit in units for group in torch_internals.param_groups(unit)]
+    handles = [handle for group in groups for handle in torch_internals.accumulate_in_one_dtype(group)]
     try:
         yield
     finally:
@@ -113,8 +103,15 @@ def _one_gradient_dtype(groups: Sequence[FSDPParamGroup]) -> Iterator[None]:
             handle.remove()
 
 
-def _free_unless_training(root: nn.Module, *_: object) -> None:
-    """Forward hook: a root stays gathered for the backward that follows; where none does, it would become stale."""
+def _reduce_deferred(units: Sequence[FSDPModule]) -> None:
+    """Reduce what roots have deferred that took no part in the last backward: FSDP2 visits the others only."""
+    for unit in units:
+        if torch_internals.is_fsdp_root(unit) and torch_internals.has_deferred_gradients(unit):
+            torch_internals.reduce_deferred_gradients(unit)
+
+
+def _reshard_unless_training(root: nn.Module, *_: object) -> None:
+    """Forward hook: a root stays unsharded for the backward that follows; where none does, it would become stale."""
     if not torch.is_grad_enabled():
         cast(FSDPModule, root).reshard()
 
@@ -125,142 +122,160 @@ class FSDPGradSync:
     Args:
         model: Module at or below which every FSDP2 module is governed.
         defer: As ``defer_fsdp_grad_sync`` of :func:`get_sync_ctx`.
-        keep_gathered: Keep parameters gathered from the first forward of a window to its last backward. Between two
-            micro-batches they are parked: the module shows its sharded parameters, the gathered copy waits aside.
+        retain_unsharded: All-gather parameters in the first forward of a window only. Between two micro-batches the
+            module shows its sharded parameters, while the memory of the unsharded ones is retained: whoever looks at it
+            then (a callback, a checkpoint, another forward) meets an ordinary sharded module.
     """
 
-    def __init__(self, model: nn.Module, defer: Deferral, keep_gathered: bool) -> None:
-        self.defer = defer
-        self.keep_gathered = keep_gathered
-        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    def __init__(self, model: nn.Module, defer: Deferral, retain_unsharded: bool) -> None:
+        self._defer = defer
+        self._retain_unsharded = retain_unsharded
+        self._names = {id(module): name or "the root" for name, module in model.named_modules()}
+        self._units = torch_internals.fsdp_units(model)
         self._groups = list(torch_internals.fsdp_param_groups(model))
-        self._parked: list[tuple[FSDPParamGroup, list[int]]] = []
+        self._retained: list[tuple[FSDPModule, list[int]]] = []
         self._is_last: bool | None = None
         self._used: set[int] = set()
         self._followed: set[int] = set()
         self._handles = [
-            root.register_forward_hook(_free_unless_training)
-            for root in self._modules
-            if root is not model and torch_internals.is_fsdp_root(root)
+            cast(nn.Module, unit).register_forward_hook(_reshard_unless_training)
+            for unit in self._units
+            if unit is not model and torch_internals.is_fsdp_root(unit)
         ]
         for group in self._groups:
             self._follow_use(group)
 
     def _follow_use(self, group: FSDPParamGroup) -> None:
         """Tell parameters without a gradient in a window from those with a zero one, which FSDP2 gives them here."""
-        for parameter, gathered in torch_internals.sharded_and_gathered(group):
+        for parameter, unsharded in torch_internals.sharded_and_unsharded(group):
             if not parameter.requires_grad:
                 continue
             self._followed.add(id(parameter))
             mark = partial(self._mark_used, id(parameter))
-            self._handles.append(gathered.register_post_accumulate_grad_hook(mark))
+            self._handles.append(unsharded.register_post_accumulate_grad_hook(mark))
 
     def _mark_used(self, parameter_id: int, _: nn.Parameter) -> None:
         self._used.add(parameter_id)
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Context for the forward and backward of one micro-batch; ``is_last``: the optimizer steps after it.
+        """Context for the forward and backward of one micro-batch; ``is_last``: its window ends with it.
 
         Inside another one it does nothing: the outer one has decided.
         """
         if self._is_last is not None:
             yield
             return
-        with (
-            _restored(self._groups, _REDUCTION_FLAGS + _RESHARD_FLAGS),
-            self._deciding(is_last),
-        ):
-            for group in self._groups:
-                _set_reduction(group, is_last, self.defer)
+        with _flags_restored(self._units):
+            for unit in self._units:
+                _set_reduction(unit, is_last, self._defer)
                 # Ranks may differ in what they use of a unit, and must send gradients of the same shapes.
-                group.reduce_scatter_unused_params = True
-                if self.keep_gathered:
-                    group.post_forward_mesh_info = None
-                    group.reshard_after_backward = is_last
-            with _one_gradient_dtype(self._groups if is_last else []):
-                yield
-
-    @contextmanager
-    def _deciding(self, is_last: bool) -> Iterator[None]:
-        self._is_last = is_last
-        try:
-            yield
-        finally:
-            self._is_last = None
+                unit.set_reduce_scatter_unused_params(True, recurse=False)
+                if self._retain_unsharded:
+                    unit.set_reshard_after_forward(False, recurse=False)
+                    unit.set_reshard_after_backward(is_last, recurse=False)
+            with _one_gradient_dtype(self._units if is_last else []):
+                self._is_last = is_last
+                try:
+                    yield
+                finally:
+                    self._is_last = None
 
     def resume(self) -> None:
-        """Start a micro-batch: take parked parameters back unless somebody has written the sharded ones since.
+        """Start a micro-batch: take back retained parameters unless somebody has written the sharded ones since.
 
-        Whatever else is still gathered (another forward's) is freed, so that nothing stale is ever used.
+        Whatever else is still unsharded (by another forward) is resharded, so that nothing stale is ever used.
 
         Raises:
             RuntimeError: If weights were changed past autograd's version counters (``.data``), which other ranks may
                 not have noticed.
         """
-        parked, self._parked = self._parked, []
-        for group, versions in parked:
-            if not group.is_sharded or not torch_internals.gathered_storage_is_alive(group):
+        retained, self._retained = self._retained, []
+        taken_back: set[int] = set()
+        for unit, versions in retained:
+            if not torch_internals.unsharded_storage_is_kept(unit):
                 continue
-            if versions != torch_internals.sharded_versions(group):
-                torch_internals.free_parked(group)
-                continue
-            # Once a window is enough to raise before its step, and reading all weights each time is not free.
-            if self._is_last and group.device.type == "cpu" and torch_internals.own_shard_changed(group):
+            torch_internals.show_kept_storage(unit)
+            if versions == torch_internals.sharded_versions(unit):
+                # Once a window is enough to raise before its step, and reading all weights each time is not free.
+                if self._is_last:
+                    self._check_own_shards(unit)
+                taken_back.add(id(unit))
+        for unit in self._units:
+            if id(unit) not in taken_back:
+                unit.reshard()
+
+    def _check_own_shards(self, unit: FSDPModule) -> None:
+        for group in torch_internals.param_groups(unit):
+            if group.device.type == "cpu" and torch_internals.own_shard_changed(group):
                 raise RuntimeError(
-                    f"Parameters of {torch_internals.name_of(group)} were written through `.data` between two"
-                    " micro-batches of one accumulation window, while they are kept gathered. Write them in place under"
+                    f"Parameters of {self._names[id(unit)]} were written through `.data` between two micro-batches of"
+                    " one accumulation window, while they are retained unsharded. Write them in place under"
                     " torch.no_grad() (`p.copy_(...)`), which is noticed, or pass reshard_during_accumulation=True."
                 )
-            torch_internals.unpark_gathered(group)
-        taken_back = {id(group) for group, _ in parked if group.is_unsharded}
-        for group in self._groups:
-            if id(group) not in taken_back and not group.is_sharded:
-                group.reshard()
 
     def end_backward(self) -> None:
         """Show sharded parameters to everybody else."""
         if self._is_last:
-            _reduce_pending(self._modules)
-        for group in self._groups:
-            if group.is_unsharded and not group.reshard_after_backward:
-                torch_internals.park_gathered(group)
-                self._parked.append((group, torch_internals.sharded_versions(group)))
+            _reduce_deferred(self._units)
+        for unit in self._units:
+            flags = torch_internals.communication_flags(unit)
+            if flags is None or not torch_internals.is_unsharded(unit):
+                continue
+            if flags.reshard_after_backward:
+                unit.reshard()  # it took no part in this backward
+            else:
+                torch_internals.reshard_keeping_storage(unit)
+                self._retained.append((unit, torch_internals.sharded_versions(unit)))
 
     def followed(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
         """Those of these that get a zero gradient where they were not used, and whether this rank used them."""
         return [(p, id(p) in self._used) for p in parameters if id(p) in self._followed]
 
     def release(self) -> None:
-        """Free everything gathered: somebody may write the sharded weights, or needs the memory."""
-        for group, _ in self._parked:
-            if group.is_sharded:
-                torch_internals.free_parked(group)
-        self._parked = []
-        for module in self._modules:
-            module.reshard()
+        """Free everything unsharded: somebody may write the sharded weights, or needs the memory."""
+        for unit, _ in self._retained:
+            if torch_internals.unsharded_storage_is_kept(unit):
+                torch_internals.show_kept_storage(unit)
+        self._retained = []
+        for unit in self._units:
+            unit.reshard()
 
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Drop the gradients that FSDP2 holds outside of ``.grad`` for these (or all) sharded parameters."""
+        """Drop the gradients that FSDP2 holds outside of ``.grad`` for these (or all) sharded parameters.
+
+        Raises:
+            RuntimeError: If HSDP holds partial sums of them in one buffer with those of other parameters.
+        """
         wanted = None if parameters is None else {id(parameter) for parameter in parameters}
         for group in self._groups:
             owned = [p for p in group.fsdp_params if wanted is None or id(p.sharded_param) in wanted]
-            for param in owned:
-                torch_internals.clear_accumulated_gradients(param)
-                self._used.discard(id(param.sharded_param))
-            if owned:
+            if owned and torch_internals.holds_partial_reduction(group):
+                if any(id(p.sharded_param) in self._followed for p in group.fsdp_params if p not in owned):
+                    raise RuntimeError(
+                        f"Gradients of {self._names[id(group.modules[0])]} belong to several optimizers, and one of"
+                        " them is zeroed in the middle of a window whose replicas have not been added up:"
+                        " defer_fsdp_grad_sync='all_reduce' cannot drop a part. Pass True or False."
+                    )
                 torch_internals.discard_partial_reduction(group)
+            for param in owned:
+                torch_internals.clear_unreduced_gradient(param)
+                self._used.discard(id(param.sharded_param))
 
     def close(self) -> None:
-        """Leave the model to itself, with nothing gathered."""
+        """Leave the model to itself, with nothing unsharded."""
         self.release()
         for handle in self._handles:
             handle.remove()
 
     def recover(self) -> None:
-        """After an exception in a forward or backward: make the model usable for another run."""
+        """After an exception in a forward or backward: make the model usable again, without what FSDP2 has deferred."""
         self.release()
-        for module in self._modules:
-            if torch_internals.is_fsdp_root(module):
-                module.reset_iter_state()
+        # From torch 2.15 on, reset_iter_state drops these too, which may be older than the window.
+        gradients = [(param.sharded_param, param.sharded_param.grad) for g in self._groups for param in g.fsdp_params]
+        for unit in self._units:
+            if torch_internals.is_fsdp_root(unit):
+                unit.reset_iter_state()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         self.discard()

@@ -1,4 +1,4 @@
-"""Estimating what deferral and gathered parameters cost, and whether it fits."""
+"""Estimating what deferral and parameters retained unsharded cost, and whether it fits."""
 
 import os
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import nn
 from lightning_automodel import torch_internals
 
 FREE_MEMORY_SHARE = 0.5
-"""Part of the free memory that gathered parameters, unreduced gradients and optimizer state may fill; activations need
+"""Part of the free memory that unsharded parameters, unreduced gradients and optimizer state may fill; activations need
 the rest."""
 
 _OPTIMIZER_MOMENTS = 2  # in the parameter's dtype, or float32 for narrower ones
@@ -21,33 +21,36 @@ class MemoryEstimate:
     """Bytes that one rank needs beside its shards, while a window runs.
 
     Attributes:
-        gathered_parameters: All units gathered at once, instead of one at a time.
+        unsharded_parameters: All units unsharded at once, instead of one at a time.
         deferred_gradients: Unsharded gradients that wait for the last micro-batch.
         sharded_state: Gradient shards and two optimizer moments, which are not allocated yet at set-up.
     """
 
-    gathered_parameters: int
+    unsharded_parameters: int
     deferred_gradients: int
     sharded_state: int
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.gathered_parameters + self.deferred_gradients + self.sharded_state
+        return self.unsharded_parameters + self.deferred_gradients + self.sharded_state
 
 
 def estimate(model: nn.Module, defers_gradients: bool) -> MemoryEstimate:
-    """Estimate for a model that FSDP2 has sharded. Not a collective."""
-    gathered = gradients = state = 0
+    """Estimate for a model that FSDP2 has sharded and unsharded once. Not a collective."""
+    unsharded = gradients = state = 0
     for group in torch_internals.fsdp_param_groups(model):
-        gathered += torch_internals.gathered_bytes(group)
-        gradients += torch_internals.unsharded_gradient_bytes(group) if defers_gradients else 0
+        for param in group.fsdp_params:
+            whole = torch_internals.local_tensor(param.unsharded_param)
+            unsharded += whole.numel() * whole.element_size()
+            if defers_gradients and param.sharded_param.requires_grad:
+                gradients += whole.numel() * torch_internals.unsharded_gradient_dtype(param).itemsize
     for parameter in model.parameters():
         if parameter.requires_grad:
             local = torch_internals.local_tensor(parameter)
             moments = _OPTIMIZER_MOMENTS * max(local.element_size(), torch.float32.itemsize)
             state += local.numel() * (local.element_size() + moments)
-    return MemoryEstimate(gathered_parameters=gathered, deferred_gradients=gradients, sharded_state=state)
+    return MemoryEstimate(unsharded_parameters=unsharded, deferred_gradients=gradients, sharded_state=state)
 
 
 def free_bytes(device: torch.device, local_ranks: int) -> int | None:

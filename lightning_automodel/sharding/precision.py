@@ -224,7 +224,7 @@ def check_conversion(plugin: Precision, model: nn.Module) -> None:
     if plugin.precision == "32-true" or isinstance(plugin, MixedPrecision):
         return
     found = {p.dtype for p in model.parameters() if p.is_floating_point()} - {wanted}
-    if found and any(torch_internals.was_gathered(group) for group in torch_internals.fsdp_param_groups(model)):
+    if found and any(torch_internals.was_unsharded(group) for group in torch_internals.fsdp_param_groups(model)):
         raise ValueError(
             f"precision={str(plugin.precision)!r} would convert the module to {wanted}, but an earlier run"
             f" has sharded it in {_names(found)}, which stays: pass the precision of that run, or a module that was not"
@@ -240,7 +240,7 @@ def leave_casting_to_units(plugin: Precision, model: nn.Module, patches: PatchSt
 
 def unit_dtypes(model: nn.Module) -> set[torch.dtype]:
     """The dtypes that policies of FSDP2 units at or below ``model`` compute in."""
-    policies = [group.mp_policy for group in torch_internals.fsdp_param_groups(model)]
+    policies = torch_internals.mixed_precision_policies(model)
     return {policy.param_dtype for policy in policies if policy.param_dtype is not None}
 
 
@@ -263,7 +263,7 @@ def passes_float16(plugin: Precision, model: nn.Module) -> bool:
 def is_applied(policy: MixedPrecisionPolicy, model: nn.Module) -> bool:
     """Whether any FSDP2 unit at or below ``model`` was made with this policy."""
     forms = (policy, unit_policy(policy), step_policy(policy))
-    return any(group.mp_policy in forms for group in torch_internals.fsdp_param_groups(model))
+    return any(applied in forms for applied in torch_internals.mixed_precision_policies(model))
 
 
 def describe_dtypes(plugin: Precision, model: nn.Module, policy: MixedPrecisionPolicy | None) -> dict[str, str]:

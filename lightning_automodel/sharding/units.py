@@ -213,7 +213,7 @@ def is_plain_and_trainable(parameter: nn.Parameter) -> bool:
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile(module)`` has wrapped, else the module."""
-    return module._orig_mod if isinstance(module, torch_internals.OptimizedModule) else module
+    return torch_internals.uncompiled(module)
 
 
 def class_name(module: nn.Module) -> str:

@@ -63,5 +63,5 @@ def test_estimate_without_units(dtype: torch.dtype, moments: int) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, bias=False).requires_grad_(False)).to(dtype)
     estimate = memory.estimate(model, defers_gradients=True)
     state = 16 * (dtype.itemsize + moments)
-    assert estimate == memory.MemoryEstimate(gathered_parameters=0, deferred_gradients=0, sharded_state=state)
+    assert estimate == memory.MemoryEstimate(unsharded_parameters=0, deferred_gradients=0, sharded_state=state)
     assert estimate.total == state

@@ -39,7 +39,7 @@ def test_sharded_model(
     """Frozen parameters are gathered too, but have neither gradients nor state; state counts the rank's own rows."""
     for rows, estimated in zip((2, 1), pool2.run(_estimate, defers_gradients, **dtypes), strict=True):
         assert estimated == MemoryEstimate(
-            gathered_parameters=(15 + 20) * bytes_gathered,
+            unsharded_parameters=(15 + 20) * bytes_gathered,
             deferred_gradients=15 * bytes_unreduced if defers_gradients else 0,
             sharded_state=rows * (4 + 1) * (4 + 8),
         )

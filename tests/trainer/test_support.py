@@ -44,7 +44,9 @@ def table(request: pytest.FixtureRequest) -> Iterator[dict[Cell, Status]]:
     found: dict[Cell, Status] = {}
     yield found
     if path := request.config.getoption("--support-table"):
-        Path(path).write_text(as_markdown(found))
+        # What stands below is written by .ci/versions.
+        _, heading, releases = Path(path).read_text().partition("\n## Releases\n") if Path(path).exists() else [""] * 3
+        Path(path).write_text(as_markdown(found) + heading + releases)
 
 
 @pytest.fixture

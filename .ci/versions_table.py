@@ -1,0 +1,34 @@
+"""Enter what `.ci/versions` has found into the table between the markers of docs/support.md: other rows stay."""
+
+import datetime
+import sys
+from pathlib import Path
+
+BEGIN, END = "<!-- versions -->", "<!-- /versions -->"
+TIERS = ("unit", "sharding", "distributed", "gradients", "exactness", "trainer")
+HEADER = ["torch", "Lightning", *TIERS, "date"]
+
+
+def cells(line: str) -> list[str]:
+    """The cells of one row."""
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def release(key: tuple[str, str]) -> list[int]:
+    """Numbers to sort by."""
+    return [int(number) for version in key for number in version.split(".")]
+
+
+results, document = sys.argv[1], Path(sys.argv[2])
+before, rest = document.read_text().split(BEGIN)
+section, after = rest.split(END)
+table = [cells(line) for line in section.splitlines() if line.startswith("| 2")]
+rows = {(row[0], row[1]): dict(zip(HEADER, row, strict=True)) for row in table}
+for line in Path(results).read_text().splitlines():
+    torch, lightning, tier, summary = line.split("\t")
+    empty = {"torch": torch, "Lightning": lightning, **dict.fromkeys(TIERS, "not run")}
+    row = rows.setdefault((torch, lightning), empty)
+    row |= {tier: summary, "date": datetime.date.today().isoformat()}
+lines = [HEADER, ["---"] * len(HEADER), *([rows[key][name] for name in HEADER] for key in sorted(rows, key=release))]
+written = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+document.write_text(f"{before}{BEGIN}\n{written}\n{END}{after}")

@@ -1,0 +1,70 @@
+"""Private names of torch and Lightning are probed once: the first that a release lacks is named, before any training.
+
+A write to an attribute that a release no longer reads would be a silent wrong number, so a property without a setter
+counts as missing where the package writes.
+"""
+
+import importlib.metadata
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+TESTED_RELEASES = {"torch": "2.13.0 to 2.15.0", "lightning": "2.6.1 to 2.6.6"}
+"""What ``.ci/versions`` has run with; ``docs/support.md`` has the table."""
+
+_MISSING = object()
+
+
+class UnsupportedReleaseError(ImportError):
+    """This release of torch or Lightning lacks a private name that the package needs."""
+
+    def __init__(self, library: str, name: str) -> None:
+        super().__init__(
+            f"lightning_automodel needs {name} in the form of {library} {TESTED_RELEASES[library]}, which were tested;"
+            f" {library} {importlib.metadata.version(library)} does not have it. Install one of those, or a newer"
+            " lightning_automodel."
+        )
+
+
+@contextmanager
+def importing_private_names() -> Iterator[None]:
+    """Context for the imports of the two internals modules.
+
+    Raises:
+        UnsupportedReleaseError: For an import that fails, with the name that torch or Lightning does not have.
+    """
+    try:
+        yield
+    except ImportError as error:
+        library = (error.name or "").split(".")[0]
+        if isinstance(error, UnsupportedReleaseError) or library not in TESTED_RELEASES:
+            raise
+        raise UnsupportedReleaseError(library, f"an import ({error.msg})") from error
+
+
+def check(library: str, owner: Any, *names: str, writable: bool = False) -> None:
+    """Check that ``owner`` has these attributes.
+
+    Args:
+        library: "torch" or "lightning".
+        owner: A module, an object, or a class; of a class, also what its ``__init__`` assigns counts.
+        *names: Names of attributes.
+        writable: Whether the package assigns to them.
+
+    Raises:
+        UnsupportedReleaseError: For the first that is missing.
+    """
+    for name in names:
+        found = inspect.getattr_static(owner, name, _MISSING)
+        if found is _MISSING and isinstance(owner, type):
+            found = None if any(name in _assigned(base) for base in owner.__mro__) else _MISSING
+        if found is _MISSING or (writable and isinstance(found, property) and found.fset is None):
+            described = getattr(owner, "__name__", type(owner).__name__)
+            raise UnsupportedReleaseError(library, f"{'a writable ' if writable else ''}{described}.{name}")
+
+
+def _assigned(cls: type) -> tuple[str, ...]:
+    """Names that ``__init__`` of ``cls`` uses, those of attributes among them."""
+    code = getattr(vars(cls).get("__init__"), "__code__", None)
+    return () if code is None else code.co_names
