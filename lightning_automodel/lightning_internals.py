@@ -43,18 +43,17 @@ __all__ = [
     "epoch_metrics",
     "failing_hook",
     "forget_restart",
-    "give_back_sigterm",
     "is_validation_due",
+    "keep_sigterm_handler",
     "logged_metrics",
     "optimizers_to_device",
     "patch_model_checkpoints",
+    "patch_signals",
     "reset_seed",
     "save_and_requeue",
     "saving",
     "set_rng_states",
     "skip_validation",
-    "take_over_requeueing",
-    "take_over_sigterm",
     "tell_sigterm",
     "told_weights_only",
     "training_data_fetcher",
@@ -75,22 +74,20 @@ def failing_hook(exception: BaseException) -> str | None:
     return name
 
 
-def take_over_sigterm(trainer: Trainer) -> None:
+def patch_signals(trainer: Trainer, ask_to_requeue: Callable[[], None], patches: PatchStack) -> None:
     """Let ``trainer`` neither broadcast whether SIGTERM came, each micro-batch, nor communicate in a signal handler.
 
-    Lightning 2.6.6 has no setting for either. :func:`give_back_sigterm` undoes it.
+    Lightning has no setting for either. On SLURM's signal to requeue it saves wherever in a step a rank is; saving is a
+    collective under FSDP2, and no two ranks receive a signal at the same point of a step.
+
+    Args:
+        trainer: The run's.
+        ask_to_requeue: Called on SLURM's signal instead.
+        patches: Undoes it.
     """
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _do_nothing  # type: ignore[method-assign]
-    trainer._signal_connector._sigterm_notifier_fn = _do_nothing  # type: ignore[assignment,method-assign]
-
-
-def take_over_requeueing(trainer: Trainer, ask: Callable[[], None]) -> None:
-    """Let SLURM's signal to save and requeue call ``ask``, where Lightning 2.6.6 saves wherever in a step a rank is.
-
-    Saving is a collective under FSDP2, and no two ranks receive a signal at the same point of a step.
-    :func:`give_back_sigterm` undoes it.
-    """
-    trainer._signal_connector._slurm_sigusr_handler_fn = lambda *_: ask()  # type: ignore[method-assign]
+    patches.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _do_nothing)
+    patches.set(trainer._signal_connector, "_sigterm_notifier_fn", _do_nothing)
+    patches.set(trainer._signal_connector, "_slurm_sigusr_handler_fn", lambda *_: ask_to_requeue())
 
 
 def save_and_requeue(trainer: Trainer) -> None:
@@ -99,16 +96,9 @@ def save_and_requeue(trainer: Trainer) -> None:
     type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, None)  # type: ignore[arg-type]
 
 
-def give_back_sigterm(trainer: Trainer) -> None:
-    """Undo :func:`take_over_sigterm` and :func:`take_over_requeueing`.
-
-    The handler of SIGTERM that Lightning found is for its owner to give back.
-    """
-    if "_sigterm_notifier_fn" in trainer._signal_connector.__dict__:
-        trainer._signal_connector._original_handlers.pop(signal.SIGTERM, None)
-    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
-    trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
-    trainer._signal_connector.__dict__.pop("_slurm_sigusr_handler_fn", None)
+def keep_sigterm_handler(trainer: Trainer) -> None:
+    """Let ``trainer`` not restore the handler of SIGTERM that it found: the supervisor's, which restores it itself."""
+    trainer._signal_connector._original_handlers.pop(signal.SIGTERM, None)
 
 
 def patch_model_checkpoints(

@@ -5,11 +5,12 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -177,8 +178,8 @@ class AutomodelStrategy(ParallelStrategy):
         )
         self.num_nodes = 1
         self._guard = Supervisor(before_telling=self._checkpoints.wait_for_pending_save)
-        self._callback_patches = PatchStack()
-        self._setup_turn: FirstRankPerNode | None = None
+        self._trainer_patches = PatchStack()
+        self._setup_block: FirstRankPerNode | None = None
         self._averages = AverageCopies()
         self._evaluation_steps = 0
         self._forward_redirection = lightning_internals.DDPForwardRedirection()
@@ -229,7 +230,8 @@ class AutomodelStrategy(ParallelStrategy):
     @property
     @override
     def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
+        if self.parallel_devices is None:
+            raise RuntimeError(f"{type(self).__name__} has no devices yet: a Trainer gives them to its strategy.")
         return self.parallel_devices[self.local_rank]
 
     @property
@@ -300,8 +302,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        start_method = self._options.start_method
+        start_method, environment = self._options.start_method, self._environment
         self._launcher = make_launcher(
             self,
             start_method,
@@ -311,9 +312,9 @@ class AutomodelStrategy(ParallelStrategy):
             get_report=self._worker_report,
             set_report=self._take_worker_report,
         )
-        if self.cluster_environment.creates_processes_externally and start_method != "popen":
+        if environment.creates_processes_externally and start_method != "popen":
             self._advice.say_once(
-                f"start_method={start_method!r} has no effect: {type(self.cluster_environment).__name__} says that"
+                f"start_method={start_method!r} has no effect: {type(environment).__name__} says that"
                 " something else has started the processes."
             )
 
@@ -336,17 +337,15 @@ class AutomodelStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
-        assert self.cluster_environment is not None
         timeout = process_group.parse_timeout(self._options.timeout)
         process_group.join_process_group(
-            self.cluster_environment, self.process_group_backend, timeout, self.root_device, self._options.init_method
+            self._environment, self.process_group_backend, timeout, self.root_device, self._options.init_method
         )
         self._evaluation_steps = 0
         self._guard.watch(timeout, self._where)
         collectives.host_group(timeout)
         self._mesh = self._make_mesh(timeout)
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._mesh.mesh
+        self._module._device_mesh = self._mesh.mesh
 
     def _make_mesh(self, timeout: timedelta) -> RunMesh:
         options, device_type = self._options, self.root_device.type
@@ -374,7 +373,7 @@ class AutomodelStrategy(ParallelStrategy):
         """
         if name == "post_setup":
             self._averages.end_setup_hooks()
-            self._end_setup_turn()
+            self._end_setup_block()
         if self._guard.has_failed:
             return
         collectives.named_barrier(name or "unnamed", process_group.parse_timeout(self._options.timeout))
@@ -383,16 +382,16 @@ class AutomodelStrategy(ParallelStrategy):
                 weight_averaging.refuse_pruning(self.lightning_module)
             self._averages.prepare(self.lightning_module, self._shards_model)
         if name == "pre_setup" and self._options.first_rank_setup:
-            turn = self.first_rank_per_node()
-            turn.__enter__()
-            self._setup_turn = turn
+            block = self.first_rank_per_node()
+            block.__enter__()
+            self._setup_block = block
         if name == "run-stage" and self._run is not None:
             self._run.check_initialized()
 
-    def _end_setup_turn(self, exception: BaseException | None = None) -> None:
-        turn, self._setup_turn = self._setup_turn, None
-        if turn is not None:
-            turn.__exit__(type(exception) if exception is not None else None, exception, None)
+    def _end_setup_block(self, exception: BaseException | None = None) -> None:
+        block, self._setup_block = self._setup_block, None
+        if block is not None:
+            block.__exit__(type(exception) if exception is not None else None, exception, None)
 
     def first_rank_per_node(
         self, scope: Literal["node", "global"] = "node", timeout: timedelta | float | None = None
@@ -421,9 +420,8 @@ class AutomodelStrategy(ParallelStrategy):
         module, fitting = self._module, trainer.state.fn == TrainerFn.FITTING
         self._close_run()  # of a run that Lightning did not tear down, since an `on_exception` hook raised
         if self.world_size > 1:
-            lightning_internals.take_over_sigterm(trainer)
-            lightning_internals.take_over_requeueing(trainer, self._guard.ask_to_requeue)
-        self._checkpoints.patch_callbacks(trainer, self._callback_patches)
+            lightning_internals.patch_signals(trainer, self._guard.ask_to_requeue, self._trainer_patches)
+        self._checkpoints.patch_callbacks(trainer, self._trainer_patches)
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
         if fitting and self._layer_sync is not None:
@@ -448,7 +446,7 @@ class AutomodelStrategy(ParallelStrategy):
                 self.root_device,
                 self._run.state,
                 self._run.load_state,
-                lambda: bool(self._required_run.windows.open_windows),
+                self._run.holds_gradients,
                 partial(self._advice.say_once, say=rank_zero_info),
             )
             self.setup_optimizers(trainer)
@@ -480,6 +478,12 @@ class AutomodelStrategy(ParallelStrategy):
         Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
         if self._run is not None:
             self._run.watch_optimizers(self._optimizers, self._lightning_optimizers)
+
+    @property
+    def _environment(self) -> ClusterEnvironment:
+        if self.cluster_environment is None:
+            raise RuntimeError(f"{type(self).__name__} has no cluster environment yet: a Trainer chooses it.")
+        return self.cluster_environment
 
     @property
     def _required_run(self) -> TrainingRun:
@@ -636,7 +640,7 @@ class AutomodelStrategy(ParallelStrategy):
         """Reduce a value over the data-parallel ranks (or ``group``), leaving the input as it is.
 
         A collective on the group: one all-reduce, without the barrier that Lightning's own strategies put before it.
-        The mean of integers is exact. What is no tensor comes back unchanged.
+        The mean of integers is exact. Non-tensors are returned unchanged.
         """
         if not isinstance(tensor, Tensor) or self._mesh is None:
             return tensor
@@ -652,14 +656,12 @@ class AutomodelStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self._checkpoints.names_parameters:
             return super().lightning_module_state_dict()
-        assert self.lightning_module is not None
-        return model_state(self.lightning_module)
+        return model_state(self._module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if not self._checkpoints.names_parameters:
             return super().optimizer_state(optimizer)
-        assert self.lightning_module is not None
         with self._required_run.watch.suspended():
             return optimizer_state(self._module, unwrap(optimizer))
 
@@ -671,8 +673,7 @@ class AutomodelStrategy(ParallelStrategy):
             CheckpointError: On every rank, if it failed on any; older checkpoints are as they were.
             RuntimeError: After the strategy's ``timeout``, if not every rank saves; it names those that do not.
         """
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         if not self._guard.has_failed:
             # Ranks that go on without saving would otherwise meet those that save in one collective.
             collectives.named_barrier("save_checkpoint", process_group.parse_timeout(self._options.timeout))
@@ -708,19 +709,15 @@ class AutomodelStrategy(ParallelStrategy):
         weights_only = self._guard.weights_only if weights_only is None else weights_only
         checkpoint = self._checkpoints.open(checkpoint_path, weights_only, self.checkpoint_io, self.local_rank == 0)
         state = checkpoint.pop(CHECKPOINT_KEY, None)
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         if self._resume is not None and trainer.state.fn == TrainerFn.FITTING:
             self._resume.load(state, checkpoint, self._joined_mesh().sizes_by_name(), self.global_rank)
         return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module = self.lightning_module
-        assert module is not None
-        assert isinstance(checkpoint, dict)
-        optimizers = self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
-        self._checkpoints.fill(checkpoint, module, optimizers, strict)
+        optimizers = self.optimizers if self._module.trainer.state.fn == TrainerFn.FITTING else []
+        self._checkpoints.fill(cast(dict[str, Any], checkpoint), self._module, optimizers, strict)
 
     @property
     @override
@@ -743,10 +740,9 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._averages.end_setup_hooks()
-        self._end_setup_turn(exception)
+        self._end_setup_block(exception)
         if isinstance(exception, lightning_internals.SIGTERMException) and self._guard.requeues:
-            assert self.lightning_module is not None
-            lightning_internals.save_and_requeue(self.lightning_module.trainer)
+            lightning_internals.save_and_requeue(self._module.trainer)
         if self._run is not None:
             self._run.interrupt()
 
@@ -765,9 +761,9 @@ class AutomodelStrategy(ParallelStrategy):
         had_run = self._run is not None
         self._close_run()
         self.model = self.lightning_module
-        if trainer is not None:
-            lightning_internals.give_back_sigterm(trainer)
-        self._callback_patches.restore()
+        if trainer is not None and had_run and self.world_size > 1:
+            lightning_internals.keep_sigterm_handler(trainer)
+        self._trainer_patches.restore()
         if had_run and not self._shards_model:
             if self._layer_sync is not None and self.model is not None:
                 self._layer_sync.revert(self.model)

@@ -265,6 +265,10 @@ class TrainingRun:
         """Report on the windows since the newest step."""
         return self.windows.last_step
 
+    def holds_gradients(self) -> bool:
+        """Whether backwards have accumulated, in open windows or in ``.grad``, that no optimizer has stepped with."""
+        return bool(self.windows.open_windows or self.windows.since_step)
+
     # --- What is saved, and how it ends -------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
