@@ -6,6 +6,7 @@ they get is empty, and gets its tensors as soon as the module is distributed. Ea
 communicates nothing.
 """
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -62,8 +63,32 @@ def _copy_weights(module: nn.Module, into: nn.Module, copies: dict[int, Any]) ->
         into.register_buffer(name, copies[id(buffer)], persistent=name in persistent)
     for name, child in module.named_children():
         if id(child) not in copies:
-            _copy_weights(child, nn.Module(), copies)
+            _copy_weights(child, _empty_copy(child), copies)
         into.add_module(name, copies[id(child)])
+
+
+class _ExtraState(nn.Module):
+    """Part of a copy whose original keeps more than tensors: it has that as it was copied, or loaded since."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self._state = state
+
+    @override
+    def get_extra_state(self) -> Any:
+        return self._state
+
+    @override
+    def set_extra_state(self, state: Any) -> None:
+        self._state = state
+
+
+def _empty_copy(module: nn.Module) -> nn.Module:
+    while wrapped := next((child for name, child in module.named_children() if name in WRAPPED), None):
+        module = wrapped
+    if type(module).get_extra_state is nn.Module.get_extra_state:
+        return nn.Module()
+    return _ExtraState(copy.deepcopy(module.get_extra_state()))
 
 
 class AverageCopies:

@@ -253,6 +253,7 @@ def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.ckpt", "b.ckpt", "empty"]
 
 
+@pytest.mark.filterwarnings("default:The checkpoint holds more than plain data")  # consolidation says it again
 def test_code_is_run_only_with_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By consolidation and export, which must load the rest."""
     with pytest.warns(UserWarning, match="more than plain data"):
