@@ -1,11 +1,13 @@
-"""Fixtures of all tiers: `unit` (no process group), `distributed` (the rank pools), `trainer` (`Trainer.fit` on them).
+"""Fixtures of all tests: the rank pools, which are started once, and a process that is as it was.
 
-How to run: `pytest` for everything but the long sweeps, `pytest -m sweep` for those, `pytest tests/unit` for seconds.
+How to run: `pytest` for the suite, `pytest -m sweep` for what takes long, `pytest tests/gradients` for one room.
+A test on ranks with many sets of parameters runs a sample of them by default, evenly spread; the sweep has the rest.
 """
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +21,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Let tables be written by the runs that measure them."""
     parser.addoption("--fault-table", metavar="PATH", help="write what each fault led to as a Markdown table")
     parser.addoption("--support-table", metavar="PATH", help="write what works with what as Markdown tables")
+
+
+SAMPLE = 4
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave all but `SAMPLE` sets of parameters of a test on ranks to the sweep, unless it is marked `every_case`."""
+    by_test: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        on_ranks = {"pool1", "pool2", "pool4"} & set(getattr(item, "fixturenames", ()))
+        if on_ranks and not item.get_closest_marker("sweep") and not item.get_closest_marker("every_case"):
+            by_test[item.nodeid.split("[")[0]].append(item)
+    for cases in by_test.values():
+        if len(cases) > SAMPLE:
+            kept = {round(index * (len(cases) - 1) / (SAMPLE - 1)) for index in range(SAMPLE)}
+            for index, item in enumerate(cases):
+                if index not in kept:
+                    item.add_marker(pytest.mark.sweep)
 
 
 def pytest_configure() -> None:

@@ -39,6 +39,11 @@ ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+EVERY_ENGINE = [
+    pytest.param(name, marks=[] if name in ("fsdp2", "ddp", "hsdp") else [pytest.mark.sweep]) for name in ENGINES
+]
+
+
 def _batches(num_ranks: int) -> DataLoader:
     return DataLoader([[batch] for batch in micro_batches(case(num_ranks))[dist.get_rank()]], batch_size=None)
 
@@ -69,7 +74,8 @@ def fitted(pool2: RankPool, pool4: RankPool) -> Callable[[str], list[Any]]:
     return results
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.every_case
+@pytest.mark.parametrize("engine", EVERY_ENGINE)
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_users_write(name: str, engine: str, fitted: Callable[[str], list[Any]]) -> None:
     """Manual optimization, each row under each engine: weights and noted norms are those of one process."""
@@ -342,7 +348,7 @@ def _fit_automatic(options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERY_ENGINE)
 def test_automatic_optimization(pool2: RankPool, pool4: RankPool, engine: str) -> None:
     """What hooks see after a window's last backward is final, what they add stays, whoever steps steps with it."""
     num_ranks, options = ENGINES[engine]
