@@ -461,7 +461,6 @@ def _probe() -> None:
     check(torch._C, "_clear_DTensor_sharding_propagator_cache")
     check(dist.distributed_c10d, "_world")
     check(DeviceMesh, "_flatten")
-    check(torch.UntypedStorage, "_checkpoint_offset")
     check(GradScaler, "_per_optimizer_states", "_unscale_grads_")
     check(DistributedDataParallel, "_check_reducer_finalized")
     check(nn.Module, "_apply", "_compiled_call_impl")
