@@ -27,6 +27,7 @@ ORDER = [
     "distributed",
     "lightning_internals",
     "torch_internals",
+    "release_probe",
     "patching",
 ]
 # Ending together is nothing that checkpoints or the mathematics know of, nor it of them: only `launch` and above do.
