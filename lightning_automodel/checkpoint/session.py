@@ -93,7 +93,11 @@ class RunCheckpoints:
         self._pending_path = target if in_background else None
         if self.as_directory:
             if storage_options is not None:
-                raise TypeError(f"storage_options ({storage_options!r}) would have no effect on a directory of shards")
+                raise TypeError(
+                    f"storage_options ({storage_options!r}) would have no effect on a directory of shards: configure"
+                    " file systems for fsspec (its configuration files or environment variables), or save one file"
+                    " with save_distributed_checkpoint=False and a CheckpointIO that takes them."
+                )
             self._saver.save_shards(checkpoint, target, self._background_group() if in_background else None)
         else:
             if self.is_sharded:

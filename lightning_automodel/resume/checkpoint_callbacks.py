@@ -5,6 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, StochasticWeightAveraging, Timer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 
 from lightning_automodel.patching import PatchStack
 
@@ -45,6 +46,10 @@ def load_early(trainer: "pl.Trainer", states: dict[str, Any]) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         state = states.get(callback.state_key)
         if isinstance(callback, (BaseFinetuning, StochasticWeightAveraging, Timer)) and state is not None:
+            # Shards of an average are not read yet: it keeps its own until Lightning loads callbacks.
+            averages = [held for held in vars(callback).values() if isinstance(held, nn.Module)]
+            if "average_model_state" in state and averages:
+                state = {**state, "average_model_state": averages[0].state_dict()}
             callback.load_state_dict(state)
             max_epochs = trainer.fit_loop.max_epochs
             callback.on_fit_start(trainer, trainer.lightning_module)
