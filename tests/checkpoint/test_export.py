@@ -327,6 +327,7 @@ def _save_shards(path: Path, num_tensors: int, rows: int) -> None:
     torch.save({"epoch": 1, "global_step": 2}, path / "meta.pt")
 
 
+@pytest.mark.sweep
 def test_memory(tmp_path: Path) -> None:
     """A state of 200 MB, of which half is the model, in 4 MB tensors: far less than that is held at once."""
     _save_shards(tmp_path / "small.ckpt", 2, 8)

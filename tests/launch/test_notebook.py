@@ -54,6 +54,10 @@ CELLS = {
 }
 
 
+# A kernel that starts, and ranks in four cells, take half a minute; `fork` itself stands in test_launchers.py.
+pytestmark = pytest.mark.sweep
+
+
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each added cell printed, and the example's last cell, called "example"."""
