@@ -197,7 +197,7 @@ def average_gradients_(parameters: list[nn.Parameter], group: dist.ProcessGroup)
         for parameter, average, users in zip(same_dtype, averages, used_by, strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(average.view_as(parameter))
-            elif users > 0:
+            elif users.real > 0:  # summed in the dtype of the gradients, which may be complex
                 parameter.grad = average.view_as(parameter).to(parameter.dtype, copy=True)
 
 

@@ -110,7 +110,7 @@ def _average(dtype: torch.dtype) -> list[Tensor | None]:
     return [parameter.grad for parameter in parameters]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex128])
 def test_replicated_gradients_are_averaged(pool2: RankPool, dtype: torch.dtype) -> None:
     """A parameter that some ranks did not use counts as zero there; one that nobody used keeps no gradient."""
     for gradients in pool2.run(_average, dtype):
