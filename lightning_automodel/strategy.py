@@ -525,7 +525,7 @@ class AutomodelStrategy(ParallelStrategy):
         run = self._required_run
         self._begin_step(self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True)
         if self._inputs is not None:
-            self._inputs.begin_batch()
+            self._inputs.begin_training_step()
         run.start_step(args[0] if args else next(iter(kwargs.values()), None))
         output = super().training_step(*args, **kwargs)
         if self._module.automatic_optimization and output is not None:
@@ -640,11 +640,17 @@ class AutomodelStrategy(ParallelStrategy):
         if self._module.trainer.state.fn != TrainerFn.FITTING:
             self._evaluation_steps += 1
             self._begin_step(self._evaluation_steps, is_training=False)
-        if self._inputs is not None and self._shards_model:
-            self._inputs.begin_batch()
-        output = step(*args, **kwargs)
-        self._required_run.engine.release()
-        return output
+        engine = self._required_run.engine
+
+        def evaluate(*args: Any) -> STEP_OUTPUT:
+            engine.start_evaluation()
+            output = step(*args, **kwargs)
+            engine.end_evaluation()
+            return output
+
+        return (
+            evaluate(*args) if self._inputs is None else self._inputs.evaluate(evaluate, args, engine.join_evaluation)
+        )
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
@@ -655,6 +661,8 @@ class AutomodelStrategy(ParallelStrategy):
         """
         if not isinstance(tensor, Tensor) or self._mesh is None:
             return tensor
+        if self._inputs is not None:
+            self._inputs.check_reduction()
         return collectives.reduce_tensor(tensor, group or self._mesh.group, reduce_op, self.root_device)
 
     @override

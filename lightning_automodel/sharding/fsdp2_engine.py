@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from typing_extensions import override
 
+from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import apply, checks, memory, precision, tensor_parallel, units
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.grad_sync import Deferral, FSDPGradSync
+from lightning_automodel.sharding.joined_gathers import JoinedGathers
 
 _SHARDED_BEFORE = "sharded before this set-up (by configure_model or an earlier run); left as they were"
 
@@ -59,6 +61,7 @@ class FSDP2Engine(Engine):
         apply.initialise_fsdp2(module, self.mesh.sizes.data_parallel)
         self._sync = FSDPGradSync(module, self._defer(), self._retain_unsharded(module))
         self._sync.discard()
+        self._gathers = JoinedGathers(torch_internals.fsdp_units(module))
         tensor_parallel.share_random_state(self.mesh, self.device)
         self._broadcast_buffers = apply.BufferBroadcast(module, self.mesh.group)
         return module
@@ -152,6 +155,19 @@ class FSDP2Engine(Engine):
         self._sync.resume()
 
     @override
+    def start_evaluation(self) -> None:
+        self._gathers.start_step()
+
+    @override
+    def end_evaluation(self) -> None:
+        self._gathers.end_step()
+        self._sync.release()
+
+    @override
+    def join_evaluation(self) -> None:
+        self._gathers.join()
+
+    @override
     def start_backward(self, loss: Tensor) -> None:
         self._sync.start_backward()
 
@@ -188,6 +204,7 @@ class FSDP2Engine(Engine):
     @override
     def close(self) -> None:
         self._sync.close()
+        self._gathers.close()
 
     @override
     def describe(self) -> dict[str, Any]:
