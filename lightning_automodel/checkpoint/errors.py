@@ -45,11 +45,11 @@ class RankError:
 
 
 @contextmanager
-def on_every_rank(what: str, alone: bool = False) -> Iterator[None]:
+def on_every_rank(what: str, group: dist.ProcessGroup | None = None, alone: bool = False) -> Iterator[None]:
     """Raise on every rank what the block raises on any of them.
 
-    A collective over the default group, if there is one: every rank must come here, whatever happened inside, so the
-    block must hold no collective that another rank's failure would leave waiting.
+    A collective over ``group``, else the default group, if there is one: every rank must come here, whatever happened
+    inside, so the block must hold no collective that another rank's failure would leave waiting.
 
     The :class:`CheckpointError` says ``what`` failed, on which ranks, and why. Where a process acts ``alone``, whatever
     groups it is in, this is no collective.
@@ -65,16 +65,16 @@ def on_every_rank(what: str, alone: bool = False) -> Iterator[None]:
             raise _kind([own])(f"{what}: {own.text}") from error
         return
     # Ranks that succeeded come here too: nobody else could tell them of the others.
-    errors = gather(own)
+    errors = gather(own, group)
     raise_if_any(what, {rank: each for rank, each in enumerate(errors) if each is not None}, error)
 
 
-def gather(value: T) -> list[T]:
-    """``value`` of every rank, in their order; a collective over the default group, if there is one."""
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """``value`` of every rank, in their order; a collective over ``group``, else the default group, if there is one."""
     values = [value]
     if dist.is_available() and dist.is_initialized():
         values = values * dist.get_world_size()
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group)
     return values
 
 

@@ -48,44 +48,30 @@ class _FileResult(WriteResult):
     """Reports a file that a rank has written, instead of an entry within one."""
 
 
-@dataclass(frozen=True)
-class SaveTarget:
-    """Where the files of one save are written, and what they become. Rank 0 chooses it for all.
-
-    A local directory is written beside its place and then takes it. Elsewhere nothing can be renamed in one step: there
-    the files go to a ``folder`` of their own within ``path``, and the manifest, one object, says which one is valid.
-    """
-
-    path: str
-    folder: str
-
-    @classmethod
-    def choose(cls, path: str) -> "SaveTarget":
-        """A new folder for what is to become ``path``."""
-        return cls(path, f"{paths.parent(path) if paths.is_local(path) else path}/{atomic.temporary_name()}")
-
-    @property
-    def save_id(self) -> str:
-        """Different for each save."""
-        return self.folder.rpartition("-")[2]
-
-
 class ShardWriter(FileSystemWriter):
     """Writes one directory, which appears when it is complete: all by ``dcp.save`` or ``dcp.async_save``.
 
-    Every rank makes one for each save. ``rest`` is the content of ``meta.pt``, which the coordinator writes.
+    Every rank makes one for each save. A local directory is written beside its place and then takes it. Elsewhere
+    nothing can be renamed in one step: there the manifest, one object, says which folder within the directory is valid.
+
+    Args:
+        target: Path of the directory.
+        folder: Where the files are written; rank 0 has chosen it for all (:func:`.paths.new_folder`).
+        rest: Content of ``meta.pt``, which the coordinator writes.
+        world_size: Ranks that write.
     """
 
-    def __init__(self, target: SaveTarget, rest: bytes, world_size: int) -> None:
-        self._is_local = paths.is_local(target.path)
-        super().__init__(target.folder, sync_files=self._is_local)
-        self._files = _Files(url_to_fs(target.folder)[0])
-        self.fs, self.path = self._files, target.folder
+    def __init__(self, target: str, folder: str, rest: bytes, world_size: int) -> None:
+        self._is_local = paths.is_local(target)
+        super().__init__(folder, sync_files=self._is_local)
+        self._files = _Files(url_to_fs(folder)[0])
+        self.fs, self.path = self._files, folder
         self._target, self._rest, self._world_size = target, rest, world_size
+        self._save_id = folder.rpartition("-")[2]
 
     @override
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self._target.path, save_id=f"{_SIGNATURE}{self._target.save_id}")
+        return StorageMeta(checkpoint_id=self._target, save_id=f"{_SIGNATURE}{self._save_id}")
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -108,17 +94,17 @@ class ShardWriter(FileSystemWriter):
         # The manifest comes last: a directory without it, or without a file that it lists, is no checkpoint.
         if self._is_local:
             self._write(f"{self.path}/{MANIFEST}", self._manifest("", files))
-            atomic.replace(Path(self.path), Path(self._target.path))
+            atomic.replace(Path(self.path), Path(self._target))
             return
         folder = str(self.path).rpartition("/")[2]
-        self._write(f"{self._target.path}/{MANIFEST}", self._manifest(folder, files))
-        filesystem, place = url_to_fs(self._target.path)
+        self._write(f"{self._target}/{MANIFEST}", self._manifest(folder, files))
+        filesystem, place = url_to_fs(self._target)
         for name in filesystem.ls(place, detail=False):
             if folder not in name and atomic.TEMPORARY in name:
                 filesystem.rm(name, recursive=True)
 
     def _manifest(self, folder: str, files: dict[str, FileRecord]) -> bytes:
-        return Manifest(self._target.save_id, self._world_size, folder, files).to_bytes()
+        return Manifest(self._save_id, self._world_size, folder, files).to_bytes()
 
     def _write(self, path: str, content: bytes) -> None:
         with self._files.create_stream(path, "wb") as stream:

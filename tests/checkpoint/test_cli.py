@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from lightning_automodel.checkpoint.__main__ import main
 from lightning_automodel.checkpoint.cli.export import in_portions, number_of_bytes
-from lightning_automodel.checkpoint.saver import CheckpointSaver
+from lightning_automodel.checkpoint.saver import prepare_shards
 from lightning_automodel.checkpoint.single_file import check_file, save_file
 
 MODEL = {"model.weight": torch.arange(12.0).view(3, 4), "model.bias": torch.ones(3, dtype=torch.bfloat16)}
@@ -66,7 +66,7 @@ def checkpoint(**rest: Any) -> dict[str, Any]:
 
 def save_shards(path: Path, **rest: Any) -> Path:
     """A directory of this package."""
-    CheckpointSaver(torch.device("cpu")).save_shards(checkpoint(**rest), str(path), None)
+    prepare_shards(checkpoint(**rest), str(path))(None)
     return path
 
 
@@ -195,7 +195,7 @@ def test_consolidate_weights_alone(tmp_path: Path) -> None:
     weights = {"epoch": 2, "state_dict": dict(MODEL)}
     for name, saved in {"weights": weights, "none": {**weights, "optimizer_states": [], "lr_schedulers": []}}.items():
         path = tmp_path / f"{name}.ckpt"
-        CheckpointSaver(torch.device("cpu")).save_shards(dict(saved), str(path), None)
+        prepare_shards(dict(saved), str(path))(None)
         assert main(["consolidate", str(path), str(tmp_path / name)]) == 0
         assert torch.load(tmp_path / name, weights_only=True).keys() == saved.keys()
 

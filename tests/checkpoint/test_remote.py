@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_automodel.checkpoint import CheckpointError, atomic
 from lightning_automodel.checkpoint.reading import open_model
-from lightning_automodel.checkpoint.saver import CheckpointSaver
+from lightning_automodel.checkpoint.saver import prepare_file, prepare_shards
 from lightning_automodel.checkpoint.single_file import save_file
 from tests.checkpoint.checkpoints import fit, load_only, resume, save, uninterrupted
 from tests.rank_pool import RankPool
@@ -182,11 +182,11 @@ def test_a_file_after_a_directory(place: str) -> None:
 
 
 def _save_directory(checkpoint: dict[str, Any], place: str) -> None:
-    CheckpointSaver(torch.device("cpu")).save_shards(checkpoint, place, None)
+    prepare_shards(checkpoint, place)(None)
 
 
 def _save_one_file(checkpoint: dict[str, Any], place: str) -> None:
-    CheckpointSaver(torch.device("cpu")).save_file(checkpoint, place, save_file, in_background=False)
+    prepare_file(checkpoint, place, save_file)(None)
 
 
 def _load_where_one_rank_sees_nothing(options: dict[str, Any], path: str, blind: int) -> str:
