@@ -1,56 +1,24 @@
-"""Opening checkpoints of either form, also where a run replaces them meanwhile."""
+"""Opening the model in a checkpoint of either form, in one process."""
 
 import io
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import paths
-from lightning_automodel.checkpoint.errors import CheckpointError, gather, on_every_rank
+from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.safe_load import load_plain_data
-from lightning_automodel.checkpoint.sharded import ShardDirectory, save_id
-from lightning_automodel.checkpoint.single_file import check_file, content_id, readable
+from lightning_automodel.checkpoint.sharded import ShardDirectory
+from lightning_automodel.checkpoint.single_file import check_file, readable
 from lightning_automodel.checkpoint.state_dict import MODEL
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.param_names import without_wrappers
-
-T = TypeVar("T")
-
-
-def read_unreplaced(path: str, read: Callable[[], T], alone: bool = False) -> T:
-    """Call ``read``, once more if another checkpoint took the place of ``path`` meanwhile, such as a newer last.ckpt.
-
-    Otherwise it would look damaged, or ranks would read different ones. ``read`` is a collective, which raises
-    :class:`CheckpointError` on every rank or on none, unless a process is to act ``alone``.
-    """
-    for _ in range(2):
-        ids, error, result = {_id(path)}, None, None
-        try:
-            result = read()
-        except CheckpointError as raised:
-            error = raised
-        # Several ids also mean that ranks saw different checkpoints there.
-        ids.add(_id(path))
-        if len(ids if alone else set().union(*gather(ids))) == 1:
-            if error is not None:
-                raise error
-            return result  # type: ignore[return-value]  # it is what `read` returned
-    raise error or CheckpointError(
-        f"Cannot load {path}: a run replaces it while it is read, or ranks see different ones there: load one that"
-        " stays"
-    )
-
-
-def _id(path: str) -> str:
-    if paths.is_directory(path):
-        return save_id(path)
-    return content_id(path) if paths.is_local(path) else ""
 
 
 @dataclass(frozen=True)
@@ -75,8 +43,7 @@ def open_model(path: str, weights_only: bool | None) -> SavedModel:
 
     Raises :class:`CheckpointError` if it is damaged, missing, or holds code, unless ``weights_only`` is False.
     """
-    open_any = _open_directory if paths.is_directory(path) else _open_file
-    return read_unreplaced(path, lambda: open_any(path, weights_only), alone=True)
+    return _open_directory(path, weights_only) if paths.is_directory(path) else _open_file(path, weights_only)
 
 
 def _open_directory(path: str, weights_only: bool | None) -> SavedModel:

@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import atomic, paths, state_dict
-from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.reading import read_unreplaced
+from lightning_automodel.checkpoint.errors import CheckpointError, gather, on_every_rank
 from lightning_automodel.checkpoint.saver import prepare_file, prepare_place, prepare_shards
 from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import FileCheckpointIO, WholeCheckpoint, check_file, fill_module
@@ -232,21 +231,21 @@ class RunCheckpoints:
         """
         self._path, self._opened = paths.normalize(collectives.broadcast_object(path, 0)), None
         if self._agree_on_directory():
-            self._opened = read_unreplaced(self._path, lambda: ShardDirectory(self._path, weights_only))
+            self._opened = ShardDirectory(self._path, weights_only)
             return self._opened.rest
         files = _files_by(io)
-        if not isinstance(files, FileCheckpointIO):
-            return files.load_checkpoint(self._path, weights_only=weights_only)
-
-        def load_file() -> dict[str, Any]:
-            with on_every_rank(f"Cannot load {self._path}"):
-                if is_first_on_node:
-                    check_file(self._path)
-            with on_every_rank(f"Cannot load {self._path}"):
-                loaded = files.load_checkpoint(self._path, weights_only=weights_only)
-            return loaded
-
-        return read_unreplaced(self._path, load_file)
+        with on_every_rank(f"Cannot load {self._path}"):
+            if is_first_on_node and isinstance(files, FileCheckpointIO):
+                check_file(self._path)
+        loaded: dict[str, Any] = {}
+        with on_every_rank(f"Cannot load {self._path}"):
+            loaded = files.load_checkpoint(self._path, weights_only=weights_only)
+        if len(moments := set(gather((loaded.get("epoch"), loaded.get("global_step"))))) > 1:
+            raise CheckpointError(
+                f"Cannot load {self._path}: ranks have read different checkpoints there (epoch and step"
+                f" {', '.join(map(str, moments))}), as where a run replaces it: load it again, or one that stays"
+            )
+        return loaded
 
     def _agree_on_directory(self) -> bool:
         """Whether there is a directory at the path, as every rank must see it."""

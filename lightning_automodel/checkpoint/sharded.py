@@ -185,12 +185,12 @@ class ShardDirectory:
         self._is_alone = alone or not (dist.is_available() and dist.is_initialized())
         share, shares = (0, 1) if self._is_alone else (dist.get_rank(), dist.get_world_size())
         with on_every_rank(f"Cannot load {path}", alone=self._is_alone):
-            self._filesystem, folder, self._manifest, metadata = open_tables(path)
-            check_files(self._filesystem, folder, self._manifest, metadata, share, shares)
-            self._folder, self._save_id = folder, save_id(path)
-            self.rest: dict[str, Any] = load_plain_data(
-                io.BytesIO(_read_rest(self._filesystem, folder)), f"{REST} of {path}", self._weights_only
-            )
+            self._filesystem, self._folder, manifest, metadata = open_tables(path)
+            self._save_id = "" if manifest is None else manifest.save_id
+            with self._unreplaced():
+                check_files(self._filesystem, self._folder, manifest, metadata, share, shares)
+                content = _read_rest(self._filesystem, self._folder)
+            self.rest: dict[str, Any] = load_plain_data(io.BytesIO(content), f"{REST} of {path}", self._weights_only)
         self._extra_state: dict[str, Any] = self.rest.pop(EXTRA_STATE, {})
         self._metadata = metadata
         # torch.distributed.checkpoint has the model's extra state too, but takes dicts apart and loses empty ones.
@@ -236,8 +236,18 @@ class ShardDirectory:
         with translated(f"Cannot load {self.path}"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(targets, storage_reader=reader, planner=_Planner(self._weights_only), no_dist=self._is_alone)
-        # Entries have the same names and sizes from save to save, so that a newer directory would go unnoticed.
-        with on_every_rank(f"Cannot load {self.path}", alone=self._is_alone):
+        with on_every_rank(f"Cannot load {self.path}", alone=self._is_alone), self._unreplaced():
+            pass
+
+    @contextmanager
+    def _unreplaced(self) -> Generator[None, None, None]:
+        """Raise CheckpointError if another checkpoint took the place of this one, as a run's ``last.ckpt`` does.
+
+        Entries have the same names and sizes from save to save: a newer one would go unnoticed, or look damaged.
+        """
+        try:
+            yield
+        finally:
             if save_id(self.path) != self._save_id:
                 raise CheckpointError("another checkpoint took its place while it was read: load it again")
 

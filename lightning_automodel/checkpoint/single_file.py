@@ -132,20 +132,6 @@ def check_content(file: IO[bytes]) -> None:
         raise CheckpointError(f"its content has changed since it was written (wrong checksum of {damaged})")
 
 
-def content_id(path: str) -> str:
-    """What tells one file at ``path`` from the next; empty where nothing does.
-
-    ``torch.save`` writes such a record, made of the others' names and checksums.
-    """
-    if not os.path.isfile(path):
-        return ""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return next(archive.read(n).decode() for n in archive.namelist() if n.endswith(".data/serialization_id"))
-    except (zipfile.BadZipFile, OSError, StopIteration, ValueError):
-        return ""
-
-
 class WholeCheckpoint:
     """A checkpoint of whole tensors, open for loading; see :class:`~lightning_automodel.checkpoint.state_dict.Saved`.
 

@@ -106,20 +106,23 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any, 
     ]
     assert main(["inspect", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "elements:        15 (12 float32, 3 bfloat16)" in text
-    assert "optimizer 0:     state of parameters: 2 step, 1 exp_avg" in text
+    assert "dtypes:           12 float32, 3 bfloat16" in text
+    assert "optimizer states: 2 step, 1 exp_avg" in text
 
 
 @pytest.mark.parametrize("save", [save_shards, save_whole])
 @pytest.mark.filterwarnings("ignore:The checkpoint holds more than plain data")
 def test_inspect_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any) -> None:
-    """Neither of classes, beside which all is report, nor functions that unpickling would call, which are named."""
-    (report,) = inspected(capsys, str(save(tmp_path / "a.ckpt", custom=Custom())))["checkpoints"]
-    assert (report["global_step"], report["damage"]) == (7, None)
-    assert "custom" in report["rest"]
+    """What needs code to load is named, and described with trust alone."""
+    path = save(tmp_path / "a.ckpt", custom=Custom())
+    (report,) = inspected(capsys, str(path))["checkpoints"]
+    assert (report["not_plain"], report["damage"]) == (["tests.checkpoint.test_cli.Custom"], None)
+    assert report["global_step"] is None
+    (report,) = inspected(capsys, str(path), "--trust")["checkpoints"]
+    assert (report["global_step"], "custom" in report["rest"]) == (7, True)
     mark = tmp_path / "mark"
-    (report,) = inspected(capsys, str(save(tmp_path / "b.ckpt", runs=Runs(mark))), status=1)["checkpoints"]
-    assert "cannot be read without running code (posix.mkdir)" in report["damage"]
+    (report,) = inspected(capsys, str(save(tmp_path / "b.ckpt", runs=Runs(mark))))["checkpoints"]
+    assert report["not_plain"] == ["posix.mkdir"]
     assert not mark.exists()
 
 
@@ -136,7 +139,7 @@ def test_inspect_tells_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     os.truncate(whole, 500)
     of_shards, of_file = inspected(capsys, str(tmp_path), status=1)["checkpoints"]
     assert "__0_0.distcp has 50 bytes instead of" in of_shards["damage"]
-    assert f"{whole} cannot be read" in of_file["damage"]
+    assert "or is damaged (" in of_file["damage"]
 
 
 def _flip(path: Path) -> None:

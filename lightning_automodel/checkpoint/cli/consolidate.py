@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_automodel.checkpoint import atomic, paths
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.reading import read_unreplaced
 from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import save_file
 from lightning_automodel.checkpoint.state_dict import MODEL, is_optimizer_key, optimizer_key
@@ -33,7 +32,7 @@ def consolidate(path: str, out: str, weights_only: bool | None) -> None:
     if not paths.is_directory(path):
         raise CheckpointError(f"{path} is no directory of shards: there is nothing to consolidate")
     target = paths.new_local_target(out)
-    shards = read_unreplaced(path, lambda: ShardDirectory(path, weights_only, alone=True), alone=True)
+    shards = ShardDirectory(path, weights_only, alone=True)
     values: dict[str, Any] = {
         name: None if entry is None else _mapped(entry, target.parent)
         for name, entry in shards.entries.items()
