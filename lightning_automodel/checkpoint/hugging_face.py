@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.sharding.param_names import without_wrappers
 
 KEY = "hugging_face"
@@ -105,22 +104,3 @@ def _adapters(model: Any) -> dict[str, Any]:
 def _targets_embeddings(target_modules: Collection[str] | None) -> bool:
     """Whether adapters sit on embeddings, which then belong to them; PEFT would ask the network for more."""
     return any(name in (target_modules or ()) for name in ("embed_tokens", "lm_head"))
-
-
-def check_descriptions(models: Any) -> list[Description]:
-    """``models`` as a checkpoint has them, if they have the form that :func:`describe_models` gives them."""
-    form = {"prefix": str, "class": str, "config": dict, "tied": list}
-    try:
-        for model in models:
-            peft = model.get("peft", {"config": {}, "names": {}})
-            if not (
-                all(isinstance(model[key], kind) for key, kind in form.items())
-                and isinstance(peft["config"], dict)
-                and all(isinstance(name, str) for pair in peft["names"].items() for name in pair)
-            ):
-                raise TypeError
-            json.dumps([model["config"], model.get("generation_config"), peft])
-            set(model["tied"])
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise CheckpointError(f"its {KEY!r}, which describes Hugging Face models, has another form") from error
-    return models
