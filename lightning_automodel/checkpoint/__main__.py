@@ -84,10 +84,8 @@ def _consolidate(parsed: argparse.Namespace) -> int:
 
 def _export(parsed: argparse.Namespace) -> int:
     dtype = None if parsed.dtype is None else _DTYPES[parsed.dtype]
-    path, trusts = paths.normalize(parsed.path), parsed.trust
-    export_checkpoint(
-        path, parsed.out, parsed.max_shard_size, dtype, parsed.adapter_only, parsed.key, weights_only=not trusts
-    )
+    names = {"max_shard_size": parsed.max_shard_size, "adapter_only": parsed.adapter_only, "prefix": parsed.key}
+    export_checkpoint(paths.normalize(parsed.path), parsed.out, not parsed.trust, dtype=dtype, **names)
     return 0
 
 

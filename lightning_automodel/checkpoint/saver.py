@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
-from torch.distributed.checkpoint.staging import DefaultStager
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.atomic import clear_leftovers
 from lightning_automodel.checkpoint.errors import on_every_rank, translated
 from lightning_automodel.checkpoint.safe_load import warn_about_code
 from lightning_automodel.checkpoint.sharded import ShardWriter
-from lightning_automodel.checkpoint.staging import copied, stageable
 from lightning_automodel.checkpoint.state_dict import EXTRA_STATE, MODEL, optimizer_key, split_shards
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank, group_size
@@ -48,12 +49,12 @@ def prepare_shards(checkpoint: dict[str, Any], path: str, stager: DefaultStager 
     # The folder's name is random, and all ranks write into it.
     folder = collectives.broadcast_object(folder, 0)
     writer = ShardWriter(path, folder, content.getvalue(), group_size())
-    staged = shards if stager is None else stager.stage(stageable(shards))
+    staged = shards if stager is None else _copied(shards, stager)
 
     def write(group: dist.ProcessGroup | None) -> None:
         try:
             with translated(what):
-                dcp.save(staged, storage_writer=writer, process_group=group)  # type: ignore[arg-type]
+                dcp.save(staged, storage_writer=writer, process_group=group)
         except BaseException:
             if group_rank() == 0:
                 paths.discard(folder)
@@ -75,7 +76,7 @@ def prepare_file(
             prepare_place(path)
             if stager is not None:
                 states = {key: checkpoint.pop(key) for key in (MODEL, "optimizer_states") if key in checkpoint}
-                checkpoint = {**copied(checkpoint), **stager.stage(stageable(states))}  # type: ignore[dict-item]
+                checkpoint = {**_through_a_file(checkpoint), **_copied(states, stager)}
 
     def write(group: dist.ProcessGroup | None) -> None:
         with on_every_rank(what, group):
@@ -103,3 +104,44 @@ def _take_shards(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
     if objects := {name: value for name, value in shards[MODEL].items() if not isinstance(value, torch.Tensor)}:
         rest[EXTRA_STATE] = objects
     return {**shards, **others}, rest
+
+
+def make_stager(device: torch.device) -> DefaultStager:
+    """What copies states of tensors on ``device`` to host memory, each time into the same."""
+    from_device = device.type != "cpu"
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=from_device,
+            use_shared_memory=False,  # the thread that writes is in this process
+            use_async_staging=False,  # training goes on when the copy is complete
+            use_non_blocking_copy=from_device,
+        )
+    )
+
+
+def _copied(states: dict[str, Any], stager: DefaultStager) -> dict[str, Any]:
+    """``states`` in host memory, which training does not change any more.
+
+    Torch's stager (2.13 to 2.15) copies storages: it loses that a tensor is a conjugate or negative view of its own,
+    and knows no tensors without one (sparse, on the meta device) and no quantised ones.
+    """
+
+    def has_plain_storage(tensor: Tensor) -> bool:
+        is_view = tensor.is_conj() or tensor.is_neg()
+        return tensor.layout == torch.strided and not (is_view or tensor.is_quantized or tensor.is_meta)
+
+    tensors: list[Tensor] = []
+    apply_to_collection(states, Tensor, tensors.append)
+    if all(map(has_plain_storage, tensors)):
+        return stager.stage(states)  # type: ignore[return-value]  # it is no asynchronous one
+    return apply_to_collection(
+        states, Tensor, lambda each: each if each.is_meta else each.detach().to("cpu", copy=True)
+    )
+
+
+def _through_a_file(tree: dict[str, Any]) -> dict[str, Any]:
+    """A copy of anything of moderate size, as it will be when it was saved and loaded."""
+    stream = io.BytesIO()
+    torch.save(tree, stream)
+    stream.seek(0)
+    return torch.load(stream, map_location="cpu", weights_only=False)

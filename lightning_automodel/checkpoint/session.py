@@ -22,10 +22,9 @@ from torch.optim import Optimizer
 from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import atomic, paths, state_dict
 from lightning_automodel.checkpoint.errors import CheckpointError, gather, on_every_rank
-from lightning_automodel.checkpoint.saver import prepare_file, prepare_place, prepare_shards
+from lightning_automodel.checkpoint.saver import make_stager, prepare_file, prepare_place, prepare_shards
 from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import FileCheckpointIO, WholeCheckpoint, check_file, fill_module
-from lightning_automodel.checkpoint.staging import make_stager
 from lightning_automodel.distributed import collectives, connections
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.patching import PatchStack

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.utils.serialization import config as serialization_config
 from typing_extensions import override
 
 from lightning_automodel.checkpoint import atomic, paths
@@ -34,7 +35,6 @@ from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.lightning_formats import METADATA, outline, parse_metadata, sizes_needed
 from lightning_automodel.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from lightning_automodel.checkpoint.safe_load import load_plain_data
-from lightning_automodel.checkpoint.single_file import record_checksums
 from lightning_automodel.checkpoint.state_dict import EXTRA_STATE, MODEL
 
 REST = "meta.pt"
@@ -76,7 +76,7 @@ class ShardWriter(FileSystemWriter):
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         # The manifest has a checksum of the whole file.
-        with record_checksums(False):
+        with serialization_config.patch("save.compute_crc32", False):
             written = super().write_data(plan, planner)
         files = [_FileResult(MetadataIndex(name), each.size, each) for name, each in self._files.records.items()]
         results: Future[list[WriteResult]] = Future()
@@ -204,34 +204,27 @@ class ShardDirectory:
             **{f"{MODEL}.{name}": None for name in self._extra_state},
         }
 
-    def objects(self) -> dict[str, Any]:
-        """What in the model's state is no tensor, by name."""
-        names = [name for name, entry in self.entries.items() if name.startswith(f"{MODEL}.") and entry is None]
-        read: dict[str, Any] = {name.removeprefix(f"{MODEL}."): None for name in names}
-        self.read_into({MODEL: read})
-        return read
+    @property
+    def model(self) -> dict[str, Tensor | None]:
+        """Entries of the model's state by name."""
+        return {n.removeprefix(f"{MODEL}."): entry for n, entry in self.entries.items() if n.startswith(f"{MODEL}.")}
 
-    def read_model(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Whole tensors of the model's state, in host memory."""
-        wanted = {f"{MODEL}.{name}" for name in names}
-        tensors = {
-            name: torch.empty_like(entry, device="cpu")
-            for name, entry in self.entries.items()
-            if name in wanted and entry is not None
-        }
-        self.read_into(tensors)
-        return {name.removeprefix(f"{MODEL}."): tensor for name, tensor in tensors.items()}
+    def read_model(self, names: Iterable[str]) -> dict[str, Any]:
+        """Of the model's state what has one of these ``names``, tensors whole and in host memory."""
+        entries = self.model
+        found = {name: None if (e := entries[name]) is None else torch.empty_like(e, device="cpu") for name in names}
+        self.read_into({MODEL: found})
+        return found
 
     def read_into(self, targets: dict[str, Any]) -> None:
         """Overwrite the tensors in ``targets`` in place, and replace what else is in it. A collective like opening.
 
         ``targets`` is nested as it was saved, or flat. Each rank reads what its own shards need.
         """
-        of_model = targets.get(MODEL, {})
-        for name in of_model.keys() & self._extra_state.keys():
-            of_model[name] = self._extra_state[name]
-        tensors = {name: value for name, value in of_model.items() if name not in self._extra_state}
-        targets = {**targets, MODEL: tensors} if of_model else targets
+        if of_model := targets.get(MODEL):
+            tensors = {name: value for name, value in of_model.items() if name not in self._extra_state}
+            of_model.update({name: self._extra_state[name] for name in of_model.keys() - tensors.keys()})
+            targets = {**targets, MODEL: tensors}
         reader = _Reader(self._filesystem, self._folder, self._metadata)
         with translated(f"Cannot load {self.path}"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")

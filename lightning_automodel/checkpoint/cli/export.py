@@ -66,7 +66,7 @@ def export_hugging_face(
 
     def plan() -> Plan:
         models = describe_models(module).get(KEY, [])
-        return make_plan(tensors, models, number_of_bytes(max_shard_size), dtype, adapter_only, prefix)
+        return make_plan(tensors, models, max_shard_size, dtype, adapter_only, prefix)
 
     def gathered(names: list[str], keep: bool) -> dict[str, Tensor]:
         found = {}
@@ -80,31 +80,23 @@ def export_hugging_face(
     _export(path, plan, gathered, tokenizers)
 
 
-def export_checkpoint(
-    path: str,
-    out: str,
-    max_shard_size: str | int,
-    dtype: torch.dtype | None,
-    adapter_only: bool,
-    prefix: str | None,
-    weights_only: bool | None,
-) -> None:
+def export_checkpoint(path: str, out: str, weights_only: bool | None, **options: Any) -> None:
     """The same from a checkpoint of any form, in one process that holds one file of the result at a time.
 
-    Runs code that the checkpoint may hold where ``weights_only`` is False.
+    ``options`` are those of :func:`export_hugging_face`. Runs code that the checkpoint may hold where ``weights_only``
+    is False.
     """
     saved = open_model(path, weights_only)
 
     def plan() -> Plan:
-        limit = number_of_bytes(max_shard_size)
         try:
-            return make_plan(saved.tensors, saved.rest.get(KEY, []), limit, dtype, adapter_only, prefix)
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            return make_plan(saved.tensors, saved.rest.get(KEY, []), **options)
+        except (AttributeError, KeyError, RecursionError, TypeError) as error:
             raise CheckpointError(f"its {KEY!r}, which describes Hugging Face models, has another form") from error
 
     def read(names: list[str], keep: bool) -> dict[str, Tensor]:
         tensors = saved.read(names)
-        return {name: _cast(tensors.pop(name), dtype) for name in names}
+        return {name: _cast(tensors.pop(name), options["dtype"]) for name in names}
 
     _export(out, plan, read, [])
 
@@ -194,7 +186,7 @@ class Plan:
 def make_plan(
     tensors: Mapping[str, Tensor],
     models: list[Description],
-    max_bytes: int,
+    max_shard_size: str | int,
     dtype: torch.dtype | None,
     adapter_only: bool,
     prefix: str | None,
@@ -207,7 +199,7 @@ def make_plan(
     sources = _model_sources(tensors, model, prefix)
     dtypes = {name: _cast(tensors[source].to("meta"), dtype).dtype for name, source in sources.items()}
     sizes = {name: tensors[source].numel() * dtypes[name].itemsize for name, source in sources.items()}
-    portions = in_portions(sizes, max_bytes)
+    portions = in_portions(sizes, number_of_bytes(max_shard_size))
     texts: dict[str, Any] = {}
     if len(portions) == 1:
         files = {"model.safetensors": sources}
