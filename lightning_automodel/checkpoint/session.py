@@ -2,9 +2,8 @@
 
 import concurrent.futures
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,8 +116,7 @@ class RunCheckpoints:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self._pending = self._thread.submit(write, self._background_group())
             return
-        with self._keeping_the_older_on_error():
-            write(None)
+        write(None)
         if not goes_on:
             self._finish()  # no step follows that would do what waits for this save
 
@@ -180,19 +178,13 @@ class RunCheckpoints:
         Not a collective, but every rank hears of a failure, from the thread that writes.
         """
         pending, self._pending = self._pending, None
-        with self._keeping_the_older_on_error():
+        try:
             if pending is not None:
                 pending.result()
-        self._link_and_remove()
-
-    @contextmanager
-    def _keeping_the_older_on_error(self) -> Iterator[None]:
-        try:
-            yield
         except BaseException:
-            self._links.clear()
-            self._removals.clear()
+            self._links, self._removals = [], []  # the older one stays the newest
             raise
+        self._link_and_remove()
 
     def close(self, was_interrupted: bool) -> None:
         """Return when the last save is on disk, or raise its error; after a failure of the run, log it."""
@@ -229,7 +221,16 @@ class RunCheckpoints:
         first rank of each node compares the content with its checksums.
         """
         self._path, self._opened = paths.normalize(collectives.broadcast_object(path, 0)), None
-        if self._agree_on_directory():
+        kinds: list[bool] = []
+        with on_every_rank(f"Cannot load {self._path}"):
+            kinds = [paths.is_directory(self._path)]
+        kinds = gather(kinds[0])
+        if len(set(kinds)) > 1:
+            raise CheckpointError(
+                f"Cannot load {self._path}: it is a directory on rank {kinds.index(True)} and none on rank"
+                f" {kinds.index(False)}: let all ranks see the same file system"
+            )
+        if kinds[0]:
             self._opened = ShardDirectory(self._path, weights_only)
             return self._opened.rest
         files = _files_by(io)
@@ -245,20 +246,6 @@ class RunCheckpoints:
                 f" {', '.join(map(str, moments))}), as where a run replaces it: load it again, or one that stays"
             )
         return loaded
-
-    def _agree_on_directory(self) -> bool:
-        """Whether there is a directory at the path, as every rank must see it."""
-        is_directory = False
-        with on_every_rank(f"Cannot load {self._path}"):
-            is_directory = paths.is_directory(self._path)
-        on_rank_zero = collectives.broadcast_object(is_directory, 0)
-        with on_every_rank(f"Cannot load {self._path}"):
-            if is_directory != on_rank_zero:
-                raise CheckpointError(
-                    f"it is {'a' if is_directory else 'no'} directory here, unlike on rank 0: let all ranks see the"
-                    " same file system"
-                )
-        return is_directory
 
     def fill(
         self, checkpoint: dict[str, Any], module: "pl.LightningModule", optimizers: list[Optimizer], strict: bool

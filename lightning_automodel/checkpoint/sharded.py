@@ -76,7 +76,7 @@ class ShardWriter(FileSystemWriter):
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         # The manifest has a checksum of the whole file.
-        with serialization_config.patch("save.compute_crc32", False):
+        with serialization_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
             written = super().write_data(plan, planner)
         files = [_FileResult(MetadataIndex(name), each.size, each) for name, each in self._files.records.items()]
         results: Future[list[WriteResult]] = Future()

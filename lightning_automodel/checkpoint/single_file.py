@@ -61,7 +61,7 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
     """Write ``checkpoint`` to a file that appears in one step, once all of it is on disk. Called by one rank."""
     if not paths.is_local(path):
         stream = io.BytesIO()
-        with serialization_config.patch("save.compute_crc32", True):
+        with serialization_config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
             torch.save(checkpoint, stream)
         warn_about_code(stream)
         filesystem, place = url_to_fs(path)
@@ -74,7 +74,7 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
         return
     temporary = Path(path).with_name(atomic.temporary_name())
     try:
-        with open(temporary, "wb") as file, serialization_config.patch("save.compute_crc32", True):
+        with open(temporary, "wb") as file, serialization_config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())

@@ -203,4 +203,4 @@ def _load_where_one_rank_sees_nothing(options: dict[str, Any], path: str, blind:
 def test_ranks_that_see_different_file_systems(pool2: RankPool, tmp_path: Path, blind: int) -> None:
     """A disk of one machine: an error on every rank, before they go different ways."""
     for message in pool2.run(_load_where_one_rank_sees_nothing, {}, str(tmp_path / "last.ckpt"), blind):
-        assert f"rank 1: it is {'a' if blind == 0 else 'no'} directory here, unlike on rank 0" in message
+        assert f"it is a directory on rank {1 - blind} and none on rank {blind}: let all ranks see" in message

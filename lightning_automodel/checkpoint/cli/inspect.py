@@ -160,7 +160,9 @@ def _describe_file(report: Report, verify: bool, weights_only: bool) -> None:
     elif paths.is_local(place) and not os.path.isfile(place):
         raise CheckpointError("it is no regular file")
     checkpoint = _load(report, readable(report["path"]), report["path"], weights_only)
-    states = [((MODEL, str(name)), value) for name, value in checkpoint.get(MODEL, {}).items()]
+    states: list[tuple[tuple[str, ...], Any]] = [
+        ((MODEL, str(name)), value) for name, value in checkpoint.get(MODEL, {}).items()
+    ]
     for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
         for name, kinds in optimizer.get("state", {}).items():
             states += [((optimizer_key(index), str(name), str(kind)), value) for kind, value in kinds.items()]
