@@ -25,6 +25,7 @@ from lightning_automodel.checkpoint.reading import open_model
 from lightning_automodel.checkpoint.saver import prepare_file, prepare_shards
 from lightning_automodel.checkpoint.single_file import save_file
 from tests.checkpoint.checkpoints import fit, load_only, resume, save, uninterrupted
+from tests.checkpoint.test_damage import opened
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, full_weights, weight_error
 from tests.trainer.runs import TOLERANCE
@@ -189,18 +190,15 @@ def _save_one_file(checkpoint: dict[str, Any], place: str) -> None:
     prepare_file(checkpoint, place, save_file)(None)
 
 
-def _load_where_one_rank_sees_nothing(options: dict[str, Any], path: str, blind: int) -> str:
-    save(options, path)
+def _load_where_one_rank_sees_nothing(path: str, blind: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == blind:
             patch.setattr("lightning_automodel.checkpoint.paths.is_directory", lambda _: False)
-        with pytest.raises(CheckpointError) as raised:
-            load_only(options, path)
-    return str(raised.value)
+        return opened({}, path)
 
 
 @pytest.mark.parametrize("blind", [0, 1])
 def test_ranks_that_see_different_file_systems(pool2: RankPool, tmp_path: Path, blind: int) -> None:
     """A disk of one machine: an error on every rank, before they go different ways."""
-    for message in pool2.run(_load_where_one_rank_sees_nothing, {}, str(tmp_path / "last.ckpt"), blind):
+    for message in pool2.run(_load_where_one_rank_sees_nothing, str(tmp_path), blind):
         assert f"it is a directory on rank {1 - blind} and none on rank {blind}: let all ranks see" in message
