@@ -149,13 +149,13 @@ class RecordingSampler(Sampler):
 
 def own_states(loader: Any) -> tuple[list[Any], list[Any]]:
     """States of the generators and of the samplers that a loader holds."""
-    generators = rng.note_generators(rng.generators_of(loader))
+    generators = rng.note_generators(rng.generators_of(rng.led_to(loader)))
     return generators, [copy.deepcopy(sampler.state_dict()) for sampler in _samplers(loader)]
 
 
 def set_own_states(loader: Any, generators: list[Any], samplers: list[Any]) -> None:
     """Set what :func:`own_states` returned."""
-    rng.set_generators(rng.generators_of(loader), generators)
+    rng.set_generators(rng.generators_of(rng.led_to(loader)), generators)
     for sampler, state in zip(_samplers(loader), samplers, strict=False):
         sampler.load_state_dict(copy.deepcopy(state))
 

@@ -88,13 +88,21 @@ class Resume:
             self._go_on(plan)
         self._logged = loops.steps_logged(self._trainer)
         checkpoint_callbacks.save_last(self._trainer, self._patches)
+        # The loops announce what they are about to do to the profiler, and before a batch is drawn to nobody else.
         profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
-        before = {
+        start = profiler.start
+        waiting = {
             "on_train_epoch_start": self._before_epoch,
             "train_dataloader_next": self._before_fetch,
             "on_validation_model_zero_grad": self._before_validation,
         }
-        self._patches.set(profiler, "start", _Announcing(profiler.start, before))
+
+        def call_then_start(action_name: str) -> None:
+            if before := waiting.get(action_name.rsplit(".", 1)[-1]):
+                before()
+            start(action_name)
+
+        self._patches.set(profiler, "start", call_then_start)
 
     def _before_epoch(self) -> None:
         """An epoch begins: restarted at the end of the one before, the loop of batches would end it at once."""
@@ -312,19 +320,3 @@ class Resume:
             epochs.completed -= 1
             self._trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
             epochs.completed += 1
-
-
-class _Announcing:
-    """Starts an action of a profiler, and calls who waits for it before.
-
-    Lightning's loops announce what they are about to do to the profiler, and before a batch is drawn to nobody else.
-    """
-
-    def __init__(self, start: Callable[[str], None], before: dict[str, Callable[[], None]]) -> None:
-        self._start, self._before = start, before
-
-    def __call__(self, action_name: str) -> None:
-        before = self._before.get(action_name.rsplit(".", 1)[-1])
-        if before is not None:
-            before()
-        self._start(action_name)
