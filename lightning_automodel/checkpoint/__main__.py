@@ -10,7 +10,7 @@ import torch
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.cli.consolidate import consolidate
 from lightning_automodel.checkpoint.cli.export import export_checkpoint
-from lightning_automodel.checkpoint.cli.inspect import as_line, as_text, inspect
+from lightning_automodel.checkpoint.cli.inspect import as_line, as_text, checkpoints_at, inspect
 from lightning_automodel.checkpoint.errors import CheckpointError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="inspect | consolidate | export")
 
     command = commands.add_parser("inspect", help="what a checkpoint is, and whether it is complete")
-    _add_path(command, "checkpoints", nargs="+")
+    _add_path(command, "checkpoints, or a folder of them", nargs="+")
     command.add_argument("--verify", action="store_true", help="read all content and compare it with its checksums")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=_inspect)
@@ -69,7 +69,8 @@ def _add_path(parser: argparse.ArgumentParser, what: str, **options: Any) -> Non
 
 
 def _inspect(parsed: argparse.Namespace) -> int:
-    reports = [inspect(paths.normalize(path), parsed.verify, not parsed.trust) for path in parsed.path]
+    places = [place for path in parsed.path for place in checkpoints_at(paths.normalize(path))]
+    reports = [inspect(place, parsed.verify, not parsed.trust) for place in places]
     if parsed.json:
         print(json.dumps({"checkpoints": reports}))
     else:

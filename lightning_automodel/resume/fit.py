@@ -18,18 +18,6 @@ from lightning_automodel.resume.snapshot import ModuleState, Snapshot
 
 CHECKPOINT_KEY = "lightning_automodel"
 FORMAT = 2
-_OTHER_RANKS = (
-    "The checkpoint was saved with a different world size ({then}, now {now}): the data goes on where it stopped, and"
-    " each rank's random states, buffers and metrics of the epoch start anew."
-)
-_GOES_BACK = (
-    "The checkpoint resumes before batch {batch} of epoch {epoch}, where the window of gradients began that has not"
-    " stepped yet: gradients are not saved."
-)
-_HALF_A_STEP = (
-    "The checkpoint is inexact: one optimizer has stepped, and another holds gradients, which are not saved. Save where"
-    " all of them have stepped."
-)
 
 
 class Resume:
@@ -189,12 +177,18 @@ class Resume:
             is_batch_over = batches.processed == batches.ready
             if is_window and not (self._is_manual and is_batch_over and not self._holds_gradients()):
                 if batches.ready > held.at.batches:
-                    self._say(_GOES_BACK.format(batch=held.at.batches, epoch=at.epochs))
+                    self._say(
+                        f"The checkpoint resumes before batch {held.at.batches} of epoch {at.epochs}, where the window"
+                        " of gradients began that has not stepped yet: gradients are not saved."
+                    )
                 return held
             if not is_window and at.stage == loops.STEP:
                 return held
         if self._is_manual and self._holds_gradients():
-            self._say(_HALF_A_STEP)
+            self._say(
+                "The checkpoint is inexact: one optimizer has stepped, and another holds gradients, which are not"
+                " saved. Save where all of them have stepped."
+            )
         is_counted = at.stage not in (loops.STEP, loops.VALIDATION)
         logged = loops.steps_logged(self._trainer) if is_counted else self._logged + 1
         now = self._take(at, logged)
@@ -285,7 +279,10 @@ class Resume:
             plan = state["ranks"][rank]
         else:
             plan = other_world_size.carried_over(state, sizes["data_parallel"])
-            self._say(_OTHER_RANKS.format(then=state["sizes"], now=sizes))
+            self._say(
+                f"The checkpoint was saved with a different world size ({state['sizes']}, now {sizes}): the data goes"
+                " on where it stopped, and each rank's random states, buffers and metrics of the epoch start anew."
+            )
         self._plan = plan = rng.loaded(plan)
         self._module.unfreeze(plan["flags"])
         at = loops.Position(plan["stage"], plan["batches"], plan["epochs"])

@@ -154,7 +154,11 @@ def test_inspect_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     os.truncate(broken, 100)
     capsys.readouterr()
     assert main(["inspect", str(whole), str(broken)]) == 1
-    first, second = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    (tmp_path / ".unfinished-host-1-abc").mkdir()
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.splitlines() == lines
+    first, second = lines
     assert first.startswith(f"{whole}: epoch 2, step 7, ")
     assert first.endswith(" bytes, one file, complete")
     assert second.startswith(f"{broken}: ")
@@ -229,7 +233,7 @@ def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "out")
     cases = {
         ("inspect", f"{tmp_path}/none"): f"There is no checkpoint at {tmp_path}/none",
-        ("inspect", str(empty)): f"{empty} is no checkpoint: it holds no .metadata; of a folder, name what is in it",
+        ("inspect", str(empty)): f"{empty} is no checkpoint: it holds neither .metadata nor checkpoints (*.ckpt)",
         ("consolidate", str(whole), out): "is no directory of shards: there is nothing to consolidate",
         ("consolidate", str(shards), str(whole)): "exists: remove it, or choose another path",
         ("consolidate", str(shards), "memory://out"): "is not local: write to a local path, and upload that",

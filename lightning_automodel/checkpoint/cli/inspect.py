@@ -51,8 +51,8 @@ def inspect(path: str, verify: bool = False, weights_only: bool = True) -> Repor
     if not filesystem.exists(place):
         raise CheckpointNotFoundError(f"There is no checkpoint at {path}")
     is_directory = filesystem.isdir(place)
-    if is_directory and not any(filesystem.exists(f"{place}/{name}") for name in (METADATA, MANIFEST)):
-        raise CheckpointError(f"{path} is no checkpoint: it holds no {METADATA}; of a folder, name what is in it")
+    if is_directory and not _is_directory_of_shards(filesystem, place):
+        raise CheckpointError(f"{path} is no checkpoint: it holds neither {METADATA} nor checkpoints (*.ckpt)")
     report: Report = {
         "path": path,
         "form": "directory of shards" if is_directory else "one file",
@@ -67,6 +67,19 @@ def inspect(path: str, verify: bool = False, weights_only: bool = True) -> Repor
     except CheckpointError as error:
         report["damage"] = str(error)
     return report
+
+
+def checkpoints_at(path: str) -> list[str]:
+    """The checkpoints that lie in a folder, by name; of anything else ``path`` itself."""
+    filesystem, place = url_to_fs(path)
+    if not filesystem.isdir(place) or _is_directory_of_shards(filesystem, place):
+        return [path]
+    found = sorted(filesystem.glob(f"{place}/*.ckpt"))
+    return [filesystem.unstrip_protocol(name) if "://" in path else name for name in found] or [path]
+
+
+def _is_directory_of_shards(filesystem: AbstractFileSystem, place: str) -> bool:
+    return any(filesystem.exists(f"{place}/{name}") for name in (METADATA, MANIFEST))
 
 
 def as_text(report: Report) -> str:
