@@ -205,12 +205,9 @@ def _fail_in_background(options: dict[str, Any], path: str, at_step: int) -> tup
     return str(raised.value), callback.batches_after
 
 
-@pytest.mark.parametrize("form", ["shards", "replicated_directory"])
+@pytest.mark.parametrize("form", forms("shards", "replicated"))
 def test_failure_in_the_background(pool2: RankPool, tmp_path: Path, form: str) -> None:
-    """Is raised in one of the next steps, on every rank, and the older checkpoint is whole.
-
-    (Of one file, rank 0 alone knows at first, and the run fails as after any error of one rank.)
-    """
+    """Is raised in one of the next steps, on every rank, and the older checkpoint is whole."""
     path = str(tmp_path / "last.ckpt")
     saved = pool2.run(save, FORMS[form], path)[0]
     for message, batches_after in pool2.run(_fail_in_background, FORMS[form], path, 2):
@@ -229,7 +226,7 @@ def _fail_in_the_last_save(options: dict[str, Any], folder: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("form", forms("shards", "replicated"))
+@pytest.mark.parametrize("form", forms("replicated"))
 def test_failure_of_the_last_save_ends_the_run_with_an_error(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """`fit` does not return as if all were well, on any rank."""
     for message in pool2.run(_fail_in_the_last_save, FORMS[form], str(tmp_path)):
@@ -296,7 +293,7 @@ def _save_again_and_again(options: dict[str, Any], folder: str) -> tuple[bool, i
     return checkpoints._stager is None and checkpoints._thread is None, len(threads)
 
 
-@pytest.mark.parametrize("form", ["shards", "replicated"])
+@pytest.mark.parametrize("form", forms("shards"))
 def test_nothing_is_left_running(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """No thread, no memory."""
     for is_closed, num_threads in pool2.run(_save_again_and_again, FORMS[form], str(tmp_path)):
@@ -312,7 +309,9 @@ def _two_callbacks(options: dict[str, Any], folder: str) -> list[str]:
     return [callback.best_model_path for callback in callbacks]
 
 
-@pytest.mark.parametrize(("form", "in_background"), [("shards", True), ("replicated", False)])
+@pytest.mark.parametrize(
+    ("form", "in_background"), [("shards", True), pytest.param("replicated", False, marks=pytest.mark.sweep)]
+)
 def test_two_callbacks_do_not_share_a_file(pool2: RankPool, tmp_path: Path, form: str, in_background: bool) -> None:
     """Else one removes what is the best of the other."""
     for first, second in pool2.run(_two_callbacks, {**FORMS[form], "async_checkpoint": in_background}, str(tmp_path)):
@@ -332,7 +331,7 @@ class SavesOnRankZero(Callback):
 
 
 def _save_on_one_rank(options: dict[str, Any], path: str) -> None:
-    fit({**options, "timeout": timedelta(seconds=3)}, callbacks=[SavesOnRankZero(path)], max_epochs=2)
+    fit({**options, "timeout": timedelta(seconds=2)}, callbacks=[SavesOnRankZero(path)], max_epochs=2)
 
 
 @pytest.mark.parametrize("form", ["shards", pytest.param("replicated", marks=pytest.mark.sweep)])
