@@ -69,11 +69,6 @@ def discard(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def leftovers(folder: Path) -> list[Path]:
-    """What saves and removals that have not ended, or never will, have left in ``folder``."""
-    return sorted(folder.glob(f"{TEMPORARY}*"))
-
-
 def clear_leftovers(folder: Path) -> None:
     """Report and remove what saves of processes of this host that have ended left in ``folder``. Called by one rank."""
     for path in folder.glob(f"{TEMPORARY}{glob.escape(socket.gethostname())}-*-*"):

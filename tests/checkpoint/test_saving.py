@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
 from lightning_automodel.checkpoint import CheckpointError, RunCheckpoints, atomic, sharded, single_file
-from tests.checkpoint.checkpoints import FORMS, files_of, fit, forms, load_only, save
+from tests.checkpoint.checkpoints import FORMS, files_of, fit, forms, leftovers, load_only, save
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import full_weights
 
@@ -168,7 +168,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(pool2: RankPool, tmp_pat
             assert all(torch.equal(weights[name], loaded[name]) for name in weights)
         first, last = next(iter(saved.values()))[0], list(saved.values())[-1][0]
         assert any(not torch.equal(first[name], last[name]) for name in first)
-    assert atomic.leftovers(tmp_path) == []
+    assert leftovers(tmp_path) == []
 
 
 class SavesOnce(Callback):
@@ -282,7 +282,7 @@ def test_the_newest_is_kept_until_a_newer_one_is_there(
     if save_last is not None:
         assert Path(last).exists()
         assert Path(last).is_symlink() == (save_last == "link")
-    assert atomic.leftovers(tmp_path) == []
+    assert leftovers(tmp_path) == []
 
 
 def _save_again_and_again(options: dict[str, Any], folder: str) -> tuple[bool, int]:

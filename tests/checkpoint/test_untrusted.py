@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,8 @@ def _replace_entry(path: Path, name: str, value: Any) -> None:
         place.length = stream.tell() - place.offset
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     manifest = Manifest.from_bytes((path / MANIFEST).read_bytes())
-    files = {each: FileRecord.of((path / each).read_bytes()) for each in manifest.files}
+    contents = {each: (path / each).read_bytes() for each in manifest.files}
+    files = {name: FileRecord(len(content), f"{zlib.crc32(content):08x}") for name, content in contents.items()}
     (path / MANIFEST).write_bytes(Manifest(manifest.save_id, 1, "", files).to_bytes())
 
 
