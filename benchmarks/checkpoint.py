@@ -134,16 +134,16 @@ class Turns(pl.Callback):
 
     def _train_beside(self, trainer: pl.Trainer, start: float) -> float:
         """How much longer forward and backward take until the save is on disk, compared with as many afterwards."""
-        saver = trainer.strategy._checkpoints._saver
+        checkpoints = trainer.strategy._checkpoints
         seconds: list[float] = []
         while True:
             seconds.append(self._compute(trainer))
-            done = torch.tensor(saver._pending.future.done(), dtype=torch.int32)
+            done = torch.tensor(checkpoints._pending.done(), dtype=torch.int32)
             dist.all_reduce(done, op=dist.ReduceOp.MIN)
             if done:
                 break
         self.until_written.append(perf_counter() - start)
-        saver.wait()
+        checkpoints.check()
         quiet = [self._compute(trainer) for _ in seconds]
         return max(0.0, sum(seconds) - sum(quiet))
 

@@ -6,12 +6,12 @@ checkpoint or the new one in place, and beside it leftovers that are known as su
 
 import ctypes
 import errno
+import glob
 import logging
 import os
 import shutil
 import socket
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -21,28 +21,6 @@ TEMPORARY = ".unfinished-"
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-
-
-@dataclass(frozen=True)
-class Leftover:
-    """What a save or a removal that never ended has left behind, and the process that wrote it."""
-
-    path: Path
-    host: str
-    pid: int
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether the process has ended, as far as this host can tell."""
-        if self.host != socket.gethostname():
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            return False
-        return False
 
 
 def temporary_name() -> str:
@@ -91,26 +69,27 @@ def discard(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def leftovers(folder: Path) -> list[Leftover]:
-    """What saves and removals that have not ended, or never will, have left in ``folder``."""
-    found = []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        parts = path.name.removeprefix(TEMPORARY).rsplit("-", 2)
-        if path.name.startswith(TEMPORARY) and len(parts) == 3 and parts[1].isdecimal():
-            found.append(Leftover(path, parts[0], int(parts[1])))
-    return found
-
-
 def clear_leftovers(folder: Path) -> None:
-    """Report and remove what saves of processes that have ended have left in ``folder``. Called by one rank."""
-    for leftover in leftovers(folder):
-        if leftover.is_dead:
+    """Report and remove what saves of processes of this host that have ended left in ``folder``. Called by one rank."""
+    for path in folder.glob(f"{TEMPORARY}{glob.escape(socket.gethostname())}-*-*"):
+        process = path.name.split("-")[-2]
+        if process.isdecimal() and not _is_running(int(process)):
             log.warning(
-                "%s is what process %d left of a checkpoint when it ended while writing or removing it; removing it.",
-                leftover.path,
-                leftover.pid,
+                "%s is what process %s left of a checkpoint when it ended while writing or removing it; removing it.",
+                path,
+                process,
             )
-            discard(leftover.path)
+            discard(path)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it is another user's
+    return True
 
 
 def sync(path: str | Path) -> None:

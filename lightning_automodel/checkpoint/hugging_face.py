@@ -5,12 +5,11 @@ Nothing here imports transformers: whoever trains such a model has it, and whoev
 
 import json
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from torch import nn
 
-from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.sharding.param_names import without_wrappers
 
 KEY = "hugging_face"
@@ -63,11 +62,9 @@ def _described(prefix: str, model: Any) -> Description:
 
 def _plain(config: Any) -> Any:
     """A configuration as it comes out of a JSON file."""
-    return json.loads(json.dumps(config.to_dict(), default=_as_plain))
-
-
-def _as_plain(value: Any) -> Any:
-    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
+    return json.loads(
+        json.dumps(config.to_dict(), default=lambda value: sorted(value) if isinstance(value, Set) else str(value))
+    )
 
 
 def _parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
@@ -92,35 +89,13 @@ def _adapters(model: Any) -> dict[str, Any]:
     names = {name: name for name in _parameters(model)}
     own: dict[str, Any] = {}
     if not config.is_prompt_learning:
+        # Adapters that sit on embeddings bring those along; to find out by itself, PEFT would ask the network.
+        targets = getattr(config, "target_modules", None) or ()
         own = sys.modules["peft"].get_peft_model_state_dict(
-            model, names, adapter, save_embedding_layers=_targets_embeddings(getattr(config, "target_modules", None))
+            model, names, adapter, save_embedding_layers="embed_tokens" in targets or "lm_head" in targets
         )
     prefix = "base_model.model." if from_transformers else ""
     return {
         "config": {**_plain(config), "inference_mode": True},
         "names": {f"{prefix}{name}": source for name, source in own.items()},
     }
-
-
-def _targets_embeddings(target_modules: Collection[str] | None) -> bool:
-    """Whether adapters sit on embeddings, which then belong to them; PEFT would ask the network for more."""
-    return any(name in (target_modules or ()) for name in ("embed_tokens", "lm_head"))
-
-
-def check_descriptions(models: Any) -> list[Description]:
-    """``models`` as a checkpoint has them, if they have the form that :func:`describe_models` gives them."""
-    form = {"prefix": str, "class": str, "config": dict, "tied": list}
-    try:
-        for model in models:
-            peft = model.get("peft", {"config": {}, "names": {}})
-            if not (
-                all(isinstance(model[key], kind) for key, kind in form.items())
-                and isinstance(peft["config"], dict)
-                and all(isinstance(name, str) for pair in peft["names"].items() for name in pair)
-            ):
-                raise TypeError
-            json.dumps([model["config"], model.get("generation_config"), peft])
-            set(model["tied"])
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise CheckpointError(f"its {KEY!r}, which describes Hugging Face models, has another form") from error
-    return models

@@ -26,11 +26,6 @@ class FileRecord:
     size: int
     crc32: str
 
-    @classmethod
-    def of(cls, content: bytes) -> "FileRecord":
-        """Of a file that is to have ``content``."""
-        return cls(len(content), f"{zlib.crc32(content):08x}")
-
 
 @dataclass(frozen=True)
 class Manifest:

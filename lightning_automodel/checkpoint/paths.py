@@ -89,6 +89,11 @@ def parent(path: str) -> str:
     return f"{above}/" if above == "" or above.endswith(":/") else above
 
 
+def new_folder(path: str) -> str:
+    """A new folder for the files of what is to become ``path``: beside it, or within it where nothing is renamed."""
+    return f"{parent(path) if is_local(path) else path}/{atomic.temporary_name()}"
+
+
 def new_local_target(path: str | Path) -> Path:
     """A local path that is still free, else CheckpointError, in a directory that exists from now on."""
     if not is_local(str(path)):

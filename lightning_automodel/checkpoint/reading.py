@@ -1,72 +1,36 @@
-"""Opening checkpoints of either form, also where a run replaces them meanwhile."""
+"""Opening the model in a checkpoint of either form, in one process."""
 
 import io
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import paths
-from lightning_automodel.checkpoint.errors import CheckpointError, gather, on_every_rank
+from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.safe_load import load_plain_data
-from lightning_automodel.checkpoint.sharded import ShardDirectory, save_id
-from lightning_automodel.checkpoint.single_file import check_file, content_id, readable
+from lightning_automodel.checkpoint.sharded import ShardDirectory
+from lightning_automodel.checkpoint.single_file import check_file, readable
 from lightning_automodel.checkpoint.state_dict import MODEL
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.param_names import without_wrappers
 
-T = TypeVar("T")
 
-
-def read_unreplaced(path: str, read: Callable[[], T], alone: bool = False) -> T:
-    """Call ``read``, once more if another checkpoint took the place of ``path`` meanwhile, such as a newer last.ckpt.
-
-    Otherwise it would look damaged, or ranks would read different ones. ``read`` is a collective, which raises
-    :class:`CheckpointError` on every rank or on none, unless a process is to act ``alone``.
-    """
-    for _ in range(2):
-        ids, error, result = {_id(path)}, None, None
-        try:
-            result = read()
-        except CheckpointError as raised:
-            error = raised
-        # Several ids also mean that ranks saw different checkpoints there.
-        ids.add(_id(path))
-        if len(ids if alone else set().union(*gather(ids))) == 1:
-            if error is not None:
-                raise error
-            return result  # type: ignore[return-value]  # it is what `read` returned
-    raise error or CheckpointError(
-        f"Cannot load {path}: a run replaces it while it is read, or ranks see different ones there: load one that"
-        " stays"
-    )
-
-
-def _id(path: str) -> str:
-    if paths.is_directory(path):
-        return save_id(path)
-    return content_id(path) if paths.is_local(path) else ""
-
-
-@dataclass(frozen=True)
-class SavedModel:
+class SavedModel(NamedTuple):
     """The model's part of a checkpoint, of which this process reads one tensor or many by itself.
 
     Attributes:
         rest: The checkpoint without the states of model and optimizers.
         tensors: By name, perhaps without values; wrappers leave no trace in the names.
-        objects: What in the model's state is no tensor, by name.
         read: ``names -> tensors``, whole and in host memory; from a file they may be mapped, so leave them as they are.
     """
 
     rest: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-    objects: Mapping[str, Any]
     read: Callable[[Iterable[str]], dict[str, Tensor]]
 
 
@@ -75,34 +39,18 @@ def open_model(path: str, weights_only: bool | None) -> SavedModel:
 
     Raises :class:`CheckpointError` if it is damaged, missing, or holds code, unless ``weights_only`` is False.
     """
-    open_any = _open_directory if paths.is_directory(path) else _open_file
-    return read_unreplaced(path, lambda: open_any(path, weights_only), alone=True)
-
-
-def _open_directory(path: str, weights_only: bool | None) -> SavedModel:
-    shards = ShardDirectory(path, weights_only, alone=True)
-    tensors = {
-        name.removeprefix(f"{MODEL}."): entry
-        for name, entry in shards.entries.items()
-        if name.startswith(f"{MODEL}.") and entry is not None
-    }
-    return SavedModel(shards.rest, tensors, shards.objects(), shards.read_model)
-
-
-def _open_file(path: str, weights_only: bool | None) -> SavedModel:
+    if paths.is_directory(path):
+        shards = ShardDirectory(path, weights_only, alone=True)
+        tensors = {name: entry for name, entry in shards.model.items() if entry is not None}
+        return SavedModel(shards.rest, tensors, shards.read_model)
     with on_every_rank(f"Cannot load {path}", alone=True):
         check_file(path)
         checkpoint = load_plain_data(readable(path), path, weights_only is not False)
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(MODEL), dict):
             raise CheckpointError(f"it has no {MODEL!r}: this is no checkpoint of a LightningModule")
-    state = {without_wrappers(name): value for name, value in checkpoint[MODEL].items()}
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return SavedModel(
-        rest={key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")},
-        tensors=tensors,
-        objects={name: value for name, value in state.items() if name not in tensors},
-        read=lambda names: {name: tensors[name] for name in names},
-    )
+    tensors = {without_wrappers(name): each for name, each in checkpoint[MODEL].items() if isinstance(each, Tensor)}
+    rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
+    return SavedModel(rest, tensors, lambda names: {name: tensors[name] for name in names})
 
 
 @cache
@@ -128,11 +76,13 @@ def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> d
     place = paths.normalize(path)
     if not paths.is_directory(place):
         return None
-    saved = open_model(place, weights_only)
+    shards = ShardDirectory(place, weights_only, alone=True)
     # Loading an empty tensor tells where `map_location`, whatever it is, puts one in host memory.
     stream = io.BytesIO()
     torch.save(torch.empty(0), stream)
     stream.seek(0)
     device = torch.load(stream, map_location=map_location).device
-    state = {name: tensor.to(device) for name, tensor in saved.read(saved.tensors).items()}
-    return {**saved.rest, MODEL: {**state, **saved.objects}}
+    state = shards.read_model(shards.model)
+    for name, value in state.items():
+        state[name] = value.to(device) if isinstance(value, Tensor) else value
+    return {**shards.rest, MODEL: state}

@@ -103,38 +103,3 @@ def _layout(name: str) -> torch.layout:
     if not isinstance(layout, torch.layout):
         raise TypeError(f"{name} is no layout")
     return layout
-
-
-class _Placeholder:
-    """Stands for an object whose class is not loaded."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "_Placeholder":
-        return super().__new__(cls)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-def load_outline(source: Source, what: str) -> tuple[dict[str, Any], list[str]]:
-    """What ``torch.save`` has written, and the names of classes that are no plain data, replaced by placeholders.
-
-    Raises :class:`CheckpointError` if it is damaged, calls functions, or holds no dict.
-    """
-    unknown: list[str] = []
-    try:
-        unknown = classes_and_functions(source)
-        # A class for each name, since torch knows classes by their names.
-        placeholders = [(type(name.rpartition(".")[2], (_Placeholder,), {}), name) for name in unknown]
-        with torch.serialization.safe_globals(placeholders):  # type: ignore[arg-type]
-            loaded = _load(source, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{what} cannot be read without running code ({', '.join(unknown)})") from error
-    except Exception as error:  # damaged content can raise anything
-        text = next(iter(str(error).splitlines()), type(error).__name__)
-        raise CheckpointError(f"{what} cannot be read ({text[:200]})") from error
-    if not isinstance(loaded, dict):
-        raise CheckpointError(f"{what} is no checkpoint: it holds a {type(loaded).__name__}")
-    return loaded, unknown

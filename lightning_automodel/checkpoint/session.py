@@ -1,6 +1,9 @@
 """The checkpoints of one run: what the strategy's hooks for saving and loading do."""
 
+import concurrent.futures
 import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +15,13 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager
 from torch.optim import Optimizer
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import atomic, paths, state_dict
-from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.reading import read_unreplaced
-from lightning_automodel.checkpoint.saver import CheckpointSaver, prepare_target
+from lightning_automodel.checkpoint.errors import CheckpointError, gather, on_every_rank
+from lightning_automodel.checkpoint.saver import make_stager, prepare_file, prepare_place, prepare_shards
 from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import FileCheckpointIO, WholeCheckpoint, check_file, fill_module
 from lightning_automodel.distributed import collectives, connections
@@ -43,11 +46,16 @@ class RunCheckpoints:
 
     def __init__(self, is_sharded: bool, as_directory: bool, in_background: bool) -> None:
         self.is_sharded, self.as_directory, self.in_background = is_sharded, as_directory, in_background
-        self._saver: CheckpointSaver | None = None
         self._opened: ShardDirectory | None = None
         self._path = ""
+        self._pending: Future[None] | None = None
         self._pending_path: str | None = None
+        self._defers = False
+        self._links: list[Callable[[], None]] = []
+        self._removals: list[Callable[[], None]] = []
         self._group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+        self._stager: DefaultStager | None = None
+        self._thread: ThreadPoolExecutor | None = None
 
     @property
     def names_parameters(self) -> bool:
@@ -60,14 +68,6 @@ class RunCheckpoints:
 
     def _is_pending(self, path: _PATH) -> bool:
         return self._pending_path is not None and paths.normalize(path) == self._pending_path
-
-    def _link(self, path: str, link: str) -> None:
-        """Let ``link`` lead to the checkpoint at ``path``, by rank 0, once that is on disk. Not a collective."""
-        make = partial(atomic.link, Path(path), Path(link))
-        if self._saver is not None:
-            self._saver.link_afterwards(make)
-        elif group_rank() == 0:
-            make()
 
     # --- Saving -------------------------------------------------------------------------------------------------------
 
@@ -83,13 +83,17 @@ class RunCheckpoints:
         """Write a checkpoint at rank 0's ``path``, where it appears in one step or not at all.
 
         If that fails on any rank, every rank raises :class:`CheckpointError`, and older checkpoints are as they were.
-        A save in the background makes sense where training ``goes_on``; ``io`` is the Trainer's plugin for files.
+        So they do for a save in the background, in :meth:`check` or the next save. Such a save makes sense where
+        training ``goes_on``; ``io`` is the Trainer's plugin for files.
         """
         # Names may hold a time, or a version that is counted by looking for files: ranks may disagree.
         target = paths.normalize(collectives.broadcast_object(path, 0))
-        if self._saver is None:
-            self._saver = CheckpointSaver(device)
+        # One save at a time: copies of two would be in host memory at once, and the later one could be overtaken.
+        self._finish()
         in_background = self.in_background and goes_on
+        if in_background and self._stager is None:
+            self._stager = make_stager(device)
+        stager = self._stager if in_background else None
         self._pending_path = target if in_background else None
         if self.as_directory:
             if storage_options is not None:
@@ -98,19 +102,23 @@ class RunCheckpoints:
                     " file systems for fsspec (its configuration files or environment variables), or save one file"
                     " with save_distributed_checkpoint=False and a CheckpointIO that takes them."
                 )
-            self._saver.save_shards(checkpoint, target, self._background_group() if in_background else None)
+            write = prepare_shards(checkpoint, target, stager)
         else:
             if self.is_sharded:
                 # One file holds whole tensors: what was sharded is listed, to become shards again.
                 rest = {key: value for key, value in checkpoint.items() if key != state_dict.MODEL}
                 checkpoint[state_dict.SHARDED_STATES] = list(state_dict.sharded_states(rest))
                 checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
-            write = partial(_files_by(io).save_checkpoint, storage_options=storage_options)
-            self._saver.save_file(checkpoint, target, write, in_background)
+            save_file = partial(_files_by(io).save_checkpoint, storage_options=storage_options)
+            write = prepare_file(checkpoint, target, save_file, stager)
+        self._defers = goes_on
+        if in_background:
+            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._pending = self._thread.submit(write, self._background_group())
+            return
+        write(None)
         if not goes_on:
-            # No step follows that would do what waits for this save.
-            self._saver.close(together=True)
-            self._saver = None
+            self._finish()  # no step follows that would do what waits for this save
 
     def save_alone(self, checkpoint: dict[str, Any], path: _PATH, io: CheckpointIO) -> None:
         """Let rank 0 save a replicated model after a failure, when ranks no longer act together. Not a collective.
@@ -125,13 +133,14 @@ class RunCheckpoints:
             )
         elif group_rank() == 0:
             target = paths.normalize(path)
-            prepare_target(target)
+            prepare_place(target)
             _files_by(io).save_checkpoint(checkpoint, target)
 
-    def _background_group(self) -> dist.ProcessGroup:
+    def _background_group(self) -> dist.ProcessGroup | None:
         """A gloo group that training does not use, so that collectives of two threads do not meet."""
-        world = dist.group.WORLD
-        assert world is not None
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if world is None:
+            return None
         if self._group is None or self._group[0] is not world:
             with connections.recording():
                 self._group = world, dist.new_group(backend="gloo")
@@ -141,33 +150,62 @@ class RunCheckpoints:
         """Remove a checkpoint by rank 0, once what replaces it is on disk. Not a collective."""
         target = paths.normalize(path)
         self._pending_path = None if self._pending_path == target else self._pending_path
-        remove = partial(_files_by(io).remove_checkpoint, target)
-        if self._saver is not None:
-            self._saver.remove_afterwards(remove)
-        elif group_rank() == 0:
-            remove()
+        self._removals.append(partial(_files_by(io).remove_checkpoint, target))
+        if not self._defers:
+            self._link_and_remove()
+
+    def _link(self, path: str, link: str) -> None:
+        """Let ``link`` lead to the checkpoint at ``path``, by rank 0, once that is on disk. Not a collective."""
+        self._links.append(partial(atomic.link, Path(path), Path(link)))
+        if not self._defers:
+            self._link_and_remove()
+
+    def _link_and_remove(self) -> None:
+        # Until the new checkpoint is on disk, and links lead to it, the old one is the newest.
+        actions, self._links, self._removals = [*self._links, *self._removals], [], []
+        if group_rank() == 0:
+            for action in actions:
+                action()
 
     def check(self) -> None:
-        """Raise the error of a save in the background, if there is one by now. Not a collective."""
-        if self._saver is not None:
-            self._saver.check()
+        """Raise the error of a save in the background, if there is one by now. Not a collective; cheap."""
+        if self._pending is None or self._pending.done():
+            self._finish()
+
+    def _finish(self) -> None:
+        """Wait until no save is pending; then do what was to be done afterwards. Raises CheckpointError if it failed.
+
+        Not a collective, but every rank hears of a failure, from the thread that writes.
+        """
+        pending, self._pending = self._pending, None
+        try:
+            if pending is not None:
+                pending.result()
+        except BaseException:
+            self._links, self._removals = [], []  # the older one stays the newest
+            raise
+        self._link_and_remove()
 
     def close(self, was_interrupted: bool) -> None:
         """Return when the last save is on disk, or raise its error; after a failure of the run, log it."""
-        saver, self._saver, self._opened = self._saver, None, None
-        if saver is None:
-            return
+        self._opened, self._defers = None, False
         try:
-            saver.close(together=not was_interrupted)
+            self._finish()
         except Exception as error:
             if not was_interrupted:
                 raise
             log.error("%s", error)
+        finally:
+            if self._stager is not None:
+                self._stager.close()
+            if self._thread is not None:
+                self._thread.shutdown()
+            self._stager = self._thread = None
 
     def wait_for_pending_save(self) -> None:
         """Before this rank tells the others that it failed: let a pending save end, which needs them. Bounded."""
-        if self._saver is not None:
-            self._saver.wait_for_pending(PENDING_SAVE_LIMIT_S)
+        if self._pending is not None:
+            concurrent.futures.wait([self._pending], PENDING_SAVE_LIMIT_S)
 
     # --- Loading ------------------------------------------------------------------------------------------------------
 
@@ -183,36 +221,31 @@ class RunCheckpoints:
         first rank of each node compares the content with its checksums.
         """
         self._path, self._opened = paths.normalize(collectives.broadcast_object(path, 0)), None
-        if self._agree_on_directory():
-            self._opened = read_unreplaced(self._path, lambda: ShardDirectory(self._path, weights_only))
+        kinds: list[bool] = []
+        with on_every_rank(f"Cannot load {self._path}"):
+            kinds = [paths.is_directory(self._path)]
+        kinds = gather(kinds[0])
+        if len(set(kinds)) > 1:
+            raise CheckpointError(
+                f"Cannot load {self._path}: it is a directory on rank {kinds.index(True)} and none on rank"
+                f" {kinds.index(False)}: let all ranks see the same file system"
+            )
+        if kinds[0]:
+            self._opened = ShardDirectory(self._path, weights_only)
             return self._opened.rest
         files = _files_by(io)
-        if not isinstance(files, FileCheckpointIO):
-            return files.load_checkpoint(self._path, weights_only=weights_only)
-
-        def load_file() -> dict[str, Any]:
-            with on_every_rank(f"Cannot load {self._path}"):
-                if is_first_on_node:
-                    check_file(self._path)
-            with on_every_rank(f"Cannot load {self._path}"):
-                loaded = files.load_checkpoint(self._path, weights_only=weights_only)
-            return loaded
-
-        return read_unreplaced(self._path, load_file)
-
-    def _agree_on_directory(self) -> bool:
-        """Whether there is a directory at the path, as every rank must see it."""
-        is_directory = False
         with on_every_rank(f"Cannot load {self._path}"):
-            is_directory = paths.is_directory(self._path)
-        on_rank_zero = collectives.broadcast_object(is_directory, 0)
+            if is_first_on_node and isinstance(files, FileCheckpointIO):
+                check_file(self._path)
+        loaded: dict[str, Any] = {}
         with on_every_rank(f"Cannot load {self._path}"):
-            if is_directory != on_rank_zero:
-                raise CheckpointError(
-                    f"it is {'a' if is_directory else 'no'} directory here, unlike on rank 0: let all ranks see the"
-                    " same file system"
-                )
-        return is_directory
+            loaded = files.load_checkpoint(self._path, weights_only=weights_only)
+        if len(moments := set(gather((loaded.get("epoch"), loaded.get("global_step"))))) > 1:
+            raise CheckpointError(
+                f"Cannot load {self._path}: ranks have read different checkpoints there (epoch and step"
+                f" {', '.join(map(str, moments))}), as where a run replaces it: load it again, or one that stays"
+            )
+        return loaded
 
     def fill(
         self, checkpoint: dict[str, Any], module: "pl.LightningModule", optimizers: list[Optimizer], strict: bool

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.utils.serialization import config as serialization_config
 from typing_extensions import override
 
 from lightning_automodel.checkpoint import atomic, paths
@@ -34,7 +35,6 @@ from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.lightning_formats import METADATA, outline, parse_metadata, sizes_needed
 from lightning_automodel.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from lightning_automodel.checkpoint.safe_load import load_plain_data
-from lightning_automodel.checkpoint.single_file import record_checksums
 from lightning_automodel.checkpoint.state_dict import EXTRA_STATE, MODEL
 
 REST = "meta.pt"
@@ -48,49 +48,35 @@ class _FileResult(WriteResult):
     """Reports a file that a rank has written, instead of an entry within one."""
 
 
-@dataclass(frozen=True)
-class SaveTarget:
-    """Where the files of one save are written, and what they become. Rank 0 chooses it for all.
-
-    A local directory is written beside its place and then takes it. Elsewhere nothing can be renamed in one step: there
-    the files go to a ``folder`` of their own within ``path``, and the manifest, one object, says which one is valid.
-    """
-
-    path: str
-    folder: str
-
-    @classmethod
-    def choose(cls, path: str) -> "SaveTarget":
-        """A new folder for what is to become ``path``."""
-        return cls(path, f"{paths.parent(path) if paths.is_local(path) else path}/{atomic.temporary_name()}")
-
-    @property
-    def save_id(self) -> str:
-        """Different for each save."""
-        return self.folder.rpartition("-")[2]
-
-
 class ShardWriter(FileSystemWriter):
     """Writes one directory, which appears when it is complete: all by ``dcp.save`` or ``dcp.async_save``.
 
-    Every rank makes one for each save. ``rest`` is the content of ``meta.pt``, which the coordinator writes.
+    Every rank makes one for each save. A local directory is written beside its place and then takes it. Elsewhere
+    nothing can be renamed in one step: there the manifest, one object, says which folder within the directory is valid.
+
+    Args:
+        target: Path of the directory.
+        folder: Where the files are written; rank 0 has chosen it for all (:func:`.paths.new_folder`).
+        rest: Content of ``meta.pt``, which the coordinator writes.
+        world_size: Ranks that write.
     """
 
-    def __init__(self, target: SaveTarget, rest: bytes, world_size: int) -> None:
-        self._is_local = paths.is_local(target.path)
-        super().__init__(target.folder, sync_files=self._is_local)
-        self._files = _Files(url_to_fs(target.folder)[0])
-        self.fs, self.path = self._files, target.folder
+    def __init__(self, target: str, folder: str, rest: bytes, world_size: int) -> None:
+        self._is_local = paths.is_local(target)
+        super().__init__(folder, sync_files=self._is_local)
+        self._files = _Files(url_to_fs(folder)[0])
+        self.fs, self.path = self._files, folder
         self._target, self._rest, self._world_size = target, rest, world_size
+        self._save_id = folder.rpartition("-")[2]
 
     @override
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self._target.path, save_id=f"{_SIGNATURE}{self._target.save_id}")
+        return StorageMeta(checkpoint_id=self._target, save_id=f"{_SIGNATURE}{self._save_id}")
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         # The manifest has a checksum of the whole file.
-        with record_checksums(False):
+        with serialization_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
             written = super().write_data(plan, planner)
         files = [_FileResult(MetadataIndex(name), each.size, each) for name, each in self._files.records.items()]
         results: Future[list[WriteResult]] = Future()
@@ -108,17 +94,17 @@ class ShardWriter(FileSystemWriter):
         # The manifest comes last: a directory without it, or without a file that it lists, is no checkpoint.
         if self._is_local:
             self._write(f"{self.path}/{MANIFEST}", self._manifest("", files))
-            atomic.replace(Path(self.path), Path(self._target.path))
+            atomic.replace(Path(self.path), Path(self._target))
             return
         folder = str(self.path).rpartition("/")[2]
-        self._write(f"{self._target.path}/{MANIFEST}", self._manifest(folder, files))
-        filesystem, place = url_to_fs(self._target.path)
+        self._write(f"{self._target}/{MANIFEST}", self._manifest(folder, files))
+        filesystem, place = url_to_fs(self._target)
         for name in filesystem.ls(place, detail=False):
             if folder not in name and atomic.TEMPORARY in name:
                 filesystem.rm(name, recursive=True)
 
     def _manifest(self, folder: str, files: dict[str, FileRecord]) -> bytes:
-        return Manifest(self._target.save_id, self._world_size, folder, files).to_bytes()
+        return Manifest(self._save_id, self._world_size, folder, files).to_bytes()
 
     def _write(self, path: str, content: bytes) -> None:
         with self._files.create_stream(path, "wb") as stream:
@@ -199,12 +185,12 @@ class ShardDirectory:
         self._is_alone = alone or not (dist.is_available() and dist.is_initialized())
         share, shares = (0, 1) if self._is_alone else (dist.get_rank(), dist.get_world_size())
         with on_every_rank(f"Cannot load {path}", alone=self._is_alone):
-            self._filesystem, folder, self._manifest, metadata = open_tables(path)
-            check_files(self._filesystem, folder, self._manifest, metadata, share, shares)
-            self._folder, self._save_id = folder, save_id(path)
-            self.rest: dict[str, Any] = load_plain_data(
-                io.BytesIO(_read_rest(self._filesystem, folder)), f"{REST} of {path}", self._weights_only
-            )
+            self._filesystem, self._folder, manifest, metadata = open_tables(path)
+            self._save_id = "" if manifest is None else manifest.save_id
+            with self._unreplaced():
+                check_files(self._filesystem, self._folder, manifest, metadata, share, shares)
+                content = _read_rest(self._filesystem, self._folder)
+            self.rest: dict[str, Any] = load_plain_data(io.BytesIO(content), f"{REST} of {path}", self._weights_only)
         self._extra_state: dict[str, Any] = self.rest.pop(EXTRA_STATE, {})
         self._metadata = metadata
         # torch.distributed.checkpoint has the model's extra state too, but takes dicts apart and loses empty ones.
@@ -218,40 +204,43 @@ class ShardDirectory:
             **{f"{MODEL}.{name}": None for name in self._extra_state},
         }
 
-    def objects(self) -> dict[str, Any]:
-        """What in the model's state is no tensor, by name."""
-        names = [name for name, entry in self.entries.items() if name.startswith(f"{MODEL}.") and entry is None]
-        read: dict[str, Any] = {name.removeprefix(f"{MODEL}."): None for name in names}
-        self.read_into({MODEL: read})
-        return read
+    @property
+    def model(self) -> dict[str, Tensor | None]:
+        """Entries of the model's state by name."""
+        return {n.removeprefix(f"{MODEL}."): entry for n, entry in self.entries.items() if n.startswith(f"{MODEL}.")}
 
-    def read_model(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Whole tensors of the model's state, in host memory."""
-        wanted = {f"{MODEL}.{name}" for name in names}
-        tensors = {
-            name: torch.empty_like(entry, device="cpu")
-            for name, entry in self.entries.items()
-            if name in wanted and entry is not None
-        }
-        self.read_into(tensors)
-        return {name.removeprefix(f"{MODEL}."): tensor for name, tensor in tensors.items()}
+    def read_model(self, names: Iterable[str]) -> dict[str, Any]:
+        """Of the model's state what has one of these ``names``, tensors whole and in host memory."""
+        entries = self.model
+        found = {name: None if (e := entries[name]) is None else torch.empty_like(e, device="cpu") for name in names}
+        self.read_into({MODEL: found})
+        return found
 
     def read_into(self, targets: dict[str, Any]) -> None:
         """Overwrite the tensors in ``targets`` in place, and replace what else is in it. A collective like opening.
 
         ``targets`` is nested as it was saved, or flat. Each rank reads what its own shards need.
         """
-        of_model = targets.get(MODEL, {})
-        for name in of_model.keys() & self._extra_state.keys():
-            of_model[name] = self._extra_state[name]
-        tensors = {name: value for name, value in of_model.items() if name not in self._extra_state}
-        targets = {**targets, MODEL: tensors} if of_model else targets
+        if of_model := targets.get(MODEL):
+            tensors = {name: value for name, value in of_model.items() if name not in self._extra_state}
+            of_model.update({name: self._extra_state[name] for name in of_model.keys() - tensors.keys()})
+            targets = {**targets, MODEL: tensors}
         reader = _Reader(self._filesystem, self._folder, self._metadata)
         with translated(f"Cannot load {self.path}"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(targets, storage_reader=reader, planner=_Planner(self._weights_only), no_dist=self._is_alone)
-        # Entries have the same names and sizes from save to save, so that a newer directory would go unnoticed.
-        with on_every_rank(f"Cannot load {self.path}", alone=self._is_alone):
+        with on_every_rank(f"Cannot load {self.path}", alone=self._is_alone), self._unreplaced():
+            pass
+
+    @contextmanager
+    def _unreplaced(self) -> Generator[None, None, None]:
+        """Raise CheckpointError if another checkpoint took the place of this one, as a run's ``last.ckpt`` does.
+
+        Entries have the same names and sizes from save to save: a newer one would go unnoticed, or look damaged.
+        """
+        try:
+            yield
+        finally:
             if save_id(self.path) != self._save_id:
                 raise CheckpointError("another checkpoint took its place while it was read: load it again")
 

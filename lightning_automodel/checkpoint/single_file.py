@@ -7,7 +7,6 @@ import io
 import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,6 +15,7 @@ from fsspec.core import url_to_fs
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.serialization import config as serialization_config
 from typing_extensions import override
 
 from lightning_automodel.checkpoint import atomic, paths
@@ -57,22 +57,11 @@ class FileCheckpointIO(TorchCheckpointIO):
         paths.remove(str(path))
 
 
-@contextmanager
-def record_checksums(enabled: bool) -> Iterator[None]:
-    """Whether ``torch.save`` notes checksums in this block."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(enabled)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
 def save_file(checkpoint: dict[str, Any], path: str) -> None:
     """Write ``checkpoint`` to a file that appears in one step, once all of it is on disk. Called by one rank."""
     if not paths.is_local(path):
         stream = io.BytesIO()
-        with record_checksums(True):
+        with serialization_config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
             torch.save(checkpoint, stream)
         warn_about_code(stream)
         filesystem, place = url_to_fs(path)
@@ -85,7 +74,7 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
         return
     temporary = Path(path).with_name(atomic.temporary_name())
     try:
-        with open(temporary, "wb") as file, record_checksums(True):
+        with open(temporary, "wb") as file, serialization_config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
@@ -130,20 +119,6 @@ def check_content(file: IO[bytes]) -> None:
         raise CheckpointError(f"the file is cut off or damaged ({error}; {size} bytes)") from error
     if damaged is not None:
         raise CheckpointError(f"its content has changed since it was written (wrong checksum of {damaged})")
-
-
-def content_id(path: str) -> str:
-    """What tells one file at ``path`` from the next; empty where nothing does.
-
-    ``torch.save`` writes such a record, made of the others' names and checksums.
-    """
-    if not os.path.isfile(path):
-        return ""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return next(archive.read(n).decode() for n in archive.namelist() if n.endswith(".data/serialization_id"))
-    except (zipfile.BadZipFile, OSError, StopIteration, ValueError):
-        return ""
 
 
 class WholeCheckpoint:

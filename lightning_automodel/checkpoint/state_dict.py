@@ -1,6 +1,6 @@
 """The state of a model and its optimizers under the names of parameters: collected for saving, filled when loading."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -223,18 +223,21 @@ def _optimizer_targets(
     entries: Mapping[str, Tensor | None], optimizer: Optimizer, state: dict[str, Any], index: int
 ) -> dict[str, Any]:
     """What of an optimizer's ``state`` was saved; raises CheckpointError unless it was saved of such an optimizer."""
-    key = optimizer_key(index)
-    saved_settings = _saved_settings(entries, f"{key}.param_groups.")
-    if not saved_settings:
-        raise no_optimizer_state(index)
-    outermost = [{setting.partition(".")[0] for setting in settings} for settings in saved_settings.values()]
-    check_groups(optimizer, outermost, index)
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    found: dict[str, set[str]] = {name: set() for name in names}
+    settings: dict[int, set[str]] = {}
+    found: dict[str, set[str]] = {name: set() for group in state["param_groups"] for name in group["params"]}
     for entry in entries:
-        name, _, kind = entry.removeprefix(f"{key}.state.").rpartition(".")
-        if entry.startswith(f"{key}.state.") and name in found:
-            found[name].add(kind)
+        key, _, within = entry.partition(".")
+        part, _, name = within.partition(".")
+        if key == optimizer_key(index) and part == "param_groups":
+            group, setting, *_ = name.split(".")
+            settings.setdefault(int(group), set()).add(setting)
+        elif key == optimizer_key(index) and part == "state":
+            parameter, _, kind = name.rpartition(".")
+            if parameter in found:
+                found[parameter].add(kind)
+    if not settings:
+        raise no_optimizer_state(index)
+    check_groups(optimizer, list(settings.values()), index)
     for name, kinds in found.items():
         own = {kind for kind, value in state["state"].get(name, {}).items() if not isinstance(value, dict)}
         if kinds and kinds != own:
@@ -243,23 +246,13 @@ def _optimizer_targets(
                 f" saved: {_AS_SAVED}"
             )
     groups = [
-        {setting: value for setting, value in group.items() if setting in saved_settings[i] and setting != "params"}
+        {setting: value for setting, value in group.items() if setting in settings[i] and setting != "params"}
         for i, group in enumerate(state["param_groups"])
     ]
     return {
         "state": {name: state["state"][name] for name, kinds in found.items() if kinds},
         "param_groups": groups,
     }
-
-
-def _saved_settings(entries: Iterable[str], prefix: str) -> dict[int, set[str]]:
-    """Flattened settings by number of their group, of entries that begin with ``prefix``."""
-    settings: dict[int, set[str]] = {}
-    for entry in entries:
-        if entry.startswith(prefix):
-            group, _, setting = entry.removeprefix(prefix).partition(".")
-            settings.setdefault(int(group), set()).add(setting)
-    return settings
 
 
 def _some(names: list[str]) -> str:

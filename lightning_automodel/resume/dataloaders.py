@@ -20,31 +20,10 @@ from typing_extensions import override
 from lightning_automodel import lightning_internals
 from lightning_automodel.resume import loops, rng
 
-_DRAWN = (
-    "A training loader that is neither a map-style DataLoader nor has state_dict() and load_state_dict() resumes by"
-    " drawing and dropping {count} batches; torchdata's StatefulDataLoader does without."
-)
-_OTHER_ORDER = (
-    "The checkpoint was saved with a different world size, and a training loader has no DistributedSampler: of its"
-    " epoch, samples may be left out or used twice."
-)
-_OTHER_LENGTH = (
-    "A training loader had {then} batches when the checkpoint was written, and has {now}: of the epoch, samples may be"
-    " left out or used twice."
-)
 _TOO_SHORT = (
     "The checkpoint was written after batch {used} of an epoch, and a training loader has {now} now: pass the loader"
     " that was used, or resume from the end of an epoch."
 )
-_OTHER_LOADERS = (
-    "The checkpoint holds the positions of {then} training loaders, and there are {now}: pass the same loaders, or"
-    " resume from the end of an epoch."
-)
-_OTHER_KIND = (
-    "The checkpoint does not hold what {loader} needs to go on within an epoch, since a training loader of another kind"
-    " was used: pass one of that kind, or resume from the end of an epoch."
-)
-
 _States = tuple[dict[str, Any], list[Any], list[Any]]
 """Global random states, those of a loader's own generators, and the states of its samplers."""
 
@@ -149,13 +128,13 @@ class RecordingSampler(Sampler):
 
 def own_states(loader: Any) -> tuple[list[Any], list[Any]]:
     """States of the generators and of the samplers that a loader holds."""
-    generators = rng.note_generators(rng.generators_of(loader))
+    generators = rng.note_generators(rng.generators_of(rng.led_to(loader)))
     return generators, [copy.deepcopy(sampler.state_dict()) for sampler in _samplers(loader)]
 
 
 def set_own_states(loader: Any, generators: list[Any], samplers: list[Any]) -> None:
     """Set what :func:`own_states` returned."""
-    rng.set_generators(rng.generators_of(loader), generators)
+    rng.set_generators(rng.generators_of(rng.led_to(loader)), generators)
     for sampler, state in zip(_samplers(loader), samplers, strict=False):
         sampler.load_state_dict(copy.deepcopy(state))
 
@@ -183,14 +162,11 @@ class TrainingLoaders:
     def process(self, loader: Any) -> None:
         """Record a training loader that is about to be iterated, from where a checkpoint says if there is a plan."""
         if isinstance(loader, DataLoader) and not _is_stateful(loader) and _recorder(loader) is None:
-            self._recorders.append(RecordingSampler(loader, self._device, self._used))
+            progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
+            self._recorders.append(RecordingSampler(loader, self._device, lambda: progress.current.processed))
         if self._plan is not None:
-            self._bring_about(loader, self._processed)
+            self._bring_about(self._plan, loader, self._processed)
             self._processed += 1
-
-    def _used(self) -> int:
-        batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        return batches.processed
 
     @property
     def _fetcher(self) -> Any:
@@ -247,19 +223,23 @@ class TrainingLoaders:
         if plan is None or not plan["loaders"]:
             return
         if len(self._all()) != len(plan["loaders"]):
-            raise ValueError(_OTHER_LOADERS.format(then=len(plan["loaders"]), now=len(self._all())))
+            raise ValueError(
+                f"The checkpoint holds the positions of {len(plan['loaders'])} training loaders, and there are"
+                f" {len(self._all())}: pass the same loaders, or resume from the end of an epoch."
+            )
         if not self._processed:
             # configure_optimizers asked for the number of steps, so that the loaders were made before the checkpoint
             # was read.
-            self._plan = plan
             for index, loader in enumerate(self._all()):
-                self._bring_about(loader, index)
-            self._plan = None
+                self._bring_about(plan, loader, index)
             if plan["is_iterated"] or any("state" in at for at in plan["loaders"]):
                 iter(self._fetcher)
         used = plan["batches"]
         if plan["is_drawn"]:
-            self._say(_DRAWN.format(count=used))
+            self._say(
+                "A training loader that is neither a map-style DataLoader nor has state_dict() and load_state_dict()"
+                f" resumes by drawing and dropping {used} batches; torchdata's StatefulDataLoader does without."
+            )
             batches = getattr(self._fetcher, "iterator_wrapper", self._fetcher)  # for a step that draws its batches
             for drawn in range(used):
                 if next(batches, None) is None:
@@ -287,9 +267,7 @@ class TrainingLoaders:
                 torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         return True
 
-    def _bring_about(self, loader: Any, index: int) -> None:
-        plan = self._plan
-        assert plan is not None
+    def _bring_about(self, plan: dict[str, Any], loader: Any, index: int) -> None:
         if index >= len(plan["loaders"]):
             return
         at = plan["loaders"][index]
@@ -303,7 +281,10 @@ class TrainingLoaders:
             if callable(set_epoch := getattr(owner, "set_epoch", None)):
                 set_epoch(plan["epochs"])
         if not plan["is_drawn"] and ("state" in at) != _is_stateful(loader):
-            raise ValueError(_OTHER_KIND.format(loader=type(loader).__name__))
+            raise ValueError(
+                f"The checkpoint does not hold what {type(loader).__name__} needs to go on within an epoch, since a"
+                " training loader of another kind was used: pass one of that kind, or resume from the end of an epoch."
+            )
         recorder = _recorder(loader)
         if recorder is not None and "iteration" in at:
             if not plan["is_drawn"]:
@@ -323,13 +304,16 @@ class TrainingLoaders:
         if length is not None and length < at["yielded"]:
             raise ValueError(_TOO_SHORT.format(used=at["yielded"], now=length))
         if None not in (length, at["length"]) and length != at["length"]:
-            self._say(_OTHER_LENGTH.format(then=at["length"], now=length))
-        if (
-            at["iteration"][0] is None
-            and at["yielded"]
-            and not isinstance(_innermost_sampler(loader), DistributedSampler)
-        ):
-            self._say(_OTHER_ORDER)
+            self._say(
+                f"A training loader had {at['length']} batches when the checkpoint was written, and has {length}: of"
+                " the epoch, samples may be left out or used twice."
+            )
+        is_of_other_ranks = at["iteration"][0] is None
+        if is_of_other_ranks and at["yielded"] and not isinstance(_innermost_sampler(loader), DistributedSampler):
+            self._say(
+                "The checkpoint was saved with a different world size, and a training loader has no DistributedSampler:"
+                " of its epoch, samples may be left out or used twice."
+            )
 
     def close(self) -> None:
         """Give the loaders their own samplers back."""

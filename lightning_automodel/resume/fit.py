@@ -18,18 +18,6 @@ from lightning_automodel.resume.snapshot import ModuleState, Snapshot
 
 CHECKPOINT_KEY = "lightning_automodel"
 FORMAT = 2
-_OTHER_RANKS = (
-    "The checkpoint was saved with a different world size ({then}, now {now}): the data goes on where it stopped, and"
-    " each rank's random states, buffers and metrics of the epoch start anew."
-)
-_GOES_BACK = (
-    "The checkpoint resumes before batch {batch} of epoch {epoch}, where the window of gradients began that has not"
-    " stepped yet: gradients are not saved."
-)
-_HALF_A_STEP = (
-    "The checkpoint is inexact: one optimizer has stepped, and another holds gradients, which are not saved. Save where"
-    " all of them have stepped."
-)
 
 
 class Resume:
@@ -88,13 +76,21 @@ class Resume:
             self._go_on(plan)
         self._logged = loops.steps_logged(self._trainer)
         checkpoint_callbacks.save_last(self._trainer, self._patches)
+        # The loops announce what they are about to do to the profiler, and before a batch is drawn to nobody else.
         profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
-        before = {
+        start = profiler.start
+        waiting = {
             "on_train_epoch_start": self._before_epoch,
             "train_dataloader_next": self._before_fetch,
             "on_validation_model_zero_grad": self._before_validation,
         }
-        self._patches.set(profiler, "start", _Announcing(profiler.start, before))
+
+        def call_then_start(action_name: str) -> None:
+            if before := waiting.get(action_name.rsplit(".", 1)[-1]):
+                before()
+            start(action_name)
+
+        self._patches.set(profiler, "start", call_then_start)
 
     def _before_epoch(self) -> None:
         """An epoch begins: restarted at the end of the one before, the loop of batches would end it at once."""
@@ -181,12 +177,18 @@ class Resume:
             is_batch_over = batches.processed == batches.ready
             if is_window and not (self._is_manual and is_batch_over and not self._holds_gradients()):
                 if batches.ready > held.at.batches:
-                    self._say(_GOES_BACK.format(batch=held.at.batches, epoch=at.epochs))
+                    self._say(
+                        f"The checkpoint resumes before batch {held.at.batches} of epoch {at.epochs}, where the window"
+                        " of gradients began that has not stepped yet: gradients are not saved."
+                    )
                 return held
             if not is_window and at.stage == loops.STEP:
                 return held
         if self._is_manual and self._holds_gradients():
-            self._say(_HALF_A_STEP)
+            self._say(
+                "The checkpoint is inexact: one optimizer has stepped, and another holds gradients, which are not"
+                " saved. Save where all of them have stepped."
+            )
         is_counted = at.stage not in (loops.STEP, loops.VALIDATION)
         logged = loops.steps_logged(self._trainer) if is_counted else self._logged + 1
         now = self._take(at, logged)
@@ -277,7 +279,10 @@ class Resume:
             plan = state["ranks"][rank]
         else:
             plan = other_world_size.carried_over(state, sizes["data_parallel"])
-            self._say(_OTHER_RANKS.format(then=state["sizes"], now=sizes))
+            self._say(
+                f"The checkpoint was saved with a different world size ({state['sizes']}, now {sizes}): the data goes"
+                " on where it stopped, and each rank's random states, buffers and metrics of the epoch start anew."
+            )
         self._plan = plan = rng.loaded(plan)
         self._module.unfreeze(plan["flags"])
         at = loops.Position(plan["stage"], plan["batches"], plan["epochs"])
@@ -312,19 +317,3 @@ class Resume:
             epochs.completed -= 1
             self._trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
             epochs.completed += 1
-
-
-class _Announcing:
-    """Starts an action of a profiler, and calls who waits for it before.
-
-    Lightning's loops announce what they are about to do to the profiler, and before a batch is drawn to nobody else.
-    """
-
-    def __init__(self, start: Callable[[str], None], before: dict[str, Callable[[], None]]) -> None:
-        self._start, self._before = start, before
-
-    def __call__(self, action_name: str) -> None:
-        before = self._before.get(action_name.rsplit(".", 1)[-1])
-        if before is not None:
-            before()
-        self._start(action_name)

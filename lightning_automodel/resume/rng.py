@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.data import Sampler
 
 from lightning_automodel import lightning_internals
@@ -34,25 +33,19 @@ def set_to(states: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["device"], device)
 
 
-def generators_of_modules(module: nn.Module) -> list[Generator]:
-    """The generators that a module and its submodules hold as attributes, each once, in a fixed order."""
-    held = (value for submodule in module.modules() for value in vars(submodule).values())
-    return list({id(value): value for value in held if isinstance(value, Generator)}.values())
-
-
-def generators_of(loader: Any) -> list[Generator]:
-    """Those that a loader, its samplers and its dataset hold as attributes, each once, in a fixed order."""
-    held = (value for owner in _led_to(loader) for value in getattr(owner, "__dict__", {}).values())
+def generators_of(owners: Iterable[Any]) -> list[Generator]:
+    """The generators that ``owners``, modules or what :func:`led_to` finds, hold as attributes, each once, in order."""
+    held = (value for owner in owners for value in getattr(owner, "__dict__", {}).values())
     return list({id(value): value for value in held if isinstance(value, Generator)}.values())
 
 
 def samplers_of(loader: Any) -> list[lightning_internals.Stateful]:
     """The samplers of a loader that have ``state_dict`` and ``load_state_dict``, in a fixed order."""
-    samplers = (owner for owner in _led_to(loader) if isinstance(owner, _SAMPLERS))
+    samplers = (owner for owner in led_to(loader) if isinstance(owner, _SAMPLERS))
     return [sampler for sampler in samplers if isinstance(sampler, lightning_internals.Stateful)]
 
 
-def _led_to(owner: Any) -> list[Any]:
+def led_to(owner: Any) -> list[Any]:
     """``owner``, its samplers and datasets, and theirs, each once."""
     found, waiting = {id(owner): owner}, [owner]
     while waiting:
@@ -70,9 +63,15 @@ def note_generators(generators: Iterable[Generator]) -> list[Any]:
 
 def set_generators(generators: list[Generator], states: list[Any]) -> None:
     """Set states in the same order; nothing where their number is another, as the loaders are then others."""
-    if len(generators) == len(states):
-        for generator, state in zip(generators, states, strict=True):
-            _set_state(generator, state)
+    if len(generators) != len(states):
+        return
+    for generator, state in zip(generators, states, strict=True):
+        if isinstance(generator, random.Random):
+            generator.setstate(state)
+        elif isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state
+        else:
+            generator.set_state(state)
 
 
 def _state(generator: Generator) -> Any:
@@ -83,17 +82,6 @@ def _state(generator: Generator) -> Any:
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
     return generator.bit_generator.state
-
-
-def _set_state(generator: Generator, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state
 
 
 def savable(value: Any) -> Any:

@@ -73,7 +73,7 @@ class ModuleState:
         """Look for what the module consists of by now: finding it takes longer than copying it."""
         modules = list(self._module.named_modules())
         self._metrics = {name: module for name, module in modules if isinstance(module, Metric)}
-        self._generators = rng.generators_of_modules(self._module)
+        self._generators = rng.generators_of(self._module.modules())
         averages = [each.named_modules() for each in weight_averaging.averaged_models(self._module)]
         self._buffer_owners = [
             (f"{prefix}.{name}".removeprefix("."), module, name)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
+from lightning_automodel.checkpoint import atomic
 from tests.trainer.exactness import TinyDecoder, full_weights, micro_batches
 from tests.trainer.plain import ModelModule
 from tests.trainer.runs import CASE, make_trainer
@@ -94,6 +95,11 @@ def load_only(options: dict[str, Any], path: str) -> dict[str, Tensor]:
 def files_of(path: Path) -> list[Path]:
     """All files that a checkpoint consists of."""
     return sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What saves and removals that have not ended left in a folder."""
+    return sorted(folder.glob(f"{atomic.TEMPORARY}*"))
 
 
 def rank() -> int:

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_automodel.checkpoint import atomic
 from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import FileCheckpointIO, check_file
-from tests.checkpoint.checkpoints import ACCUMULATE, NUM_BATCHES, AdamModule, fit
+from tests.checkpoint.checkpoints import ACCUMULATE, NUM_BATCHES, AdamModule, fit, leftovers
 from tests.processes import forked
 
 NUM_STEPS = 400
@@ -125,4 +124,4 @@ def expected_weights(num_steps: int) -> list[dict[str, Tensor]]:
 
 def leftover_count(folder: Path) -> int:
     """How much of an unfinished save is in ``folder``."""
-    return len(atomic.leftovers(folder))
+    return len(leftovers(folder))

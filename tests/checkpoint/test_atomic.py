@@ -12,6 +12,7 @@ import pytest
 from pytest_mock import MockerFixture
 
 from lightning_automodel.checkpoint import atomic
+from tests.checkpoint.checkpoints import leftovers
 
 
 def make_file(path: Path, content: str) -> None:
@@ -47,7 +48,7 @@ def test_replace(tmp_path: Path, new: str, old: str | None) -> None:
     atomic.replace(staging, target)
     assert content(target) == "new"
     assert not os.path.lexists(staging)
-    assert atomic.leftovers(tmp_path) == []
+    assert leftovers(tmp_path) == []
     if old == "link":
         assert content(tmp_path / "target of last.ckpt") == "old"
 
@@ -62,7 +63,7 @@ def test_replace_where_names_cannot_be_exchanged(tmp_path: Path, mocker: MockerF
     atomic.replace(staging, target)
     exchange.assert_called_once()
     assert content(target) == "new"
-    assert atomic.leftovers(tmp_path) == []
+    assert leftovers(tmp_path) == []
 
 
 def test_exchange_is_used_here(tmp_path: Path, mocker: MockerFixture) -> None:
@@ -82,7 +83,7 @@ def test_remove(tmp_path: Path, kind: str) -> None:
     KINDS[kind](target, "old")
     atomic.remove(target)
     assert not os.path.lexists(target)
-    assert atomic.leftovers(tmp_path) == []
+    assert leftovers(tmp_path) == []
     atomic.remove(target)
 
 
@@ -93,9 +94,12 @@ def test_a_removal_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path, mocker
     mocker.patch.object(atomic.shutil, "rmtree", side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         atomic.remove(target)
+    mocker.stopall()
     assert not target.exists()
-    (leftover,) = atomic.leftovers(tmp_path)
-    assert (leftover.host, leftover.pid, leftover.is_dead) == (socket.gethostname(), os.getpid(), False)
+    (leftover,) = leftovers(tmp_path)
+    assert leftover.name.startswith(f".unfinished-{socket.gethostname()}-{os.getpid()}-")
+    atomic.clear_leftovers(tmp_path)
+    assert leftover.exists()
 
 
 @pytest.mark.parametrize("old", [None, *KINDS])
@@ -127,4 +131,4 @@ def test_leftovers_of_the_dead_are_reported_and_removed(tmp_path: Path, caplog: 
     assert {path.name for path in tmp_path.iterdir()} == {own, foreign, "epoch=1.ckpt"}
     (record,) = caplog.records
     assert ended in record.getMessage()
-    assert atomic.leftovers(tmp_path / "missing") == []
+    atomic.clear_leftovers(tmp_path / "missing")

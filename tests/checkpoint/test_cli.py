@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import socket
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from safetensors.torch import load_file
 
 from lightning_automodel.checkpoint.__main__ import main
 from lightning_automodel.checkpoint.cli.export import in_portions, number_of_bytes
-from lightning_automodel.checkpoint.saver import CheckpointSaver
+from lightning_automodel.checkpoint.saver import prepare_shards
 from lightning_automodel.checkpoint.single_file import check_file, save_file
 
 MODEL = {"model.weight": torch.arange(12.0).view(3, 4), "model.bias": torch.ones(3, dtype=torch.bfloat16)}
@@ -66,7 +65,7 @@ def checkpoint(**rest: Any) -> dict[str, Any]:
 
 def save_shards(path: Path, **rest: Any) -> Path:
     """A directory of this package."""
-    CheckpointSaver(torch.device("cpu")).save_shards(checkpoint(**rest), str(path), None)
+    prepare_shards(checkpoint(**rest), str(path))(None)
     return path
 
 
@@ -90,7 +89,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any, 
     (report,) = inspected(capsys, str(path), *(["--verify"] if verify else []))["checkpoints"]
     assert report["form"] == form
     assert (report["written_by"], report["damage"], report["verified"]) == ("lightning_automodel", None, verify)
-    assert report["world_size"] == (1 if form != "one file" else None)
+    assert report.get("world_size") == (1 if form != "one file" else None)
     assert (report["epoch"], report["global_step"], report["num_parameters"]) == (2, 7, 15)
     assert report["dtypes"] == {"float32": 12, "bfloat16": 3}
     assert (report["num_bytes"]["model"], report["num_bytes"]["optimizers"]) == (54, 56)
@@ -106,37 +105,40 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any, 
     ]
     assert main(["inspect", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "elements:        15 (12 float32, 3 bfloat16)" in text
-    assert "optimizer 0:     state of parameters: 2 step, 1 exp_avg" in text
+    assert "dtypes:           12 float32, 3 bfloat16" in text
+    assert "optimizer states: 2 step, 1 exp_avg" in text
 
 
 @pytest.mark.parametrize("save", [save_shards, save_whole])
 @pytest.mark.filterwarnings("ignore:The checkpoint holds more than plain data")
 def test_inspect_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any) -> None:
-    """Neither of classes, beside which all is report, nor functions that unpickling would call, which are named."""
-    (report,) = inspected(capsys, str(save(tmp_path / "a.ckpt", custom=Custom())))["checkpoints"]
-    assert (report["global_step"], report["damage"]) == (7, None)
-    assert "custom" in report["rest"]
+    """What needs code to load is named, and described with trust alone."""
+    path = save(tmp_path / "a.ckpt", custom=Custom())
+    (report,) = inspected(capsys, str(path))["checkpoints"]
+    assert (report["not_plain"], report["damage"]) == (["tests.checkpoint.test_cli.Custom"], None)
+    assert report.get("global_step") is None
+    (report,) = inspected(capsys, str(path), "--trust")["checkpoints"]
+    assert (report["global_step"], "custom" in report["rest"]) == (7, True)
     mark = tmp_path / "mark"
-    (report,) = inspected(capsys, str(save(tmp_path / "b.ckpt", runs=Runs(mark))), status=1)["checkpoints"]
-    assert "cannot be read without running code (posix.mkdir)" in report["damage"]
+    (report,) = inspected(capsys, str(save(tmp_path / "b.ckpt", runs=Runs(mark))))["checkpoints"]
+    assert report["not_plain"] == ["posix.mkdir"]
     assert not mark.exists()
 
 
 def test_inspect_tells_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is missing or cut off at once, what has changed with `--verify`; the status says so too."""
     shards, whole = save_shards(tmp_path / "a.ckpt"), save_whole(tmp_path / "b.ckpt")
-    data = shards / "__0_0.distcp"
+    data, both = shards / "__0_0.distcp", (str(shards), str(whole))
     _flip(data), _flip(whole)
-    assert [each["damage"] for each in inspected(capsys, str(tmp_path))["checkpoints"]] == [None, None]
-    of_shards, of_file = inspected(capsys, str(tmp_path), "--verify", status=1)["checkpoints"]
+    assert [each["damage"] for each in inspected(capsys, *both)["checkpoints"]] == [None, None]
+    of_shards, of_file = inspected(capsys, *both, "--verify", status=1)["checkpoints"]
     assert "__0_0.distcp has changed since it was written" in of_shards["damage"]
     assert "its content has changed since it was written" in of_file["damage"]
     os.truncate(data, 50)
     os.truncate(whole, 500)
-    of_shards, of_file = inspected(capsys, str(tmp_path), status=1)["checkpoints"]
+    of_shards, of_file = inspected(capsys, *both, status=1)["checkpoints"]
     assert "__0_0.distcp has 50 bytes instead of" in of_shards["damage"]
-    assert f"{whole} cannot be read" in of_file["damage"]
+    assert "or is damaged (" in of_file["damage"]
 
 
 def _flip(path: Path) -> None:
@@ -145,24 +147,22 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_inspect_a_directory_of_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line each, the newest one marked that is whole; and what a save left that never ended."""
-    old, new, broken = (tmp_path / f"{name}.ckpt" for name in ("z", "y", "x"))
-    for seconds, path in enumerate((old, new, broken)):
-        save_whole(path, global_step=seconds)
-        os.utime(path, (seconds, seconds))
+def test_inspect_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line each; the status tells whether all are whole."""
+    whole, broken = save_whole(tmp_path / "a.ckpt"), save_whole(tmp_path / "b.ckpt")
+    assert main(["inspect", str(whole), str(whole)]) == 0
     os.truncate(broken, 100)
-    left = tmp_path / f".unfinished-{socket.gethostname()}-{os.getpid()}-abc"
-    left.mkdir()
-    (tmp_path / "notes.txt").write_text("no checkpoint")
-    assert main(["inspect", str(tmp_path)]) == 1
+    capsys.readouterr()
+    assert main(["inspect", str(whole), str(broken)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines[:3]] == [str(old), str(new), str(broken)]
-    assert ["(newest)" in line for line in lines[:3]] == [False, True, False]
-    assert "DAMAGED" in lines[2]
-    assert lines[3:] == [f"leftover of a save that has not ended: {left.name}"]
-    report = inspected(capsys, str(tmp_path), status=1)
-    assert (report["newest"], report["leftovers"]) == (str(new), [left.name])
+    (tmp_path / ".unfinished-host-1-abc").mkdir()
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.splitlines() == lines
+    first, second = lines
+    assert first.startswith(f"{whole}: epoch 2, step 7, ")
+    assert first.endswith(" bytes, one file, complete")
+    assert second.startswith(f"{broken}: ")
+    assert "DAMAGED" in second
 
 
 def test_inspect_shards_of_other_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,7 +195,7 @@ def test_consolidate_weights_alone(tmp_path: Path) -> None:
     weights = {"epoch": 2, "state_dict": dict(MODEL)}
     for name, saved in {"weights": weights, "none": {**weights, "optimizer_states": [], "lr_schedulers": []}}.items():
         path = tmp_path / f"{name}.ckpt"
-        CheckpointSaver(torch.device("cpu")).save_shards(dict(saved), str(path), None)
+        prepare_shards(dict(saved), str(path))(None)
         assert main(["consolidate", str(path), str(tmp_path / name)]) == 0
         assert torch.load(tmp_path / name, weights_only=True).keys() == saved.keys()
 
@@ -233,7 +233,7 @@ def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "out")
     cases = {
         ("inspect", f"{tmp_path}/none"): f"There is no checkpoint at {tmp_path}/none",
-        ("inspect", str(empty)): f"{empty} is no checkpoint: it holds neither .metadata nor checkpoints",
+        ("inspect", str(empty)): f"{empty} is no checkpoint: it holds neither .metadata nor checkpoints (*.ckpt)",
         ("consolidate", str(whole), out): "is no directory of shards: there is nothing to consolidate",
         ("consolidate", str(shards), str(whole)): "exists: remove it, or choose another path",
         ("consolidate", str(shards), "memory://out"): "is not local: write to a local path, and upload that",
@@ -268,8 +268,8 @@ def test_code_is_run_only_with_trust(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_sizes() -> None:
-    """Decimal and binary units; what says no size is refused with an example."""
-    assert [number_of_bytes(size) for size in ("5GB", "1.5 kb", "2MiB", 7, "7")] == [5 * 10**9, 1500, 2 << 20, 7, 7]
+    """Decimal units; what says no size is refused with an example."""
+    assert [number_of_bytes(size) for size in ("5GB", "1.5 kb", 7, "7")] == [5 * 10**9, 1500, 7, 7]
     for size in ("5XB", "", "0", "-1GB", "0.1B"):
         with pytest.raises(ValueError, match=r"is no size: write a number of bytes.*5GB"):
             number_of_bytes(size)

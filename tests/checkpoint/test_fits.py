@@ -198,7 +198,9 @@ def _error_of_missing_checkpoint(options: dict[str, Any], folder: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("options", [ENGINES["kept"], ENGINES["ddp"]], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize(
+    "options", [ENGINES["kept"], pytest.param(ENGINES["ddp"], marks=pytest.mark.sweep)], ids=["fsdp2", "ddp"]
+)
 def test_a_missing_checkpoint_raises_on_every_rank(pool2: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
     """Naming the path."""
     for message in pool2.run(_error_of_missing_checkpoint, options, str(tmp_path)):

@@ -44,7 +44,7 @@ def kill_once(seed: int, form: str, folder: Path, expected: list[dict[str, Tenso
     return check(folder / "saved", expected), leftover_count(folder / "saved")
 
 
-@pytest.mark.parametrize("form", ["shards_in_background", "replicated"])
+@pytest.mark.parametrize("form", ["shards_in_background", pytest.param("replicated", marks=pytest.mark.sweep)])
 def test_kill(tmp_path: Path, expected: list[dict[str, Tensor]], form: str) -> None:
     """Once by default, and what is left is cleared by the next save."""
     kill_once(1, form, tmp_path / "run", expected)

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from lightning_automodel.checkpoint import CheckpointError, atomic
 from lightning_automodel.checkpoint.reading import open_model
-from lightning_automodel.checkpoint.saver import CheckpointSaver
+from lightning_automodel.checkpoint.saver import prepare_file, prepare_shards
 from lightning_automodel.checkpoint.single_file import save_file
 from tests.checkpoint.checkpoints import fit, load_only, resume, save, uninterrupted
+from tests.checkpoint.test_damage import opened
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, full_weights, weight_error
 from tests.trainer.runs import TOLERANCE
@@ -182,25 +183,22 @@ def test_a_file_after_a_directory(place: str) -> None:
 
 
 def _save_directory(checkpoint: dict[str, Any], place: str) -> None:
-    CheckpointSaver(torch.device("cpu")).save_shards(checkpoint, place, None)
+    prepare_shards(checkpoint, place)(None)
 
 
 def _save_one_file(checkpoint: dict[str, Any], place: str) -> None:
-    CheckpointSaver(torch.device("cpu")).save_file(checkpoint, place, save_file, in_background=False)
+    prepare_file(checkpoint, place, save_file)(None)
 
 
-def _load_where_one_rank_sees_nothing(options: dict[str, Any], path: str, blind: int) -> str:
-    save(options, path)
+def _load_where_one_rank_sees_nothing(path: str, blind: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == blind:
             patch.setattr("lightning_automodel.checkpoint.paths.is_directory", lambda _: False)
-        with pytest.raises(CheckpointError) as raised:
-            load_only(options, path)
-    return str(raised.value)
+        return opened({}, path)
 
 
 @pytest.mark.parametrize("blind", [0, 1])
 def test_ranks_that_see_different_file_systems(pool2: RankPool, tmp_path: Path, blind: int) -> None:
     """A disk of one machine: an error on every rank, before they go different ways."""
-    for message in pool2.run(_load_where_one_rank_sees_nothing, {}, str(tmp_path / "last.ckpt"), blind):
-        assert f"rank 1: it is {'a' if blind == 0 else 'no'} directory here, unlike on rank 0" in message
+    for message in pool2.run(_load_where_one_rank_sees_nothing, str(tmp_path), blind):
+        assert f"it is a directory on rank {1 - blind} and none on rank {blind}: let all ranks see" in message

@@ -224,7 +224,9 @@ def _weights_only(options: dict[str, Any], path: str) -> tuple[str, bool]:
     return str(raised.value), all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
-@pytest.mark.parametrize("options", [FSDP2, ONE_FILE, DDP], ids=["fsdp2", "file", "ddp"])
+@pytest.mark.parametrize(
+    "options", [FSDP2, pytest.param(ONE_FILE, marks=pytest.mark.sweep), DDP], ids=["fsdp2", "file", "ddp"]
+)
 def test_weights_alone(pool2: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
     """Can be evaluated; a fit says why it cannot go on from them."""
     for message, is_equal in pool2.run(_weights_only, options, str(tmp_path / "weights.ckpt")):

@@ -14,16 +14,20 @@ from tests.resume.resuming import Learner, Saver, Setting, StatefulDataLoader, c
 
 WINDOWS = {"precision": "64-true", "accumulate_grad_batches": 2}
 STOPS = (("on_train_batch_end", 3), ("on_train_batch_end", 4), ("on_train_epoch_end", 1), ("on_train_batch_end", 9))
+FEW_STOPS = (("on_train_batch_end", 3), ("on_train_epoch_end", 1), ("on_train_batch_start", 8))
+BY_DEFAULT = ("max_size_cycle", "stateful stream")
 
 
 @pytest.mark.parametrize(
-    "loader",
+    ("loader", "stops"),
     [
-        "max_size_cycle",
-        "stateful stream",
+        *((loader, FEW_STOPS) for loader in BY_DEFAULT),
         *(
-            pytest.param(loader, marks=pytest.mark.sweep)
+            pytest.param(
+                loader, STOPS[:3] if loader == "min_size" else (*STOPS, FEW_STOPS[-1]), marks=pytest.mark.sweep
+            )
             for loader in (
+                *BY_DEFAULT,
                 "single rows",
                 "workers",  # a rank of the pool waits seconds for each worker to end
                 "persistent workers",
@@ -39,10 +43,9 @@ STOPS = (("on_train_batch_end", 3), ("on_train_batch_end", 4), ("on_train_epoch_
     ],
 )
 @pytest.mark.timeout(700)
-def test_loader(pool2: RankPool, loader: str, tmp_path: Path) -> None:
+def test_loader(pool2: RankPool, loader: str, stops: Any, tmp_path: Path) -> None:
     if loader.startswith("stateful") and StatefulDataLoader is None:
         pytest.skip("torchdata is not installed")
-    stops = STOPS[:3] if loader in ("min_size",) else (*STOPS, ("on_train_batch_start", 8))
     setting = Setting({"data_parallel": "ddp"}, WINDOWS, loader=loader)
     for differing in pool2.run(compare, setting, tmp_path, *stops, timeout_s=600):
         assert differing == []

@@ -51,7 +51,7 @@ def draw(generator: rng.Generator) -> float:
 def test_generators_come_back() -> None:
     """Those of the loader and of all samplers below, each once."""
     loader = DataLoader(range(3), sampler=Mixed(), generator=torch.Generator())
-    generators = rng.generators_of(loader)
+    generators = rng.generators_of(rng.led_to(loader))
     assert len(generators) == 5
     noted = rng.note_generators(generators)
     drawn = [draw(generator) for generator in generators]

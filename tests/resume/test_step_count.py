@@ -22,24 +22,32 @@ class OneCycle(Learner):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-STOPS = (("on_train_batch_end", 4), ("on_train_epoch_end", 1), ("on_train_batch_end", 11), ("on_train_epoch_end", 2))
+STOPS = (("on_train_batch_end", 4), ("on_train_epoch_end", 1))
+LATER = (("on_train_batch_end", 11), ("on_train_epoch_end", 2))
+CASES = [
+    ("fsdp2", "distributed", {"max_epochs": 3, "accumulate_grad_batches": 2}),
+    ("ddp", "global generator", {"max_epochs": 3}),
+    ("ddp", "stream", {"max_epochs": 3, "max_steps": 20, "accumulate_grad_batches": 2}),
+]
+MORE = [
+    ("fsdp2", "workers", {"max_epochs": 3}),
+    ("fsdp2", "stateful", {"max_epochs": 3}),
+    ("ddp", "stateful stream", {"max_epochs": 3, "max_steps": 30}),
+]
 
 
 @pytest.mark.parametrize(
-    ("engine", "loader", "trainer"),
+    ("engine", "loader", "trainer", "stops"),
     [
-        ("fsdp2", "distributed", {"max_epochs": 3, "accumulate_grad_batches": 2}),
-        ("ddp", "global generator", {"max_epochs": 3}),
-        ("ddp", "stream", {"max_epochs": 3, "max_steps": 20, "accumulate_grad_batches": 2}),
-        pytest.param("fsdp2", "workers", {"max_epochs": 3}, marks=pytest.mark.sweep),
-        pytest.param("fsdp2", "stateful", {"max_epochs": 3}, marks=pytest.mark.sweep),
-        pytest.param("ddp", "stateful stream", {"max_epochs": 3, "max_steps": 30}, marks=pytest.mark.sweep),
+        *((*case, STOPS) for case in CASES),
+        *(pytest.param(*case, LATER, marks=pytest.mark.sweep) for case in CASES),
+        *(pytest.param(*case, STOPS + LATER, marks=pytest.mark.sweep) for case in MORE),
     ],
 )
 @pytest.mark.timeout(400)
 def test_schedule_of_all_steps(
-    pool2: RankPool, engine: str, loader: str, trainer: dict[str, Any], tmp_path: Path
+    pool2: RankPool, engine: str, loader: str, trainer: dict[str, Any], stops: Any, tmp_path: Path
 ) -> None:
     setting = Setting({"data_parallel": engine}, trainer, module=OneCycle, loader=loader)
-    for differing in pool2.run(compare, setting, tmp_path, *STOPS, timeout_s=300):
+    for differing in pool2.run(compare, setting, tmp_path, *stops, timeout_s=300):
         assert differing == []

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, WeightAveraging
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor
 
 from lightning_automodel import AutomodelStrategy
@@ -157,18 +158,28 @@ def early_stopping() -> list[Callback]:
     [
         (
             Setting(FSDP2, {"precision": "64-true"}, module=ByHand),
-            (("on_train_batch_end", 3), ("on_train_batch_end", 4)),
+            (("on_train_batch_end", 3),),
+        ),
+        pytest.param(
+            Setting(FSDP2, {"precision": "64-true"}, module=ByHand),
+            (("on_train_batch_end", 4),),
+            marks=pytest.mark.sweep,
         ),
         (
             Setting(DDP, WINDOWS, callbacks=counting),
             (("on_validation_end", 1), ("on_train_batch_end", 2)),
         ),
         (
+            Setting(FSDP2, {"max_epochs": 3}, {"schedule": "plateau"}, callbacks=early_stopping),
+            (("on_train_batch_end", 4), ("on_train_epoch_end", 2)),
+        ),
+        pytest.param(
             Setting(FSDP2, {"max_epochs": 5}, {"schedule": "plateau"}, callbacks=early_stopping),
-            (("on_train_batch_end", 4), ("on_validation_end", 1), ("on_train_epoch_end", 2)),
+            (("on_validation_end", 1),),
+            marks=pytest.mark.sweep,
         ),
     ],
-    ids=["by hand", "stopping", "callbacks"],
+    ids=["by hand", "by hand, stepped", "stopping", "callbacks", "callbacks, validated"],
 )
 @pytest.mark.timeout(400)
 def test_with(pool2: RankPool, setting: Setting, stops: Any, tmp_path: Path) -> None:
@@ -229,7 +240,7 @@ class Dies(Saver):
 
 
 def train(folder: Path, name: str, ckpt_path: Path | None = None, dies: bool = False) -> None:
-    """A program: fit on two ranks that it starts."""
+    """A program: fit on two ranks, which it starts, or which run it."""
     callbacks: list[Callback] = [Dies("on_train_batch_end", 3, folder / "died.ckpt")] if dies else []
     trainer = Trainer(
         strategy=AutomodelStrategy(start_method="fork", timeout=1),
@@ -243,14 +254,15 @@ def train(folder: Path, name: str, ckpt_path: Path | None = None, dies: bool = F
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[*callbacks, Writes(folder, name, seed=1 if ckpt_path is None else 2)],
+        plugins=[LightningEnvironment()] if torch.distributed.is_initialized() else None,
     )
     trainer.fit(Learner(), training_loader("distributed", 0, 2), ckpt_path=ckpt_path)
 
 
 @pytest.mark.timeout(400)
-def test_new_processes(tmp_path: Path) -> None:
+def test_new_processes(pool2: RankPool, tmp_path: Path) -> None:
     """All ranks die after a save; other processes take up what they left."""
-    assert launched.run(train, tmp_path, name="whole") == 0
+    pool2.run(train, tmp_path, name="whole")
     assert launched.run(train, tmp_path, name="died", dies=True) != 0
     assert launched.run(train, tmp_path, name="resumed", ckpt_path=tmp_path / "died.ckpt") == 0
     for rank in range(2):

@@ -18,7 +18,8 @@ from tests.resume.resuming import Learner, Setting, compare, compare_chain
 DDP, FSDP2 = {"data_parallel": "ddp"}, {"data_parallel": "fsdp2"}
 UNUSED = {**DDP, "ddp_kwargs": {"find_unused_parameters": True}}
 DOUBLE = {"precision": "64-true", "max_epochs": 3}
-SECOND_EPOCH = (("on_train_batch_end", 10), ("on_validation_end", 2))
+SECOND_EPOCH = (("on_train_batch_end", 10),)
+VALIDATED = (("on_validation_end", 2),)
 AVERAGING = (("on_train_batch_end", 3), ("on_train_epoch_end", 1))
 
 
@@ -81,10 +82,12 @@ class Keeping(Learner):
 @pytest.mark.parametrize(
     ("setting", "stops"),
     [
-        pytest.param(Setting(FSDP2, DOUBLE, callbacks=accumulating), SECOND_EPOCH, marks=pytest.mark.sweep),
+        pytest.param(Setting(FSDP2, DOUBLE, callbacks=accumulating), SECOND_EPOCH + VALIDATED, marks=pytest.mark.sweep),
         (Setting(FSDP2, DOUBLE, module=WithBackbone, callbacks=finetuning), SECOND_EPOCH),
         pytest.param(
-            Setting(UNUSED, DOUBLE, module=WithBackbone, callbacks=finetuning), SECOND_EPOCH, marks=pytest.mark.sweep
+            Setting(UNUSED, DOUBLE, module=WithBackbone, callbacks=finetuning),
+            SECOND_EPOCH + VALIDATED,
+            marks=pytest.mark.sweep,
         ),
         pytest.param(
             Setting(DDP, DOUBLE, {"schedule": "epoch"}, Unnormed, callbacks=averaging),
@@ -93,8 +96,23 @@ class Keeping(Learner):
         ),
         (Setting(FSDP2, {**DOUBLE, "val_check_interval": 3}, module=Switching), SECOND_EPOCH),
         (Setting(DDP, DOUBLE, module=Keeping), (("on_train_batch_start", 5),)),
+        pytest.param(
+            Setting(FSDP2, DOUBLE, module=WithBackbone, callbacks=finetuning), VALIDATED, marks=pytest.mark.sweep
+        ),
+        pytest.param(
+            Setting(FSDP2, {**DOUBLE, "val_check_interval": 3}, module=Switching), VALIDATED, marks=pytest.mark.sweep
+        ),
     ],
-    ids=["accumulation", "backbone, sharded", "backbone, copied", "average", "modes", "kept"],
+    ids=[
+        "accumulation",
+        "backbone, sharded",
+        "backbone, copied",
+        "average",
+        "modes",
+        "kept",
+        "backbone, validated",
+        "modes, validated",
+    ],
 )
 @pytest.mark.timeout(400)
 def test_switched(pool2: RankPool, setting: Setting, stops: Any, tmp_path: Path) -> None:

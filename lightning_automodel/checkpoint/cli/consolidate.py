@@ -13,13 +13,10 @@ from torch import Tensor
 
 from lightning_automodel.checkpoint import atomic, paths
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.reading import read_unreplaced
 from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import save_file
 from lightning_automodel.checkpoint.state_dict import MODEL, is_optimizer_key, optimizer_key
-
-Place = tuple[str | int, ...]
-"""Keys, from the outermost; numbers are indices of lists."""
+from lightning_automodel.torch_internals import unflatten_state_dict
 
 
 def consolidate(path: str, out: str, weights_only: bool | None) -> None:
@@ -33,14 +30,15 @@ def consolidate(path: str, out: str, weights_only: bool | None) -> None:
     if not paths.is_directory(path):
         raise CheckpointError(f"{path} is no directory of shards: there is nothing to consolidate")
     target = paths.new_local_target(out)
-    shards = read_unreplaced(path, lambda: ShardDirectory(path, weights_only, alone=True), alone=True)
+    shards = ShardDirectory(path, weights_only, alone=True)
     values: dict[str, Any] = {
         name: None if entry is None else _mapped(entry, target.parent)
         for name, entry in shards.entries.items()
         if entry is not None or is_optimizer_key(name.partition(".")[0])
     }
     shards.read_into(values)
-    save_file(_assembled(shards, values), str(target))
+    objects = shards.read_model(name for name, entry in shards.model.items() if entry is None)
+    save_file(_assembled(shards, values, objects), str(target))
 
 
 def _mapped(entry: Tensor, folder: Path) -> Tensor:
@@ -53,36 +51,17 @@ def _mapped(entry: Tensor, folder: Path) -> Tensor:
     return torch.empty(0, dtype=entry.dtype).set_(storage).view(entry.size())  # type: ignore[arg-type]
 
 
-def _assembled(shards: ShardDirectory, values: dict[str, Any]) -> dict[str, Any]:
+def _assembled(shards: ShardDirectory, values: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint as Lightning makes it; one of weights alone has no ``optimizer_states``, and no schedules."""
-    optimizers: dict[str, Any] = {}
-    tree: dict[str, Any] = {**shards.rest, MODEL: shards.objects()}
-    for name, value in values.items():
-        first, *others = shards.places[name]
-        if first == MODEL:
-            tree[MODEL][others[0]] = value
-        elif is_optimizer_key(first):
-            _put(optimizers, shards.places[name], value)
-        else:
-            _dict_at(tree, first)[others[0]] = value
+    tree: dict[str, Any] = {**shards.rest, MODEL: objects}
+    of_optimizers = {name: value for name, value in values.items() if is_optimizer_key(shards.places[name][0])}
+    for name in values.keys() - of_optimizers.keys():
+        place, key = shards.places[name]
+        (tree[MODEL] if place == MODEL else _dict_at(tree, place))[key] = values[name]
+    # The names of entries are made by flattening nested states; this is torch's inverse of that.
+    optimizers: dict[str, Any] = unflatten_state_dict(of_optimizers, shards.places)
     states = [{"state": {}, "param_groups": [], **optimizers[optimizer_key(index)]} for index in range(len(optimizers))]
     return {**tree, "optimizer_states": states} if states or "lr_schedulers" in tree else tree
-
-
-def _put(tree: Any, place: Place, value: Any) -> None:
-    """Let ``tree``, nested dicts and lists, have ``value`` at ``place``."""
-    # Entries of a list come in any order, each with its index.
-    key, *others = place
-    if isinstance(tree, list):
-        tree.extend({} for _ in range(len(tree), int(key) + 1))
-    if not others:
-        tree[key] = value
-        return
-    if isinstance(tree, dict):
-        tree.setdefault(key, [] if isinstance(others[0], int) else {})
-    elif not tree[key] and isinstance(others[0], int):
-        tree[key] = []
-    _put(tree[key], tuple(others), value)
 
 
 def _dict_at(tree: dict[str, Any], place: str) -> dict[Any, Any]:

@@ -20,24 +20,13 @@ from tqdm import tqdm
 
 from lightning_automodel.checkpoint import atomic, paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.hugging_face import KEY, Description, check_descriptions, describe_models
+from lightning_automodel.checkpoint.hugging_face import KEY, Description, describe_models
 from lightning_automodel.checkpoint.reading import open_model
 from lightning_automodel.checkpoint.state_dict import model_state
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank, group_size
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-@dataclass(frozen=True)
-class ExportOptions:
-    """What to export, and how; see :func:`export_hugging_face`."""
-
-    max_shard_size: str | int = "5GB"
-    dtype: torch.dtype | None = None
-    adapter_only: bool = False
-    prefix: str | None = None
 
 
 def export_hugging_face(
@@ -70,7 +59,14 @@ def export_hugging_face(
         CheckpointError: On every rank, if there is no such model, or one of them cannot write.
     """
     state = model_state(module)
-    options = ExportOptions(max_shard_size, dtype, adapter_only, prefix)
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    tokenizers = [
+        each for each in vars(module).values() if hasattr(each, "save_pretrained") and hasattr(each, "decode")
+    ]
+
+    def plan() -> Plan:
+        models = describe_models(module).get(KEY, [])
+        return make_plan(tensors, models, max_shard_size, dtype, adapter_only, prefix)
 
     def gathered(names: list[str], keep: bool) -> dict[str, Tensor]:
         found = {}
@@ -81,60 +77,61 @@ def export_hugging_face(
                 found[name] = whole.cpu()
         return found
 
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    tokenizers = [
-        each for each in vars(module).values() if hasattr(each, "save_pretrained") and hasattr(each, "decode")
-    ]
-    _export(path, tensors, lambda: describe_models(module).get(KEY, []), options, gathered, tokenizers)
+    _export(path, plan, gathered, tokenizers)
 
 
-def export_checkpoint(path: str, out: str, options: ExportOptions, weights_only: bool | None) -> None:
+def export_checkpoint(path: str, out: str, weights_only: bool | None, **options: Any) -> None:
     """The same from a checkpoint of any form, in one process that holds one file of the result at a time.
 
-    Runs code that the checkpoint may hold where ``weights_only`` is False.
+    ``options`` are those of :func:`export_hugging_face`. Runs code that the checkpoint may hold where ``weights_only``
+    is False.
     """
     saved = open_model(path, weights_only)
 
+    def plan() -> Plan:
+        try:
+            return make_plan(saved.tensors, saved.rest.get(KEY, []), **options)
+        except (AttributeError, KeyError, RecursionError, TypeError) as error:
+            raise CheckpointError(f"its {KEY!r}, which describes Hugging Face models, has another form") from error
+
     def read(names: list[str], keep: bool) -> dict[str, Tensor]:
         tensors = saved.read(names)
-        return {name: _cast(tensors.pop(name), options.dtype) for name in names}
+        return {name: _cast(tensors.pop(name), options["dtype"]) for name in names}
 
-    _export(out, saved.tensors, lambda: check_descriptions(saved.rest.get(KEY, [])), options, read, [])
+    _export(out, plan, read, [])
 
 
 def _export(
     path: str | Path,
-    tensors: Mapping[str, Tensor],
-    describe: Callable[[], list[Description]],
-    options: ExportOptions,
+    make: Callable[[], "Plan"],
     gather: Callable[[list[str], bool], dict[str, Tensor]],
     tokenizers: list[Any],
 ) -> None:
-    """Write ``tensors`` as files, each rank one of as many at a time as there are ranks; ``gather`` is a collective.
+    """Write what is planned, each rank one of as many files at a time as there are ranks.
 
-    It gets names of tensors, which it returns where the second argument says that this rank is to keep them.
+    ``gather``, a collective, gets names of tensors, which it returns where its second argument says that this rank is
+    to keep them.
     """
     what = f"Cannot export to {path}"
     rank, world_size = group_rank(), group_size()
     folder = None
     with on_every_rank(what):
-        plan = make_plan(tensors, describe(), options)
-        save = _safetensors()
+        plan, save = make(), _safetensors()
         if rank == 0:
             folder = paths.new_local_target(path).with_name(atomic.temporary_name())
             folder.mkdir()
     folder = collectives.broadcast_object(folder, 0)
-    files = list(plan.files)
+    files = list(plan.files.items())
     try:
         for start in tqdm(range(0, len(files), world_size), "exporting", disable=None if rank == 0 else True):
             # As many files at a time as there are ranks: each gathers all of them with the others, and keeps its own.
             mine: dict[str, Tensor] = {}
-            for owner, file in enumerate(files[start : start + world_size]):
-                mine |= gather([plan.sources[name] for name in plan.files[file]], owner == rank)
+            for owner, (_, sources) in enumerate(files[start : start + world_size]):
+                mine |= gather(list(sources.values()), owner == rank)
             with on_every_rank(what):
                 if mine:
-                    file = files[start + rank]
-                    _write(save, folder / file, {name: mine.pop(plan.sources[name]) for name in plan.files[file]})
+                    file, sources = files[start + rank]
+                    _write(save, folder / file, {name: mine.pop(source) for name, source in sources.items()})
         with on_every_rank(what):
             if rank == 0:
                 for name, content in plan.texts.items():
@@ -180,44 +177,49 @@ def _write(save: Callable[..., None], path: Path, tensors: dict[str, Tensor]) ->
 
 @dataclass(frozen=True)
 class Plan:
-    """Names in the LightningModule by exported name, exported names by file, and content of JSON files by name."""
+    """What to write: for each file its tensors' names in the LightningModule by exported name, and JSON by file."""
 
-    sources: dict[str, str]
-    files: dict[str, list[str]]
+    files: dict[str, dict[str, str]]
     texts: dict[str, Any]
 
 
-def make_plan(tensors: Mapping[str, Tensor], models: list[Description], options: ExportOptions) -> Plan:
+def make_plan(
+    tensors: Mapping[str, Tensor],
+    models: list[Description],
+    max_shard_size: str | int,
+    dtype: torch.dtype | None,
+    adapter_only: bool,
+    prefix: str | None,
+) -> Plan:
     """Decide what is written where of ``tensors``, the state, perhaps without values, of a module with ``models``."""
-    model, prefix = _chosen(tensors, models, options.prefix)
-    if options.adapter_only:
-        sources = _adapter_sources(tensors, model, prefix)
-        files = {"adapter_model.safetensors": list(sources)}
-        return Plan(sources, files, {"adapter_config.json": model["peft"]["config"]} if model else {})
+    model, prefix = _chosen(tensors, models, prefix)
+    if adapter_only:
+        sources, config = _adapters(tensors, model, prefix)
+        return Plan({"adapter_model.safetensors": sources}, {"adapter_config.json": config})
     sources = _model_sources(tensors, model, prefix)
-    dtypes, sizes = {}, {}
-    for name, source in sources.items():
-        is_cast = options.dtype is not None and tensors[source].is_floating_point()
-        dtypes[name] = options.dtype if is_cast and options.dtype else tensors[source].dtype
-        sizes[name] = tensors[source].numel() * dtypes[name].itemsize
-    portions = in_portions(sizes, number_of_bytes(options.max_shard_size))
+    dtypes = {name: _cast(tensors[source].to("meta"), dtype).dtype for name, source in sources.items()}
+    sizes = {name: tensors[source].numel() * dtypes[name].itemsize for name, source in sources.items()}
+    portions = in_portions(sizes, number_of_bytes(max_shard_size))
+    texts: dict[str, Any] = {}
     if len(portions) == 1:
-        files, texts = {"model.safetensors": portions[0]}, {}
+        files = {"model.safetensors": sources}
     else:
-        count = len(portions)
-        files = {f"model-{index:05d}-of-{count:05d}.safetensors": names for index, names in enumerate(portions, 1)}
+        name_of = f"model-{{:05d}}-of-{len(portions):05d}.safetensors"
+        files = {
+            name_of.format(index): {name: sources[name] for name in names} for index, names in enumerate(portions, 1)
+        }
         weight_map = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        texts = {"model.safetensors.index.json": index}
+        texts["model.safetensors.index.json"] = index
     if model is not None:
         config = dict(model["config"])
-        if floating := [dtype for dtype in dtypes.values() if dtype.is_floating_point]:
+        if floating := [each for each in dtypes.values() if each.is_floating_point]:
             key = "torch_dtype" if "torch_dtype" in config else "dtype"
             config[key] = str(Counter(floating).most_common(1)[0][0]).removeprefix("torch.")
         texts["config.json"] = config
         if "generation_config" in model:
             texts["generation_config.json"] = model["generation_config"]
-    return Plan(sources, files, texts)
+    return Plan(files, texts)
 
 
 def _chosen(
@@ -254,22 +256,23 @@ def _model_sources(tensors: Mapping[str, Tensor], model: Description | None, pre
     return sources
 
 
-def _adapter_sources(tensors: Mapping[str, Tensor], model: Description | None, prefix: str) -> dict[str, str]:
-    names = model["peft"]["names"] if model is not None and "peft" in model else {}
-    sources = {name: f"{prefix}{source}" for name, source in names.items()}
-    if not sources:
+def _adapters(
+    tensors: Mapping[str, Tensor], model: Description | None, prefix: str
+) -> tuple[dict[str, str], dict[str, Any]]:
+    if model is None or not model.get("peft", {}).get("names"):
         raise CheckpointError(f"{prefix} has no adapters of PEFT that are kept by name: export the model without them")
+    sources = {name: f"{prefix}{source}" for name, source in model["peft"]["names"].items()}
     if missing := [source for source in sources.values() if source not in tensors]:
         raise CheckpointError(f"the adapters lack {missing[0]}, and {len(missing)} entries in all")
-    return sources
+    return sources, model["peft"]["config"]
 
 
 def number_of_bytes(size: str | int) -> int:
-    """Bytes that ``"5GB"`` or ``"200MiB"`` says; a number is one of bytes. Raises ValueError for anything else."""
+    """Bytes that ``"5GB"`` or ``"200MB"`` says; a number is one of bytes. Raises ValueError for anything else."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = _UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None or float(found[1]) * unit < 1:
-        raise ValueError(f"{size!r} is no size: write a number of bytes, or one with KB, MB, GB, KiB, MiB or GiB (5GB)")
+        raise ValueError(f"{size!r} is no size: write a number of bytes, or one with KB, MB, GB or TB (5GB)")
     return int(float(found[1]) * unit)
 
 
