@@ -103,3 +103,11 @@ class PaddedLoader:
 def unpadded(loader: Any) -> Any:
     """The user's loader behind a padded one; any other as it is."""
     return vars(loader)["padded_loader"] if type(loader) is PaddedLoader else loader
+
+
+def forget_draws(loader: Any, count: int) -> None:
+    """The oldest batches that a padded loader has handed out were dropped, and nobody trains on them."""
+    if type(loader) is PaddedLoader:
+        drawn: deque[Draw] = vars(loader)["_drawn"]
+        for _ in range(min(count, len(drawn))):
+            drawn.popleft()

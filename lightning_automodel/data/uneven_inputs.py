@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
@@ -63,6 +64,12 @@ class UnevenInputs:
         lengths = self._answers()
         if _UNKNOWN in lengths or len(set(lengths)) > 1:
             if is_training and self._pads:
+                step = self._trainer.lightning_module.training_step
+                if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+                    raise ValueError(
+                        "uneven_inputs='pad' must know each step's batch, and training_step(dataloader_iter) draws them"
+                        " itself: let it take the batch, or give all ranks equally many batches."
+                    )
                 return PaddedLoader(loader, None if _UNKNOWN in lengths else lengths, self._group, self._drawn)
             self._may_differ.add(self._stage)
         return loader

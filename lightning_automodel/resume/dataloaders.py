@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from typing_extensions import override
 
 from lightning_automodel import lightning_internals
+from lightning_automodel.data.padded_loader import forget_draws, unpadded
 from lightning_automodel.resume import loops, rng
 
 _TOO_SHORT = (
@@ -173,7 +174,7 @@ class TrainingLoaders:
         return lightning_internals.training_data_fetcher(self._trainer)
 
     def _all(self) -> list[Any]:
-        return [] if self._fetcher is None else self._fetcher.combined_loader.flattened
+        return [] if self._fetcher is None else list(map(unpadded, self._fetcher.combined_loader.flattened))
 
     # --- Recording ----------------------------------------------------------------------------------------------------
 
@@ -244,6 +245,8 @@ class TrainingLoaders:
             for drawn in range(used):
                 if next(batches, None) is None:
                     raise ValueError(_TOO_SHORT.format(used=used, now=drawn))
+            for loader in self._fetcher.combined_loader.flattened:
+                forget_draws(loader, used)
             self._fetcher.fetched -= used  # the loop adds what it has used
         for recorder in self._recorders:
             recorder.forget()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -235,6 +236,51 @@ def _normalise(options: dict[str, Any], counts: list[int]) -> list[float]:
 def test_buffers_do_not_follow_fillers(pool2: RankPool, engine: str) -> None:
     """Batch norm counts the batches of rank 0, and on rank 1 one more, which came after the last broadcast."""
     assert pool2.run(_normalise, ENGINES[engine][1], [2, 4]) == [[2.0], [3.0]]
+
+
+# --- Resuming ---------------------------------------------------------------------------------------------------------
+
+
+class Saves(Callback):
+    """Saves after a batch, and keeps going."""
+
+    def __init__(self, folder: Path, after: int) -> None:
+        self.path, self.after, self.batches = folder / "checkpoint", after, 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+        if self.batches == self.after:
+            trainer.save_checkpoint(self.path)
+
+
+def _resume(options: dict[str, Any], folder: Path, after: int, is_stream: bool) -> tuple[Any, Any]:
+    counts = [2, 6]
+    found = []
+    for kwargs in ({}, {"ckpt_path": folder / "checkpoint"}):
+        module = Padded()
+        batches = [dict(batch) for batch in micro_batches(CASE)[dist.get_rank()][: counts[dist.get_rank()]]]
+        data: Any = Stream(batches) if is_stream else batches
+        trainer = make_trainer(
+            AutomodelStrategy(uneven_inputs="pad", **options),
+            max_epochs=2,
+            accumulate_grad_batches=2,
+            callbacks=[] if kwargs else [Saves(folder, after)],
+            enable_checkpointing=True,
+        )
+        trainer.fit(module, DataLoader(data, batch_size=None, collate_fn=dict), **kwargs)
+        found.append({name: tensor.clone() for name, tensor in full_weights(module.model).items()})
+        found.append((int(trainer.global_step), int(module.tokens)))
+    return found[0], found[2], found[1], found[3]  # type: ignore[return-value]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("engine", "is_stream"), [("fsdp2", False), ("ddp", True)], ids=["rows", "stream"])
+@pytest.mark.parametrize("after", [2, 4, 8])
+def test_resuming(pool2: RankPool, tmp_path: Path, engine: str, is_stream: bool, after: int) -> None:
+    """Also after the end of one rank's data, within an epoch: weights are bit for bit those of a calm run."""
+    for calm, resumed, *counts in pool2.run(_resume, ENGINES[engine][1], tmp_path, after, is_stream):
+        assert counts[0] == counts[1]
+        assert {name: float((calm[name] - resumed[name]).abs().max()) for name in calm} == dict.fromkeys(calm, 0.0)
 
 
 # --- Random settings --------------------------------------------------------------------------------------------------
