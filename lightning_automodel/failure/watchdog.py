@@ -180,10 +180,14 @@ class Watchdog:
         return None if asked_by == NONE else int(asked_by)
 
     def wait_until_failure_is_known(self, limit_s: float) -> None:
-        """Rank 0, whose process may host the store, stays until all ranks know of the failure, or for ``limit_s``."""
-        if self._rank == 0:
-            with contextlib.suppress(RankFailedError):
-                self._channel.call(self._channel.read_failures, limit_s)
+        """Say that this rank knows of the failure. Rank 0, whose process may host the store, stays until all do.
+
+        Args:
+            limit_s: Seconds to stay at most.
+        """
+        with contextlib.suppress(RankFailedError):
+            self._channel.call(self._channel.read_failures, limit_s)
+            if self._rank == 0:
                 self._channel.wait_until_known(RUN, self._world_size, limit_s)
 
     def acknowledge(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from typing_extensions import override
 
@@ -46,7 +46,7 @@ class FSDP2Engine(Engine):
         self._policy = policy
         self._local_ranks = local_ranks
         self._report: dict[str, Any] = {}
-        self._is_first_batch = True
+        self._is_first_batch = self._starts_window = True
 
     @override
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
@@ -145,8 +145,15 @@ class FSDP2Engine(Engine):
         if self._is_first_batch:
             self._is_first_batch = False
             tensor_parallel.check_same_batch(batch, self.mesh, self.device)
-        self._broadcast_buffers()
+        # Once a window, as DDP does it.
+        if self._starts_window:
+            self._broadcast_buffers()
+        self._starts_window = self._sync.is_last is not False
         self._sync.resume()
+
+    @override
+    def start_backward(self, loss: Tensor) -> None:
+        self._sync.start_backward()
 
     @override
     def end_backward(self) -> None:

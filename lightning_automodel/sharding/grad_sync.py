@@ -125,6 +125,9 @@ class FSDPGradSync:
         retain_unsharded: All-gather parameters in the first forward of a window only. Between two micro-batches the
             module shows its sharded parameters, while the memory of the unsharded ones is retained: whoever looks at it
             then (a callback, a checkpoint, another forward) meets an ordinary sharded module.
+
+    Attributes:
+        is_last: Within :meth:`micro_batch`, whether the window ends with it; None outside.
     """
 
     def __init__(self, model: nn.Module, defer: Deferral, retain_unsharded: bool) -> None:
@@ -134,7 +137,8 @@ class FSDPGradSync:
         self._units = torch_internals.fsdp_units(model)
         self._groups = list(torch_internals.fsdp_param_groups(model))
         self._retained: list[tuple[FSDPModule, list[int]]] = []
-        self._is_last: bool | None = None
+        self.is_last: bool | None = None
+        self._in_backward = False
         self._used: set[int] = set()
         self._followed: set[int] = set()
         self._handles = [
@@ -155,7 +159,15 @@ class FSDPGradSync:
             self._handles.append(unsharded.register_post_accumulate_grad_hook(mark))
 
     def _mark_used(self, parameter_id: int, _: nn.Parameter) -> None:
-        self._used.add(parameter_id)
+        if self._in_backward:
+            self._used.add(parameter_id)
+        elif self._used or self.is_last is False:
+            # FSDP2 would add it to what the window has deferred, and it would be rescaled with that.
+            raise RuntimeError(
+                "A plain loss.backward() in the middle of an accumulation window, whose gradients it would join."
+                " Call self.manual_backward(loss), or end the window first, by a manual_backward outside of"
+                " `optimizer.toggle_model(sync_grad=False)`."
+            )
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
@@ -163,7 +175,7 @@ class FSDPGradSync:
 
         Inside another one it does nothing: the outer one has decided.
         """
-        if self._is_last is not None:
+        if self.is_last is not None:
             yield
             return
         with _flags_restored(self._units):
@@ -175,11 +187,11 @@ class FSDPGradSync:
                     unit.set_reshard_after_forward(False, recurse=False)
                     unit.set_reshard_after_backward(is_last, recurse=False)
             with _one_gradient_dtype(self._units if is_last else []):
-                self._is_last = is_last
+                self.is_last = is_last
                 try:
                     yield
                 finally:
-                    self._is_last = None
+                    self.is_last = None
 
     def resume(self) -> None:
         """Start a micro-batch: take back retained parameters unless somebody has written the sharded ones since.
@@ -198,7 +210,7 @@ class FSDPGradSync:
             torch_internals.show_kept_storage(unit)
             if versions == torch_internals.sharded_versions(unit):
                 # Once a window is enough to raise before its step, and reading all weights each time is not free.
-                if self._is_last:
+                if self.is_last:
                     self._check_own_shards(unit)
                 taken_back.add(id(unit))
         for unit in self._units:
@@ -214,9 +226,14 @@ class FSDPGradSync:
                     " torch.no_grad() (`p.copy_(...)`), which is noticed, or pass reshard_during_accumulation=True."
                 )
 
+    def start_backward(self) -> None:
+        """The backward that begins belongs to a window."""
+        self._in_backward = True
+
     def end_backward(self) -> None:
         """Show sharded parameters to everybody else."""
-        if self._is_last:
+        self._in_backward = False
+        if self.is_last:
             _reduce_deferred(self._units)
         for unit in self._units:
             flags = torch_internals.communication_flags(unit)
@@ -270,6 +287,7 @@ class FSDPGradSync:
 
     def recover(self) -> None:
         """After an exception in a forward or backward: make the model usable again, without what FSDP2 has deferred."""
+        self._in_backward = False
         self.release()
         # From torch 2.15 on, reset_iter_state drops these too, which may be older than the window.
         gradients = [(param.sharded_param, param.sharded_param.grad) for g in self._groups for param in g.fsdp_params]

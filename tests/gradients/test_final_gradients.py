@@ -127,6 +127,36 @@ def test_plain_backward_raises_under_ddp(pool2: RankPool) -> None:
         assert "Call self.manual_backward(loss) instead" in message
 
 
+class PlainBackwardInMidWindow(Recipe):
+    """In a window that has begun, and where a reduction is deferred before it has."""
+
+    def __init__(self, begins: bool) -> None:
+        super().__init__()
+        self.begins = begins
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        if self.begins:
+            with optimizer.toggle_model(sync_grad=False):
+                self.backward_on(batch)
+            self.loss(batch).backward()
+        with optimizer.toggle_model(sync_grad=False):
+            self.loss(batch).backward()
+
+
+def _plain_backward_in_mid_window(begins: bool) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        make_trainer(AutomodelStrategy()).fit(PlainBackwardInMidWindow(begins), _batches(2))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_plain_backward_in_mid_window_raises_under_fsdp2(pool2: RankPool, begins: bool) -> None:
+    """It would be rescaled with what the window has accumulated."""
+    for message in pool2.run(_plain_backward_in_mid_window, begins):
+        assert message.startswith("A plain loss.backward() in the middle of an accumulation window")
+
+
 class StepsInMidWindow(Recipe):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
