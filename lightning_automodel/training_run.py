@@ -68,7 +68,7 @@ class TrainingRun:
             precision.check_conversion(plugin, module)
         if fitting:
             checks.check_training(module, module.trainer.accumulate_grad_batches)
-        self._created_as = meta_init.meta_dtypes(module)
+        self._without_values = meta_init.names_without_values(module)
         for note in options.without_effect():
             advice.say_once(note)
         plugin.convert_module(module)
@@ -135,14 +135,14 @@ class TrainingRun:
 
     def _give_values(self) -> None:
         """Initialise what was created on the meta device, now that it is sharded or is going to be copied."""
-        if self._created_as:
+        if self._without_values:
             offloads = self._is_sharded and self._options.cpu_offload
-            meta_init.materialize(self.module, self._created_as, self.device, offloads)
+            meta_init.materialize(self.module, self.device, offloads)
             self.move_to_device()
 
     def move_to_device(self) -> None:
         """Move the module to this rank's device, but for what has no values yet and for offloaded shards."""
-        if meta_init.meta_dtypes(self.module):
+        if meta_init.names_without_values(self.module):
             torch_internals.move_what_has_values(self.module, self.device)
         elif not (self._options.cpu_offload and units.is_sharded(self.module)):
             self.module.to(self.device)
@@ -298,7 +298,7 @@ class TrainingRun:
             "gradient_divisor": self._mesh.sizes.data_parallel,
             "gradient_denominator": "label tokens" if self._options.per_token_loss else "micro-batches",
             "precision": precision.describe_dtypes(self.plugin, self.module, self.policy),
-            "tensors_created_without_values": len(self._created_as),
+            "tensors_created_without_values": len(self._without_values),
             "activation_checkpointing": self._checkpointed.names,
             **self.engine.describe(),
         }

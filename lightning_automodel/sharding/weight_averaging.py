@@ -106,7 +106,7 @@ class AverageCopies:
             shards: Whether it is to be sharded; else that holds for a copy of a module without values alone.
         """
         self._copies = []
-        if not shards and not meta_init.meta_dtypes(module):
+        if not shards and not meta_init.names_without_values(module):
             return
         for callback in _callbacks(module):
             if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
