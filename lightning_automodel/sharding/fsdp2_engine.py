@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_automodel.distributed.mesh import RunMesh
@@ -53,9 +54,7 @@ class FSDP2Engine(Engine):
         with apply.attributes_kept(module):
             self._shard(module)
         give_values()
-        self._report["averaged_by_the_strategy"] = [
-            name for name, parameter in module.named_parameters() if units.is_plain_and_trainable(parameter)
-        ]
+        self._report["averaged_by_the_strategy"] = [n for n, p in module.named_parameters() if _is_plain(p)]
         apply.initialise_fsdp2(module, self.mesh.sizes.data_parallel)
         self._sync = FSDPGradSync(module, self._defer(), self._retain_unsharded(module))
         self._sync.discard()
@@ -87,6 +86,14 @@ class FSDP2Engine(Engine):
 
     def _plan(self, module: pl.LightningModule) -> units.ShardingPlan:
         plan = units.plan_sharding(module, self._options.auto_wrap_policy, module.automatic_optimization)
+        shared = [name for name, reason in plan.replicated.items() if reason == units.SHARED_BETWEEN_ROOTS]
+        if shared and self._policy.param_dtype in precision.HALF:
+            raise ValueError(
+                f"{', '.join(shared[:3])}: {len(shared)} parameters belong to several of the modules that"
+                f" {units.class_name(module)} holds, each of which is sharded by itself under manual optimization. They"
+                f" stay whole, and as they are, among modules that compute in {self._policy.param_dtype}: pass"
+                " precision='32-true' or 'bf16-true', or data_parallel='ddp'."
+            )
         return replace(plan, replicated=plan.replicated | precision.kept_wide(module, self._policy))
 
     def _check_reshard_after_forward(self) -> None:
@@ -113,12 +120,12 @@ class FSDP2Engine(Engine):
         elif option != "auto":
             keep, reason = not option, f"reshard_during_accumulation={option}"
         else:
-            keep, reason = self._fits_everywhere(need.total)
+            keep, reason = self._fits_everywhere(sum(need.values()))
         if keep or "roots" in self._report:
             self._report["reshard_after_forward"] = False if keep else self._options.reshard_after_forward
         self._report["reshard_during_accumulation"] = not keep
         self._report["reshard_during_accumulation_reason"] = reason
-        self._report["estimated_extra_bytes"] = asdict(need)
+        self._report["estimated_extra_bytes"] = need
         return keep
 
     def _fits_everywhere(self, needed_bytes: int) -> tuple[bool, str]:
@@ -161,7 +168,7 @@ class FSDP2Engine(Engine):
 
     @override
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        plain = [parameter for parameter in parameters if units.is_plain_and_trainable(parameter)]
+        plain = [parameter for parameter in parameters if _is_plain(parameter)]
         if plain and self.mesh.sizes.data_parallel > 1:
             rescale_clip.average_gradients_(plain, self.mesh.group)
 
@@ -192,6 +199,11 @@ class FSDP2Engine(Engine):
     @override
     def describe(self) -> dict[str, Any]:
         return {"defer_fsdp_grad_sync": self._defer(), "cpu_offload": self._options.cpu_offload, **self._report}
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Whether a trainable parameter is whole on every rank, so that FSDP2 does not average its gradient."""
+    return parameter.requires_grad and not isinstance(parameter, DTensor)
 
 
 def _describe_plan(module: nn.Module, plan: units.ShardingPlan) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import TENSOR, RunMesh
 from lightning_automodel.patching import PatchStack
-from lightning_automodel.sharding.units import class_name
+from lightning_automodel.sharding.units import class_name, outermost
 
 _HEADS_DIM = 2  # [b, s, heads, head width]
 
@@ -60,7 +59,7 @@ def apply_own_plans(module: nn.Module, mesh: RunMesh) -> None:
     if any(_takes_part(parameter, mesh.tensor_parallel) for parameter in module.parameters()):
         return
     is_sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
-    planned = [] if is_sharded else list(_outermost_with_plan(module))
+    planned = [] if is_sharded else list(outermost(module, _has_plan))
     if not planned:
         raise ValueError(
             f"tensor_parallel_size={mesh.sizes.tensor}, but no parameter of {class_name(module)} is distributed for"
@@ -99,12 +98,9 @@ def _takes_part(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
     return isinstance(parameter, DTensor) and _dimension(mesh) in (parameter.device_mesh.mesh_dim_names or ())
 
 
-def _outermost_with_plan(module: nn.Module) -> Iterator[Any]:
-    if isinstance(getattr(module, "tp_plan", None), dict) and module.tp_plan:
-        yield module
-        return
-    for child in module.children():
-        yield from _outermost_with_plan(child)
+def _has_plan(module: nn.Module) -> bool:
+    plan = getattr(module, "tp_plan", None)
+    return isinstance(plan, dict) and bool(plan)
 
 
 def _apply_plan(model: Any, mesh: DeviceMesh) -> None:
@@ -115,44 +111,23 @@ def _apply_plan(model: Any, mesh: DeviceMesh) -> None:
             f"The tp_plan of {type(model).__name__} asks for {', '.join(unknown)}, which this strategy cannot carry out"
             f" (it knows {', '.join(STYLES)}): apply a plan of your own with parallelize_module in configure_model."
         )
-    _check_heads(model, mesh.size())
-    ties = _tied_parameters(model)
-    parallelize_module(model, mesh, {name: STYLES[style] for name, style in plan.items()})
-    _tie_again(ties)
-
-
-def _check_heads(model: Any, size: int) -> None:
-    """Refuse to cut an attention head into pieces."""
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(model.config.get_text_config(), name, None)
-        if isinstance(heads, int) and heads % size:
+        if isinstance(heads, int) and heads % mesh.size():
             raise ValueError(
-                f"tensor_parallel_size={size} does not divide {name}={heads} of {type(model).__name__}: choose a size"
-                " that does."
+                f"tensor_parallel_size={mesh.size()} does not divide {name}={heads} of {type(model).__name__}: choose a"
+                " size that does."
             )
-
-
-def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The places of each parameter that has several."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places[parameter].append((module, name))
-    return [found for found in places.values() if len(found) > 1]
-
-
-def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
-    """Let places that shared a parameter share one again: they were distributed one by one."""
-    for (first, first_name), *others in ties:
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        holder, _, name = path.rpartition(".")
+        places[parameter].append((model.get_submodule(holder), name))
+    parallelize_module(model, mesh, {name: STYLES[style] for name, style in plan.items()})
+    for (first, first_name), *others in places.values():
+        # Places that shared a parameter share one again: they were distributed one by one.
         shared = getattr(first, first_name)
         for module, name in others:
-            other = getattr(module, name)
-            if (
-                not isinstance(shared, DTensor)
-                or not isinstance(other, DTensor)
-                or shared.placements != other.placements
-            ):
+            if getattr(shared, "placements", None) != getattr(getattr(module, name), "placements", None):
                 raise ValueError(
                     f"The tp_plan lays out {first_name} of {type(first).__name__} and of {type(module).__name__}"
                     " differently, though they are one parameter: untie them, or apply a plan of your own with"

@@ -24,7 +24,7 @@ from lightning_automodel.torch_internals import local_tensor
 
 
 class WeightCopy(nn.Module):
-    """The weights of a module under their names, without a forward; empty until :meth:`fill`."""
+    """The weights of a module under their names, without a forward; empty until it is to be filled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,16 +63,20 @@ def _copy_weights(module: nn.Module, into: nn.Module, copies: dict[int, Any]) ->
         into.register_buffer(name, copies[id(buffer)], persistent=name in persistent)
     for name, child in module.named_children():
         if id(child) not in copies:
-            _copy_weights(child, _empty_copy(child), copies)
+            _copy_weights(child, _ExtraState(child) if _keeps_extra_state(child) else nn.Module(), copies)
         into.add_module(name, copies[id(child)])
+
+
+def _keeps_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 class _ExtraState(nn.Module):
     """Part of a copy whose original keeps more than tensors: it has that as it was copied, or loaded since."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self._state = state
+        self._state = copy.deepcopy(original.get_extra_state())
 
     @override
     def get_extra_state(self) -> Any:
@@ -81,14 +85,6 @@ class _ExtraState(nn.Module):
     @override
     def set_extra_state(self, state: Any) -> None:
         self._state = state
-
-
-def _empty_copy(module: nn.Module) -> nn.Module:
-    while wrapped := next((child for name, child in module.named_children() if name in WRAPPED), None):
-        module = wrapped
-    if type(module).get_extra_state is nn.Module.get_extra_state:
-        return nn.Module()
-    return _ExtraState(copy.deepcopy(module.get_extra_state()))
 
 
 class AverageCopies:
@@ -146,11 +142,6 @@ def refuse_pruning(module: pl.LightningModule) -> None:
             " parameter each rank holds a part: pass AutomodelStrategy(data_parallel='ddp'), or prune the trained"
             " model afterwards with torch.nn.utils.prune."
         )
-
-
-def keeps_average(module: pl.LightningModule) -> bool:
-    """Whether a callback will look for the average of the weights in a checkpoint, under ``state_dict``."""
-    return bool(averaged_models(module))
 
 
 def _callbacks(module: pl.LightningModule) -> list[Callback]:
