@@ -48,7 +48,7 @@ class WeightCopy(nn.Module):
 def _copy_weights(module: nn.Module, into: nn.Module, copies: dict[int, Any]) -> None:
     """Copy parameters and buffers, shared ones once, under names that leave out what merely wraps a module."""
     copies[id(module)] = into
-    while wrapped := next((child for name, child in module.named_children() if name in WRAPPED), None):
+    while wrapped := _wrapped_by(module):
         module = wrapped
         copies[id(module)] = into
     into.training = module.training
@@ -63,20 +63,27 @@ def _copy_weights(module: nn.Module, into: nn.Module, copies: dict[int, Any]) ->
         into.register_buffer(name, copies[id(buffer)], persistent=name in persistent)
     for name, child in module.named_children():
         if id(child) not in copies:
-            _copy_weights(child, _ExtraState(child) if _keeps_extra_state(child) else nn.Module(), copies)
+            _copy_weights(child, _empty_copy(child), copies)
         into.add_module(name, copies[id(child)])
 
 
-def _keeps_extra_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
+def _wrapped_by(module: nn.Module) -> nn.Module | None:
+    return next((child for name, child in module.named_children() if name in WRAPPED), None)
+
+
+def _empty_copy(module: nn.Module) -> nn.Module:
+    while wrapped := _wrapped_by(module):
+        module = wrapped
+    keeps_more = type(module).get_extra_state is not nn.Module.get_extra_state
+    return _ExtraState(copy.deepcopy(module.get_extra_state())) if keeps_more else nn.Module()
 
 
 class _ExtraState(nn.Module):
     """Part of a copy whose original keeps more than tensors: it has that as it was copied, or loaded since."""
 
-    def __init__(self, original: nn.Module) -> None:
+    def __init__(self, state: Any) -> None:
         super().__init__()
-        self._state = copy.deepcopy(original.get_extra_state())
+        self._state = state
 
     @override
     def get_extra_state(self) -> Any:
