@@ -72,7 +72,7 @@ def _eager_names(module: nn.Module) -> Outcome:
         pytest.param("in place", STRATEGIES["kept"], marks=pytest.mark.sweep),
         pytest.param("wrapped", STRATEGIES["resharded"], marks=pytest.mark.sweep),
         pytest.param("wrapped", {**STRATEGIES["kept"], "activation_checkpointing": True}, marks=pytest.mark.sweep),
-        ("model", {**STRATEGIES["kept"], "activation_checkpointing": True}),
+        pytest.param("model", {**STRATEGIES["kept"], "activation_checkpointing": True}, marks=pytest.mark.sweep),
         ("after sharding", STRATEGIES["undeferred"]),
         pytest.param("wrapped", STRATEGIES["ddp"], marks=pytest.mark.sweep),
     ],

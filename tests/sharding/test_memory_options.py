@@ -73,7 +73,6 @@ def test_offloaded_replicas_are_clipped(pool4: RankPool, deferral: Any) -> None:
             "never": {"reshard_after_forward": False},
         },
         "two",
-        "never",
     ),
 )
 def test_reshard_after_forward(pool4: RankPool, options: dict[str, Any]) -> None:
@@ -102,10 +101,11 @@ def _error(options: dict[str, Any], num_ranks: int) -> str:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
+        pytest.param(
             {"reshard_after_forward": 3},
             "reshard_after_forward=3 does not divide the 4 ranks that a unit is sharded over;"
             " valid are True, False, 2, 4.",
+            marks=pytest.mark.sweep,
         ),
         (
             {"reshard_after_forward": 4, "data_parallel_replicate_size": 2},

@@ -84,7 +84,7 @@ def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return weight_error(Outcome(weights, None), Outcome(expected, None))
 
 
-@pytest.mark.parametrize("options", by_default(MODES, "kept", "undeferred"))
+@pytest.mark.parametrize("options", by_default(MODES, "kept"))
 def test_two_by_two(pool4: RankPool, options: dict[str, Any]) -> None:
     expected = plain_weights(decoder(), ACCUMULATE, CASE)
     for weights, description, _ in pool4.run(fit_tensor_parallel, CASE, options=options):
@@ -127,6 +127,7 @@ def test_replicas_of_shards_of_tensor_parallel_ranks(defer: bool | str) -> None:
         pool8.stop()
 
 
+@pytest.mark.sweep
 def test_clipping_by_value(pool4: RankPool) -> None:
     value = 0.01
     expected = plain_weights(decoder(), ACCUMULATE, CASE, clip=lambda p: nn.utils.clip_grad_value_(p, value))
@@ -172,6 +173,7 @@ def test_a_gradient_that_is_not_finite_stops_every_rank(pool4: RankPool) -> None
         assert "gradient norm of this window is nan" in message
 
 
+@pytest.mark.sweep
 def test_a_model_that_takes_no_part(pool4: RankPool) -> None:
     for message in pool4.run(start_of_fit_error, ModelModule, {}):
         assert message.startswith("tensor_parallel_size=2, but no parameter of ModelModule is distributed for it")

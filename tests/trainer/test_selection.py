@@ -135,8 +135,13 @@ def _fit_from_yaml(text: str, folder: str) -> tuple[dict[str, Any], dict[str, An
     ("text", "expected", "seconds"),
     [
         (BY_CLASS.format(data_parallel="fsdp2", timeout=5), {"data_parallel": "fsdp2"}, 300),
-        (BY_CLASS.format(data_parallel="fsdp2", timeout="'0:02:00'"), {"reshard_during_accumulation": False}, 120),
-        (BY_NAME, {"data_parallel": "ddp", "ddp_kwargs": {}}, 1800),
+        pytest.param(
+            BY_CLASS.format(data_parallel="fsdp2", timeout="'0:02:00'"),
+            {"reshard_during_accumulation": False},
+            120,
+            marks=pytest.mark.sweep,
+        ),
+        pytest.param(BY_NAME, {"data_parallel": "ddp", "ddp_kwargs": {}}, 1800, marks=pytest.mark.sweep),
         (
             EVERY_OPTION,
             {

@@ -33,11 +33,20 @@ from tests.trainer.exactness import (
     weight_error,
 )
 from tests.trainer.plain import ModelModule, train_model_plainly
-from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, loader, make_trainer, mean_loss, train_plainly
+from tests.trainer.runs import (
+    CASE,
+    TOLERANCE,
+    LabelledModule,
+    first_by_default,
+    loader,
+    make_trainer,
+    mean_loss,
+    train_plainly,
+)
 
 ACCUMULATE = 3
 EPOCH = [[0, 1, 2], [3, 4, 5], [6, 7]]
-ENGINES = ["fsdp2", "ddp"]
+ENGINES = first_by_default(["fsdp2", "ddp"])
 
 
 @dataclass(frozen=True)
