@@ -69,7 +69,6 @@ class FSDP2Engine(Engine):
             self._report = {"units": _SHARDED_BEFORE}
         else:
             checks.check_shardable(module, plan.replicated)
-            self._check_reshard_after_forward()
             self._report = _describe_plan(module, plan)
         tensor_parallel.apply_own_plans(module, self.mesh)
         tensor_parallel.refuse_compiled(module, self.mesh)
@@ -95,17 +94,6 @@ class FSDP2Engine(Engine):
                 " precision='32-true' or 'bf16-true', or data_parallel='ddp'."
             )
         return replace(plan, replicated=plan.replicated | precision.kept_wide(module, self._policy))
-
-    def _check_reshard_after_forward(self) -> None:
-        """Raise ValueError unless the size to reshard to divides the number of ranks that a unit is sharded over."""
-        size, shards = self._options.reshard_after_forward, self.mesh.sizes.shard
-        if isinstance(size, bool) or shards % size == 0:
-            return
-        valid = ["True", "False", *(str(n) for n in range(2, shards + 1) if shards % n == 0)]
-        raise ValueError(
-            f"reshard_after_forward={size} does not divide the {shards} ranks that a unit is sharded over; valid are"
-            f" {', '.join(valid)}."
-        )
 
     def _defer(self) -> Deferral:
         """Without peers nothing is communicated, and unreduced gradients would only be out of sight."""
