@@ -153,7 +153,6 @@ class TrainingRun:
 
     def patch_plugin(self) -> None:
         """Replace what clips and casts on the Trainer's precision plugin, once Lightning has set it up."""
-        self.advice.about_clipping(self.plugin)
         patch_clipping(self.plugin, self.clipper, self.patches)
         precision.leave_casting_to_units(self.plugin, self.module, self.patches)
 

@@ -237,25 +237,3 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> No
             dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
             for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(values.view(tensor.shape))
-
-
-class BufferBroadcast:
-    """Gives every rank the first rank's buffers, as ``DistributedDataParallel(broadcast_buffers=True)`` does.
-
-    Running statistics would otherwise follow each rank's own data, and a checkpoint hold those of whichever rank saved
-    them. Buffers that a state dict leaves out are constants (masks, rotary frequencies) and are not sent; a model
-    without others costs nothing.
-    """
-
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        kept = module.state_dict(keep_vars=True).keys()
-        self._group = group
-        self._module = module
-        self._names = [name for name, _ in module.named_buffers() if name in kept]
-
-    def __call__(self) -> None:
-        """Broadcast. A collective over the group."""
-        if self._names:
-            # Looked up each time: a forward may put a new tensor in the place of the old one.
-            buffers = (self._module.get_buffer(name) for name in self._names)
-            broadcast_tensors([buffer for buffer in buffers if not isinstance(buffer, DTensor)], self._group)

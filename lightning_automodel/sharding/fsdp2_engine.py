@@ -59,7 +59,9 @@ class FSDP2Engine(Engine):
         self._sync = FSDPGradSync(module, self._defer(), self._retain_unsharded(module))
         self._sync.discard()
         tensor_parallel.share_random_state(self.mesh, self.device)
-        self._broadcast_buffers = apply.BufferBroadcast(module, self.mesh.group)
+        # Those that a state dict leaves out are constants (masks, rotary frequencies).
+        kept = module.state_dict(keep_vars=True).keys()
+        self._module, self._buffers = module, [name for name, _ in module.named_buffers() if name in kept]
         return module
 
     def _shard(self, module: pl.LightningModule) -> None:
@@ -69,7 +71,12 @@ class FSDP2Engine(Engine):
             self._report = {"units": _SHARDED_BEFORE}
         else:
             checks.check_shardable(module, plan.replicated)
-            self._report = _describe_plan(module, plan)
+            names = {id(submodule): name or units.class_name(module) for name, submodule in module.named_modules()}
+            self._report = {
+                "roots": [names[id(root)] for root in plan.roots],
+                "units": [f"{names[id(unit)]} ({units.class_name(unit)})" for unit in plan.units],
+                "replicated": dict(plan.replicated),
+            }
         tensor_parallel.apply_own_plans(module, self.mesh)
         tensor_parallel.refuse_compiled(module, self.mesh)
         apply.broadcast_states(module, self.mesh)
@@ -142,7 +149,7 @@ class FSDP2Engine(Engine):
             tensor_parallel.check_same_batch(batch, self.mesh, self.device)
         # Once a window, as DDP does it.
         if self._starts_window:
-            self._broadcast_buffers()
+            self.synchronize_buffers()
         self._starts_window = self._sync.is_last is not False
         self._sync.resume()
 
@@ -170,7 +177,14 @@ class FSDP2Engine(Engine):
 
     @override
     def synchronize_buffers(self) -> None:
-        self._broadcast_buffers()
+        """Give every rank the first rank's, as ``DistributedDataParallel(broadcast_buffers=True)`` does.
+
+        Running statistics would otherwise follow each rank's own data, and a checkpoint hold those of whichever rank
+        saved them.
+        """
+        # Looked up each time: a forward may put a new tensor in the place of the old one.
+        buffers = [self._module.get_buffer(name) for name in self._buffers]
+        apply.broadcast_tensors([buffer for buffer in buffers if not isinstance(buffer, DTensor)], self.mesh.group)
 
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -192,12 +206,3 @@ class FSDP2Engine(Engine):
 def _is_plain(parameter: nn.Parameter) -> bool:
     """Whether a trainable parameter is whole on every rank, so that FSDP2 does not average its gradient."""
     return parameter.requires_grad and not isinstance(parameter, DTensor)
-
-
-def _describe_plan(module: nn.Module, plan: units.ShardingPlan) -> dict[str, Any]:
-    names = {id(submodule): name or units.class_name(module) for name, submodule in module.named_modules()}
-    return {
-        "roots": [names[id(root)] for root in plan.roots],
-        "units": [f"{names[id(unit)]} ({units.class_name(unit)})" for unit in plan.units],
-        "replicated": dict(plan.replicated),
-    }

@@ -11,7 +11,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_automodel import torch_internals
-from lightning_automodel.torch_internals import FSDPParamGroup
 
 Deferral = bool | Literal["all_reduce"]
 
@@ -129,17 +128,13 @@ class FSDPGradSync:
             for unit in self._units
             if unit is not model and torch_internals.is_fsdp_root(unit)
         ]
+        # Tells parameters without a gradient in a window from those with a zero one, which FSDP2 gives them here.
         for group in self._groups:
-            self._follow_use(group)
-
-    def _follow_use(self, group: FSDPParamGroup) -> None:
-        """Tell parameters without a gradient in a window from those with a zero one, which FSDP2 gives them here."""
-        for parameter, unsharded in torch_internals.sharded_and_unsharded(group):
-            if not parameter.requires_grad:
-                continue
-            self._followed.add(id(parameter))
-            mark = partial(self._mark_used, id(parameter))
-            self._handles.append(unsharded.register_post_accumulate_grad_hook(mark))
+            for parameter, unsharded in torch_internals.sharded_and_unsharded(group):
+                if parameter.requires_grad:
+                    self._followed.add(id(parameter))
+                    mark = partial(self._mark_used, id(parameter))
+                    self._handles.append(unsharded.register_post_accumulate_grad_hook(mark))
 
     def _mark_used(self, parameter_id: int, _: nn.Parameter) -> None:
         if self._in_backward:
