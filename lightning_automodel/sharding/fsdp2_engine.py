@@ -77,8 +77,7 @@ class FSDP2Engine(Engine):
                 "units": [f"{names[id(unit)]} ({units.class_name(unit)})" for unit in plan.units],
                 "replicated": dict(plan.replicated),
             }
-        tensor_parallel.apply_own_plans(module, self.mesh)
-        tensor_parallel.refuse_compiled(module, self.mesh)
+        tensor_parallel.distribute(module, self.mesh)
         apply.broadcast_states(module, self.mesh)
         if plan is not None:
             apply.apply_fsdp2(

@@ -41,7 +41,7 @@ STYLES: dict[str, ParallelStyle] = {
 """What torch calls the styles that the plans of transformers name."""
 
 
-def apply_own_plans(module: nn.Module, mesh: RunMesh) -> None:
+def distribute(module: nn.Module, mesh: RunMesh) -> None:
     """Distribute the Hugging Face models in ``module`` by their ``tp_plan``, unless that has been done by any plan.
 
     A collective over the tensor-parallel group: it gets its first rank's weights.
@@ -51,37 +51,25 @@ def apply_own_plans(module: nn.Module, mesh: RunMesh) -> None:
         mesh: Mesh of the run.
 
     Raises:
-        ValueError: If tensor parallelism is asked for and no parameter would take part in it, or a plan cannot be
-            carried out on this many ranks.
+        ValueError: If tensor parallelism is asked for and no parameter would take part in it, if a plan cannot be
+            carried out on this many ranks, or if what the ranks share is compiled.
     """
     if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
         return
-    if any(_takes_part(parameter, mesh.tensor_parallel) for parameter in module.parameters()):
-        return
-    is_sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
-    planned = [] if is_sharded else list(outermost(module, _has_plan))
-    if not planned:
-        raise ValueError(
-            f"tensor_parallel_size={mesh.sizes.tensor}, but no parameter of {class_name(module)} is distributed for"
-            " it, and it holds no Hugging Face model with a tp_plan that is not sharded yet: call parallelize_module("
-            f"..., self.device_mesh[{_dimension(mesh.tensor_parallel)!r}], plan) in configure_model, before any"
-            " fully_shard, or leave tensor_parallel_size at 1."
-        )
-    for model in planned:
-        _apply_plan(model, mesh.tensor_parallel)
-
-
-def refuse_compiled(module: nn.Module, mesh: RunMesh) -> None:
-    """Refuse ``torch.compile`` of what tensor-parallel ranks share: torch 2.13 computes wrong gradients for it.
-
-    Raises:
-        ValueError: Naming the first compiled module that holds a parameter of the plan.
-    """
-    if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
-        return
+    if not _takes_part(module, mesh.tensor_parallel):
+        is_sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+        planned = [] if is_sharded else list(outermost(module, _has_plan))
+        if not planned:
+            raise ValueError(
+                f"tensor_parallel_size={mesh.sizes.tensor}, but no parameter of {class_name(module)} is distributed for"
+                " it, and it holds no Hugging Face model with a tp_plan that is not sharded yet: call"
+                f" parallelize_module(..., self.device_mesh[{_dimension(mesh.tensor_parallel)!r}], plan) in"
+                " configure_model, before any fully_shard, or leave tensor_parallel_size at 1."
+            )
+        for model in planned:
+            _apply_plan(model, mesh.tensor_parallel)
     for name, submodule in module.named_modules():
-        shared = (_takes_part(parameter, mesh.tensor_parallel) for parameter in submodule.parameters())
-        if torch_internals.is_compiled(submodule) and any(shared):
+        if torch_internals.is_compiled(submodule) and _takes_part(submodule, mesh.tensor_parallel):
             raise ValueError(
                 f"{name or class_name(module)} is compiled and holds tensor-parallel parameters, for which"
                 " torch.compile (torch 2.13) computes wrong gradients: compile modules outside of the plan alone, or"
@@ -93,9 +81,10 @@ def _dimension(mesh: DeviceMesh) -> str:
     return (mesh.mesh_dim_names or (TENSOR,))[0]
 
 
-def _takes_part(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
-    """Whether tensor-parallel ranks hold parts or copies of ``parameter`` by a plan."""
-    return isinstance(parameter, DTensor) and _dimension(mesh) in (parameter.device_mesh.mesh_dim_names or ())
+def _takes_part(module: nn.Module, mesh: DeviceMesh) -> bool:
+    """Whether tensor-parallel ranks hold parts or copies of any parameter of ``module`` by a plan."""
+    name = _dimension(mesh)
+    return any(isinstance(p, DTensor) and name in (p.device_mesh.mesh_dim_names or ()) for p in module.parameters())
 
 
 def _has_plan(module: nn.Module) -> bool:
