@@ -30,6 +30,7 @@ from typing_extensions import override
 from lightning_automodel import lightning_internals
 from lightning_automodel.advice import Advice, summary
 from lightning_automodel.checkpoint import RunCheckpoints, describe_models, model_state, optimizer_state
+from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.caller_mesh import adopt_mesh
 from lightning_automodel.distributed.first_rank import FirstRankPerNode
@@ -187,6 +188,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._run: TrainingRun | None = None
         self._advice = Advice()
         self._resume: Resume | None = None
+        self._inputs: UnevenInputs | None = None
         self._reported_by_workers: Mapping[str, Any] = {}
 
     @classmethod
@@ -437,6 +439,9 @@ class AutomodelStrategy(ParallelStrategy):
             self._advice,
         )
         self.model = self._run.model
+        if self.world_size > 1:
+            host = collectives.host_group(process_group.parse_timeout(self._options.timeout))
+            self._inputs = UnevenInputs(trainer, host)
         self._averages.fill(module)
         if fitting:
             if self._resume is not None:
@@ -503,6 +508,8 @@ class AutomodelStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         if self._resume is not None:
             self._resume.process_dataloader(dataloader)
+        if self._inputs is not None:
+            self._inputs.process(dataloader)
         return dataloader
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
@@ -517,6 +524,8 @@ class AutomodelStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         run = self._required_run
         self._begin_step(self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True)
+        if self._inputs is not None:
+            self._inputs.begin_training_step()
         run.start_step(args[0] if args else next(iter(kwargs.values()), None))
         output = super().training_step(*args, **kwargs)
         if self._module.automatic_optimization and output is not None:
@@ -631,9 +640,17 @@ class AutomodelStrategy(ParallelStrategy):
         if self._module.trainer.state.fn != TrainerFn.FITTING:
             self._evaluation_steps += 1
             self._begin_step(self._evaluation_steps, is_training=False)
-        output = step(*args, **kwargs)
-        self._required_run.engine.release()
-        return output
+        engine = self._required_run.engine
+
+        def evaluate(*args: Any) -> STEP_OUTPUT:
+            engine.start_evaluation()
+            output = step(*args, **kwargs)
+            engine.end_evaluation()
+            return output
+
+        return (
+            evaluate(*args) if self._inputs is None else self._inputs.evaluate(evaluate, args, engine.join_evaluation)
+        )
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
@@ -644,6 +661,8 @@ class AutomodelStrategy(ParallelStrategy):
         """
         if not isinstance(tensor, Tensor) or self._mesh is None:
             return tensor
+        if self._inputs is not None:
+            self._inputs.check_reduction()
         return collectives.reduce_tensor(tensor, group or self._mesh.group, reduce_op, self.root_device)
 
     @override

@@ -44,6 +44,15 @@ class Engine(ABC):
     def start_forward(self, batch: Any) -> None:
         """Called before each training step, with its batch."""
 
+    def start_evaluation(self) -> None:
+        """Called before each step of evaluation or prediction."""
+
+    def end_evaluation(self) -> None:
+        """Called after each step of evaluation or prediction: a callback may be about to swap weights."""
+
+    def join_evaluation(self) -> None:
+        """Take part in what an evaluation step of other ranks communicates, without data. A collective."""
+
     def start_backward(self, loss: Tensor) -> None:
         """Called before each backward."""
 

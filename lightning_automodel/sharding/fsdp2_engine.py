@@ -13,12 +13,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import apply, checks, memory, precision, tensor_parallel, units
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.grad_sync import Deferral, FSDPGradSync
+from lightning_automodel.sharding.joined_gathers import JoinedGathers
 
 _SHARDED_BEFORE = "sharded before this set-up (by configure_model or an earlier run); left as they were"
 
@@ -58,6 +60,7 @@ class FSDP2Engine(Engine):
         apply.initialise_fsdp2(module, self.mesh.sizes.data_parallel)
         self._sync = FSDPGradSync(module, self._defer(), self._retain_unsharded(module))
         self._sync.discard()
+        self._gathers = JoinedGathers(torch_internals.fsdp_units(module))
         tensor_parallel.share_random_state(self.mesh, self.device)
         # Those that a state dict leaves out are constants (masks, rotary frequencies).
         kept = module.state_dict(keep_vars=True).keys()
@@ -153,6 +156,19 @@ class FSDP2Engine(Engine):
         self._sync.resume()
 
     @override
+    def start_evaluation(self) -> None:
+        self._gathers.start_step()
+
+    @override
+    def end_evaluation(self) -> None:
+        self._gathers.end_step()
+        self._sync.release()
+
+    @override
+    def join_evaluation(self) -> None:
+        self._gathers.join()
+
+    @override
     def start_backward(self, loss: Tensor) -> None:
         self._sync.start_backward()
 
@@ -196,6 +212,7 @@ class FSDP2Engine(Engine):
     @override
     def close(self) -> None:
         self._sync.close()
+        self._gathers.close()
 
     @override
     def describe(self) -> dict[str, Any]:

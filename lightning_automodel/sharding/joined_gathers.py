@@ -1,0 +1,65 @@
+"""All-gathers that a rank takes part in while others evaluate and it has no data left."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_automodel import torch_internals
+from lightning_automodel.patching import PatchStack
+
+
+class JoinedGathers:
+    """Notes which units an evaluation step gathers, so that a rank without data can gather them for the others.
+
+    No code of the user runs on that rank: nothing is logged, counted or drawn at random there.
+
+    Args:
+        units: All FSDP2 modules of the model.
+    """
+
+    def __init__(self, units: Sequence[FSDPModule]) -> None:
+        self._patches = PatchStack()
+        self._newest: list[FSDPModule] = []
+        self._before: list[FSDPModule] | None = None
+        for unit in units:
+            for group in torch_internals.param_groups(unit):
+                self._patches.set(group, "unshard", self._noting(group.unshard, unit, group))
+        self._is_noting = False
+
+    def _noting(self, unshard: Callable[..., None], unit: FSDPModule, group: Any) -> Callable[..., None]:
+        def unshard_and_note(*args: Any, **kwargs: Any) -> None:
+            if self._is_noting and not group.is_unsharded:
+                self._newest.append(unit)
+            unshard(*args, **kwargs)
+
+        return unshard_and_note
+
+    def start_step(self) -> None:
+        """A step of this rank begins, with everything sharded."""
+        self._before = self._newest or None
+        self._newest, self._is_noting = [], True
+
+    def end_step(self) -> None:
+        """It is over."""
+        self._is_noting = False
+
+    def join(self) -> None:
+        """Take part in a step of other ranks, by the gathers of this rank's own last one. A collective.
+
+        Raises:
+            RuntimeError: If its last two steps gathered different units, so that nobody knows what the others gather.
+        """
+        if self._before is not None and self._before != self._newest:
+            raise RuntimeError(
+                "This rank has evaluated all its data, and other ranks have not. It cannot take part in what they"
+                " gather, since its own last two steps gathered different parameters: give all ranks equally many"
+                " batches, for example by a sampler that repeats samples."
+            )
+        for unit in self._newest:
+            unit.unshard()
+            unit.reshard()
+
+    def close(self) -> None:
+        """Stop noting."""
+        self._patches.restore()

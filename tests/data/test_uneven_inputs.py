@@ -1,0 +1,221 @@
+"""Ranks with unequally many batches: an error in training that names them, and each sample once in evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankError, RankPool
+from tests.trainer.exactness import Batch, micro_batches
+from tests.trainer.runs import CASE, LabelledModule, make_trainer, mean_loss
+
+NUM_BATCHES = (5, 3)
+CASE4 = replace(CASE, num_ranks=4)
+
+
+class Stream(IterableDataset):
+    """Batches of which nobody knows the number."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def _loader(counts: tuple[int, ...], is_stream: bool) -> DataLoader:
+    batches = micro_batches(CASE if len(counts) == 2 else CASE4)[dist.get_rank()][: counts[dist.get_rank()]]
+    return DataLoader(Stream(batches) if is_stream else batches, batch_size=None)
+
+
+class Evaluated(LabelledModule):
+    test_step = predict_step = LabelledModule.validation_step
+
+
+def _run(stage: str, options: dict[str, Any], counts: tuple[int, int], is_stream: bool, settings: Any) -> None:
+    module, trainer = Evaluated(), make_trainer(AutomodelStrategy(timeout=0.5, **options), **settings)
+    unequal, equal = _loader(counts, is_stream), _loader((3, 3), is_stream)
+    if stage == "train":
+        trainer.fit(module, unequal)
+    elif stage == "val in fit":
+        trainer.fit(module, equal, unequal)
+    else:
+        getattr(trainer, stage)(module, unequal)
+
+
+FSDP2: dict[str, Any] = {}
+DDP = {"data_parallel": "ddp"}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("is_stream", [False, True], ids=["sized", "stream"])
+@pytest.mark.parametrize("options", [FSDP2, DDP], ids=["fsdp2", "ddp"])
+def test_training_names_the_rank_whose_data_ends(pool2: RankPool, options: dict[str, Any], is_stream: bool) -> None:
+    """On both ranks, before the step that only one of them would finish."""
+    with pytest.raises(RankError) as raised:
+        pool2.run(_run, "train", options, NUM_BATCHES, is_stream, {})
+    failures = raised.value.failures
+    told = "The train data of rank 1 ends with batch 3, and rank 0 would go on and wait for more"
+    assert f"RuntimeError: {told}" in failures[1]
+    assert "Trainer(limit_train_batches=3)" in failures[1]
+    assert "RankFailedError: rank 1" in failures[0]
+    assert told in failures[0]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("is_stream", [False, True], ids=["sized", "stream"])
+def test_what_ends_together_is_left_alone(pool2: RankPool, is_stream: bool) -> None:
+    """Equal counts, a limit that makes them equal, and a fit that is over before."""
+    for stage, counts, settings in (
+        ("train", (3, 3), {"max_epochs": 2}),
+        ("validate", (3, 3), {}),
+        ("train", NUM_BATCHES, {"limit_train_batches": 3}),
+        ("predict", NUM_BATCHES, {"limit_predict_batches": 2}),
+        ("train", NUM_BATCHES, {"max_steps": 2}),
+    ):
+        assert pool2.run(_run, stage, FSDP2, counts, is_stream, settings) == [None, None], stage
+
+
+# --- Evaluation -------------------------------------------------------------------------------------------------------
+
+
+class Evaluates(LabelledModule):
+    """Logs a mean over label tokens and a TorchMetrics mean, keeps what it predicts; both for any number of loaders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss, tokens = self(batch), int((batch["labels"] != -100).sum())
+        if tokens:
+            self.mean.update(loss, tokens)
+        self.log("loss", loss if tokens else 0.0 * tokens, batch_size=tokens, sync_dist=True)
+        self.log(f"mean{dataloader_idx}", self.mean, add_dataloader_idx=False)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.model(batch["input_ids"])
+
+
+def _evaluate(options: dict[str, Any], counts: tuple[int, ...], is_stream: bool) -> dict[str, Any]:
+    module, found = Evaluates(), {}
+    for stage in ("validate", "test"):
+        trainer = make_trainer(AutomodelStrategy(**options), inference_mode=stage == "test")
+        found[stage] = {
+            name: float(v) for name, v in getattr(trainer, stage)(module, _loader(counts, is_stream))[0].items()
+        }
+    trainer = make_trainer(AutomodelStrategy(**options))
+    found["predict"] = trainer.predict(module, _loader(counts, is_stream))
+    found["is_whole"] = not trainer.strategy._inputs._is_in_step
+    return found
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2": (2, FSDP2),
+    "ddp": (2, DDP),
+    "hsdp": (4, {"data_parallel_replicate_size": 2}),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("is_stream", [False, True], ids=["sized", "stream"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_evaluation_of_unequal_counts(pool2: RankPool, pool4: RankPool, layout: str, is_stream: bool) -> None:
+    """Values and predictions are those of one process with the batches of all ranks, each once."""
+    num_ranks, options = LAYOUTS[layout]
+    counts = (5, 3, 1, 4)[:num_ranks]
+    model = LabelledModule().model
+    by_rank = [
+        batches[:count] for batches, count in zip(micro_batches(CASE if num_ranks == 2 else CASE4), counts, strict=True)
+    ]
+    batches = [batch for own in by_rank for batch in own]
+    tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+    with torch.no_grad():
+        mean = float(sum(mean_loss(model, batch, "sum") for batch in batches)) / tokens
+    for result, own in zip(
+        (pool2 if num_ranks == 2 else pool4).run(_evaluate, options, counts, is_stream), by_rank, strict=True
+    ):
+        for stage in ("validate", "test"):
+            assert result[stage] == pytest.approx({"loss": mean, "mean0": mean}, rel=1e-6)
+        assert len(result["predict"]) == len(own)
+        for predicted, batch in zip(result["predict"], own, strict=True):
+            torch.testing.assert_close(predicted, model(batch["input_ids"]).detach())
+
+
+class Numbers(LabelledModule):
+    """Logs the mean of its samples, and predicts them."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("mean", batch.mean(), batch_size=len(batch), sync_dist=True)
+
+    def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> list[int]:
+        return batch.int().tolist()
+
+
+def _evaluate_numbers(sizes: tuple[int, ...], batch_size: int) -> tuple[dict[str, float], list[int]]:
+    loaders = [DataLoader(torch.arange(10.0, 10.0 * (n + 1), 10.0), batch_size) for n in sizes]
+    trainer = make_trainer(AutomodelStrategy(data_parallel="ddp"), use_distributed_sampler=True)
+    found = {name: float(v) for each in trainer.validate(Numbers(), loaders) for name, v in each.items()}
+    trainer = make_trainer(AutomodelStrategy(data_parallel="ddp"), use_distributed_sampler=True)
+    predicted = trainer.predict(Numbers(), loaders[0])
+    return found, [number for batch in predicted for number in batch]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_no_sample_is_repeated(pool2: RankPool, batch_size: int) -> None:
+    """Lightning's sampler repeats samples to even the ranks out: 7 of them on 2 ranks have the mean of 8."""
+    results = pool2.run(_evaluate_numbers, (7, 4, 3), batch_size)
+    for found, _ in results:
+        assert list(found.values()) == pytest.approx([40.0, 25.0, 20.0])
+    assert [predicted for _, predicted in results] == [[10, 30, 50, 70], [20, 40, 60]]
+
+
+class LogsEachStep(Evaluates):
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("loss", self(batch), on_step=True, on_epoch=True, batch_size=1, sync_dist=True)
+
+
+def _log_each_step(options: dict[str, Any]) -> None:
+    make_trainer(AutomodelStrategy(**options)).validate(LogsEachStep(), _loader(NUM_BATCHES, False))
+
+
+@pytest.mark.parametrize("options", [FSDP2, DDP], ids=["fsdp2", "ddp"])
+def test_a_value_reduced_within_a_step_raises_where_a_rank_takes_none(pool2: RankPool, options: Any) -> None:
+    """It would wait for a rank that has no data left."""
+    with pytest.raises(RankError) as raised:
+        pool2.run(_log_each_step, options)
+    assert "within an evaluation step, but not on rank 1, whose data has ended" in raised.value.failures[0]
+
+
+def _count_gathers(is_stream: bool) -> int:
+    calls = 0
+    gather = dist.all_gather
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return gather(*args, **kwargs)
+
+    dist.all_gather = counting
+    try:
+        _run("train", DDP, (3, 3), is_stream, {})
+    finally:
+        dist.all_gather = gather
+    return calls
+
+
+def test_known_and_equal_lengths_cost_nothing_in_a_step(pool2: RankPool) -> None:
+    """One exchange as the loader is made; of a stream, one more for each batch."""
+    assert pool2.run(_count_gathers, False) == [1, 1]
+    assert pool2.run(_count_gathers, True) == [4, 4]
