@@ -53,7 +53,8 @@ def test_offloaded_shards_are_clipped(pool2: RankPool, options: dict[str, Any], 
         assert described["cpu_offload"] is True
 
 
-@pytest.mark.parametrize("deferral", [pytest.param(True, marks=pytest.mark.sweep), "all_reduce"])
+@pytest.mark.sweep
+@pytest.mark.parametrize("deferral", [True, "all_reduce"])
 def test_offloaded_replicas_are_clipped(pool4: RankPool, deferral: Any) -> None:
     """The same for replicas of shards."""
     options = {"cpu_offload": True, "data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": deferral}

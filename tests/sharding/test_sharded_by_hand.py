@@ -102,6 +102,7 @@ def test_sharded_by_hand_over_too_few_ranks_raises(pool2: RankPool) -> None:
         assert "data_parallel" in message
 
 
+@pytest.mark.sweep
 def test_sharded_by_hand_over_one_replica_raises(pool4: RankPool) -> None:
     """Replicas that nobody averages over would drift apart."""
     for message in pool4.run(_error_of_too_few_ranks, ShardsOverShards, REPLICAS):

@@ -155,7 +155,7 @@ def _average(name: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], lis
     return state(module.model), module.losses, held
 
 
-@pytest.mark.parametrize("options", by_default(OPTIONS, "kept", "ddp"))
+@pytest.mark.parametrize("options", by_default(OPTIONS, "kept"))
 @pytest.mark.parametrize("name", AVERAGES)
 def test_average(pool2: RankPool, name: str, options: dict[str, Any]) -> None:
     """Training ends with the average, every validation sees it, and no rank holds more of it than of the weights."""
