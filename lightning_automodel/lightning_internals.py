@@ -28,6 +28,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
+from torchmetrics import Metric
 
 from lightning_automodel.patching import PatchStack
 
@@ -148,3 +149,17 @@ def told_weights_only(function: Callable[..., Any], args: tuple[Any, ...], kwarg
     if "weights_only" not in signature.parameters:
         return None
     return signature.bind(*args, **kwargs).arguments.get("weights_only")
+
+
+def metric_state(metric: Metric) -> dict[str, Any]:
+    """A copy of what a TorchMetrics object has gathered, for :func:`set_metric_state`."""
+    # What a list gets appended is not changed in place.
+    states = {k: list(v) if isinstance(v, list) else v.clone() for k, v in metric.metric_state.items()}
+    return {"states": states, "count": metric.update_count}
+
+
+def set_metric_state(metric: Metric, saved: dict[str, Any]) -> None:
+    """Set what :func:`metric_state` returned."""
+    for name, state in saved["states"].items():
+        setattr(metric, name, state)
+    metric._update_count, metric._computed = saved["count"], None

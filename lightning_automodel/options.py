@@ -86,11 +86,13 @@ class StrategyOptions:
     start_method: Literal["popen", "spawn", "fork", "forkserver"]
     first_rank_setup: bool
     save_distributed_checkpoint: bool | None
+    uneven_inputs: Literal["error", "pad"]
     async_checkpoint: bool
 
     def __post_init__(self) -> None:
         self._check_choice("data_parallel", "fsdp2", "ddp")
         self._check_choice("loss_reduction", "mean", "sum")
+        self._check_choice("uneven_inputs", "error", "pad")
         self._check_choice("start_method", "popen", *multiprocessing.get_all_start_methods())
         self._check_choice("reshard_during_accumulation", True, False, "auto")
         check_deferral(self.defer_fsdp_grad_sync)

@@ -99,6 +99,9 @@ class AutomodelStrategy(ParallelStrategy):
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
         save_distributed_checkpoint: Whether a checkpoint is a directory of shards; otherwise one file, which takes the
             host memory of rank 0 for the whole state. None: a directory where the model is sharded.
+        uneven_inputs: What happens where a rank's training data ends before another's. ``"error"``: every rank raises.
+            ``"pad"``: it takes part until all have ended, with no tokens and no effect. Evaluation and prediction
+            always see each sample once.
         async_checkpoint: Write checkpoints while training goes on, after the state was copied to host memory. One save
             at a time; a failure is raised in the next step, and a run ends when its last checkpoint is on disk.
 
@@ -140,6 +143,7 @@ class AutomodelStrategy(ParallelStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         first_rank_setup: bool = False,
         save_distributed_checkpoint: bool | None = None,
+        uneven_inputs: Literal["error", "pad"] = "error",
         async_checkpoint: bool = False,
     ) -> None:
         super().__init__()
@@ -171,6 +175,7 @@ class AutomodelStrategy(ParallelStrategy):
             start_method=start_method,
             first_rank_setup=first_rank_setup,
             save_distributed_checkpoint=save_distributed_checkpoint,
+            uneven_inputs=uneven_inputs,
             async_checkpoint=async_checkpoint,
         )
         self._options = options
@@ -248,6 +253,14 @@ class AutomodelStrategy(ParallelStrategy):
         In a process that started the ranks as workers, it is on the CPU and of the newest run that has ended.
         """
         return self._reported_by_workers.get("last_step") if self._run is None else self._run.last_step
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether the newest training batch is a filler, with which this rank takes part after its own data has ended.
+
+        For lists and counters that user code keeps itself, under ``uneven_inputs="pad"``.
+        """
+        return self._inputs is not None and self._inputs.is_filler
 
     @property
     def num_processes(self) -> int:
@@ -441,7 +454,7 @@ class AutomodelStrategy(ParallelStrategy):
         self.model = self._run.model
         if self.world_size > 1:
             host = collectives.host_group(process_group.parse_timeout(self._options.timeout))
-            self._inputs = UnevenInputs(trainer, host)
+            self._inputs = UnevenInputs(trainer, host, self._options.uneven_inputs == "pad")
         self._averages.fill(module)
         if fitting:
             if self._resume is not None:
@@ -509,7 +522,7 @@ class AutomodelStrategy(ParallelStrategy):
         if self._resume is not None:
             self._resume.process_dataloader(dataloader)
         if self._inputs is not None:
-            self._inputs.process(dataloader)
+            return self._inputs.process(dataloader)
         return dataloader
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
@@ -521,13 +534,17 @@ class AutomodelStrategy(ParallelStrategy):
             self._resume.on_train_start()
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._inputs is not None:
+            self._inputs.begin_training_batch()
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         run = self._required_run
         self._begin_step(self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True)
-        if self._inputs is not None:
-            self._inputs.begin_training_step()
-        run.start_step(args[0] if args else next(iter(kwargs.values()), None))
-        output = super().training_step(*args, **kwargs)
+        run.start_step(args[0] if args else next(iter(kwargs.values()), None), self.is_filler)
+        with nullcontext() if self._inputs is None else self._inputs.training_step():
+            output = super().training_step(*args, **kwargs)
         if self._module.automatic_optimization and output is not None:
             run.end_step(output)
         return output
@@ -663,7 +680,10 @@ class AutomodelStrategy(ParallelStrategy):
             return tensor
         if self._inputs is not None:
             self._inputs.check_reduction()
-        return collectives.reduce_tensor(tensor, group or self._mesh.group, reduce_op, self.root_device)
+        reduced = collectives.reduce_tensor(tensor, group or self._mesh.group, reduce_op, self.root_device)
+        if self._inputs is not None and collectives.is_mean(reduce_op):
+            return reduced * self._inputs.mean_factor()
+        return reduced
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:

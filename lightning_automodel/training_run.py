@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel import torch_internals
 from lightning_automodel.advice import Advice
+from lightning_automodel.data.fillers import FillerState
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients.clipping import GradientClipper
 from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
@@ -117,6 +118,8 @@ class TrainingRun:
         self._batch: Any = None
         self._count: Count | None = None
         self._ends_window = True
+        self._is_filler = False
+        self._filler_state: FillerState | None = None
 
     def _make_engine(self) -> Engine:
         module, options = self.module, self._options
@@ -173,14 +176,16 @@ class TrainingRun:
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 
-    def start_step(self, batch: Any) -> None:
-        """A training step is about to run on ``batch``."""
-        self._batch = batch
+    def start_step(self, batch: Any, is_filler: bool) -> None:
+        """A training step is about to run on ``batch``, which counts for nothing if it ``is_filler``."""
+        self._restore_filler_state()
+        self._batch, self._is_filler = batch, is_filler
+        self._filler_state = FillerState(self.module) if is_filler else None
         self.engine.start_forward(batch)
 
     def end_step(self, output: Any) -> None:
         """A training step of automatic optimization has returned ``output``: count its label tokens."""
-        self._count = self._weighting.count(self._batch, output)
+        self._count = 0 if self._is_filler else self._weighting.count(self._batch, output)
         self._weighting.refuse_aux_loss(output)
         self.advice.about_label_shift(self.module, self._weighting, self._batch, output)
 
@@ -211,12 +216,23 @@ class TrainingRun:
         told = objective = self._weighting.objective(loss, count) * accumulate
         if self._scaling.scaler is None and plugin_loss is not loss:
             objective = self._weighting.objective(plugin_loss, count) * accumulate
+        if self._is_filler:
+            objective = objective * 0
         with self.windows.backward(window, ends):
             with self.engine.micro_batch(is_last=ends):
                 plugin.backward(self._scaling.apply(objective, window.sums), module, optimizer, *args, **kwargs)
                 self.engine.end_backward()
-            window.sums.add(told, count)
+            if not self._is_filler:
+                window.sums.add(told, count)
+        if self.module.automatic_optimization:
+            self._restore_filler_state()
         return plugin.post_backward(loss, module)
+
+    def _restore_filler_state(self) -> None:
+        """A step on a filler is over: what it has changed in the module comes back."""
+        state, self._filler_state = self._filler_state, None
+        if state is not None:
+            state.restore()
 
     def _take_count(self, kwargs: dict[str, Any]) -> tuple[Count, int]:
         """The label tokens of this backward, and what Lightning has divided its loss by."""
@@ -224,6 +240,9 @@ class TrainingRun:
             count, self._count = self._count, None
             return count, self.module.trainer.accumulate_grad_batches
         self.watch.check_known(kwargs.pop("optimizer", None))
+        if self._is_filler:
+            kwargs.pop("num_label_tokens", None)
+            return 0, 1
         told = {"num_label_tokens": kwargs.pop("num_label_tokens")} if "num_label_tokens" in kwargs else None
         return self._weighting.count(self._batch, told), 1
 
@@ -310,6 +329,7 @@ class TrainingRun:
 
     def close(self) -> None:
         """Drop open windows, restore what was replaced, leave the model to itself. Calling it again does nothing."""
+        self._restore_filler_state()
         self.windows.reset()
         self.watch.close()
         self.patches.restore()

@@ -60,6 +60,7 @@ KEYWORDS: dict[str, Any] = {
     "start_method": "popen",
     "first_rank_setup": False,
     "save_distributed_checkpoint": None,
+    "uneven_inputs": "error",
     "async_checkpoint": False,
 }
 REGISTERED: dict[str, dict[str, Any]] = {

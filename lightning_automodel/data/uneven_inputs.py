@@ -1,7 +1,8 @@
 """Ranks whose data ends before another's: an error in training, and one count for each sample in evaluation."""
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +12,9 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import DistributedSampler
+
+from lightning_automodel.data.fillers import neutral
+from lightning_automodel.data.padded_loader import Draw, PaddedLoader
 
 _UNKNOWN = -1
 _GOES_ON, _IS_LAST, _HAS_ENDED = range(3)
@@ -27,28 +31,76 @@ class UnevenInputs:
     Args:
         trainer: Of the run.
         group: All ranks, on the host.
+        pads: Whether a rank whose training data has ended goes on with fillers in place of an error.
+
+    Attributes:
+        is_filler: Whether this rank's newest training batch was a filler.
     """
 
-    def __init__(self, trainer: "pl.Trainer", group: dist.ProcessGroup) -> None:
-        self._trainer, self._group = trainer, group
+    def __init__(self, trainer: "pl.Trainer", group: dist.ProcessGroup, pads: bool) -> None:
+        self._trainer, self._group, self._pads = trainer, group, pads
         self._may_differ: set[str] = set()
         self._steps: Counter[int] = Counter()
         self._sent: tuple[dist.Work | None, Tensor, list[Tensor]] | None = None
         self._is_in_step = False
+        self._drawn: deque[Draw] = deque()
+        self._draw: Draw | None = None
+        self.is_filler = False
 
-    def process(self, loader: object) -> None:
-        """Compare the lengths of a loader of the current stage; in evaluation, let its sampler repeat nothing.
+    def process(self, loader: Any) -> Any:
+        """Compare the lengths of a loader of the current stage; what evaluates or pads repeats no sample.
 
         A collective over the group: all ranks process their loaders in one order.
+
+        Returns:
+            What is to be iterated in its place.
         """
-        if self._stage != "train":
+        is_training = self._stage == "train"
+        if self._pads or not is_training:
             _stop_repeating(loader)
         length = sized_len(loader)
         self._send(_UNKNOWN if length is None else length)
-        if length is None or len(set(self._answers())) > 1:
+        lengths = self._answers()
+        if _UNKNOWN in lengths or len(set(lengths)) > 1:
+            if is_training and self._pads:
+                return PaddedLoader(loader, None if _UNKNOWN in lengths else lengths, self._group, self._drawn)
             self._may_differ.add(self._stage)
+        return loader
 
-    def begin_training_step(self) -> None:
+    # --- Training -----------------------------------------------------------------------------------------------------
+
+    def begin_training_batch(self) -> None:
+        """A training batch is about to be used.
+
+        Raises:
+            ValueError: If batches are padded that come from several loaders.
+        """
+        self._draw = self._drawn.popleft() if self._drawn else None
+        self.is_filler = self._draw is not None and self._draw.is_filler
+        if self._draw is not None and type(self._trainer.train_dataloader) is not PaddedLoader:
+            raise ValueError(
+                "uneven_inputs='pad' trains on one loader, and the loaders of a CombinedLoader have unequally many"
+                " batches on the ranks: combine them in one Dataset, or give all ranks equally many batches."
+            )
+
+    def mean_factor(self) -> float:
+        """What a mean over ranks must be multiplied by, so that fillers do not count. Waits for all to draw."""
+        if self._draw is None or not self._is_in_step:
+            return 1.0
+        return self._group.size() / max(self._draw.num_real(), 1)
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Context for ``training_step``."""
+        self._check_training_goes_on()
+        self._is_in_step = True
+        try:
+            with neutral(self._trainer.lightning_module) if self.is_filler else nullcontext():
+                yield
+        finally:
+            self._is_in_step = False
+
+    def _check_training_goes_on(self) -> None:
         """A training step is about to run. A collective over the group where lengths differ or are unknown.
 
         Raises:
@@ -69,6 +121,8 @@ class UnevenInputs:
                 " and wait for more: give all ranks equally many batches, for example by a DistributedSampler or"
                 f" drop_last=True, or pass Trainer(limit_train_batches={number})."
             )
+
+    # --- Evaluation ---------------------------------------------------------------------------------------------------
 
     def evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], join: Callable[[], None]) -> Any:
         """Run an evaluation step, and after the last one of a loader those of other ranks, without data.
@@ -108,7 +162,9 @@ class UnevenInputs:
         Raises:
             RuntimeError: If some have no data left.
         """
-        if self._is_in_step and (ended := [rank for rank, sent in enumerate(self._answers()) if sent == _HAS_ENDED]):
+        if self._stage == "train" or not self._is_in_step:
+            return
+        if ended := [rank for rank, sent in enumerate(self._answers()) if sent == _HAS_ENDED]:
             raise RuntimeError(
                 f"A value is reduced over all ranks within an evaluation step, but not on {_ranks(ended)}, whose data"
                 " has ended: log it with on_step=False, on_epoch=True, or give all ranks equally many batches."

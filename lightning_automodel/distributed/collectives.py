@@ -107,7 +107,7 @@ def reduce_tensor(
         The reduced tensor, on the device of ``tensor``.
     """
     op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
-    averages = op in ("mean", "avg", None, dist.ReduceOp.AVG)
+    averages = is_mean(op)
     reduced = tensor.detach().to(device, copy=True).contiguous()
     if averages and not reduced.is_floating_point():
         reduced = reduced.double()
@@ -117,3 +117,9 @@ def reduce_tensor(
     if averages:
         reduced /= group.size()
     return reduced.to(tensor.device)
+
+
+def is_mean(reduce_op: dist.ReduceOp | str | None) -> bool:
+    """Whether :func:`reduce_tensor` averages."""
+    op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+    return op in ("mean", "avg", None, dist.ReduceOp.AVG)

@@ -1,0 +1,81 @@
+"""Training steps on fillers: a rank without data takes part in what the others communicate, and nothing counts."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_automodel import lightning_internals
+from lightning_automodel.patching import PatchStack
+
+_NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
+
+
+class FillerState:
+    """What a step on a filler may change and must leave as it was: buffers, and the states of TorchMetrics.
+
+    Args:
+        module: The user's LightningModule.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        metrics = [each for each in module.modules() if isinstance(each, Metric)]
+        of_metrics = {id(buffer) for metric in metrics for buffer in metric.buffers()}
+        self._buffers = [(b, b.clone()) for b in module.buffers() if id(b) not in of_metrics]
+        self._metrics = [(metric, lightning_internals.metric_state(metric)) for metric in metrics]
+
+    def restore(self) -> None:
+        """After the backward, which may need the buffers as the forward left them."""
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        for metric, state in self._metrics:
+            lightning_internals.set_metric_state(metric, state)
+
+
+@contextmanager
+def neutral(module: pl.LightningModule) -> Iterator[None]:
+    """Context for ``training_step`` on a filler: what it logs does not count, and random states come back.
+
+    What is logged with ``sync_dist`` is logged with a neutral value, since the other ranks reduce it.
+    """
+    patches = PatchStack()
+    patches.set(module, "log", _neutral_log(module.log))
+    try:
+        with isolate_rng():
+            yield
+    finally:
+        patches.restore()
+
+
+def _neutral_log(log: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(log)
+
+    def log_neutral(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        value, reduction = given.arguments["value"], given.arguments["reduce_fx"]
+        if isinstance(value, Metric):
+            log(*args, **kwargs)
+        elif given.arguments["sync_dist"]:
+            if reduction not in _NEUTRAL:
+                raise ValueError(
+                    f"self.log({given.arguments['name']!r}, reduce_fx={reduction!r}, sync_dist=True) on a rank whose"
+                    f" data has ended (uneven_inputs='pad'): nobody knows its neutral value; valid are"
+                    f" {', '.join(map(repr, _NEUTRAL))}."
+                )
+            tensor = torch.as_tensor(value)
+            neutral_value = torch.full_like(tensor, _NEUTRAL[reduction], dtype=_floating(tensor))
+            log(**{**given.arguments, "value": neutral_value, "batch_size": 0})
+
+    return log_neutral
+
+
+def _floating(tensor: Tensor) -> torch.dtype:
+    return tensor.dtype if tensor.is_floating_point() else torch.get_default_dtype()

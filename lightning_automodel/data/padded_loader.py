@@ -1,0 +1,105 @@
+"""A training loader that goes on with fillers after its own batches, until those of all ranks have ended."""
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_END = object()
+
+
+@dataclass
+class Draw:
+    """One batch that all ranks have drawn, each its own.
+
+    Attributes:
+        is_filler: Whether this rank had none left.
+        everyone: [] each, for every rank whether it had one, once ``work`` is done.
+        work: The communication; None where it is done.
+    """
+
+    is_filler: bool
+    everyone: list[Tensor]
+    work: dist.Work | None
+
+    def num_real(self) -> int:
+        """How many ranks had a batch. Waits for all to draw."""
+        if self.work is not None:
+            self.work.wait()
+        return sum(map(int, self.everyone))
+
+
+class PaddedLoader:
+    """Yields the batches of a loader, then fillers until all ranks have drawn their last one.
+
+    A filler is a copy of the epoch's first batch, and of another rank's where this one has none at all. With each draw
+    a rank tells the others whether it still had a batch, and waits for nobody as long as it has: the number travels
+    while the batch is trained on.
+
+    Iterating is a collective over the group: every rank must draw equally often. It looks like the loader itself to
+    ``isinstance`` and has its attributes.
+
+    Args:
+        loader: Of the user.
+        lengths: Of the loaders of all ranks; None where any is unknown.
+        group: All ranks, on the host.
+        drawn: Where each draw is appended, for whoever trains on it.
+    """
+
+    def __init__(self, loader: Any, lengths: list[int] | None, group: dist.ProcessGroup, drawn: deque[Draw]) -> None:
+        self.padded_loader, self._lengths, self._group, self._drawn = loader, lengths, group, drawn
+
+    @property  # type: ignore[misc]  # as proxies do
+    def __class__(self) -> Any:
+        return type(self.padded_loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.padded_loader, name)
+
+    def __len__(self) -> int:
+        if self._lengths is None:
+            raise TypeError(f"The number of batches of {type(self.padded_loader).__name__} is not known on all ranks.")
+        return max(self._lengths)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._drawn.clear()
+        batches, filler, is_first = iter(self.padded_loader), None, True
+        while True:
+            batch = next(batches, _END)
+            draw = self._tell(batch is not _END)
+            if is_first:
+                num_real = draw.num_real()
+                if 0 < num_real < self._group.size():
+                    filler = self._share(batch, draw)
+                elif num_real:
+                    filler = copy.deepcopy(batch)
+                is_first = False
+            if draw.is_filler:
+                if draw.num_real() == 0:
+                    return
+                batch = copy.deepcopy(filler)
+            self._drawn.append(draw)
+            yield batch
+
+    def _tell(self, has_batch: bool) -> Draw:
+        mine = torch.tensor(int(has_batch))
+        everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
+        work = dist.all_gather(everyone, mine, self._group, async_op=True)
+        return Draw(not has_batch, everyone, work)
+
+    def _share(self, batch: Any, draw: Draw) -> Any:
+        """The batch of the first rank that has one. A collective over the group."""
+        source = next(rank for rank, has_batch in enumerate(draw.everyone) if has_batch)
+        shared = [None if batch is _END else batch]
+        dist.broadcast_object_list(shared, dist.get_global_rank(self._group, source), self._group)
+        return shared[0] if draw.is_filler else copy.deepcopy(batch)
+
+
+def unpadded(loader: Any) -> Any:
+    """The user's loader behind a padded one; any other as it is."""
+    return vars(loader)["padded_loader"] if type(loader) is PaddedLoader else loader
