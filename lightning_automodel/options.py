@@ -41,6 +41,7 @@ _COUNTING_ONLY: dict[str, Any] = {
     "ignore_index": -100,
     "label_shift": 0,
     "count_label_tokens": None,
+    "count": None,
 }
 
 
@@ -71,6 +72,7 @@ class StrategyOptions:
     ignore_index: int
     label_shift: int
     count_label_tokens: Callable | None
+    count: Literal["tokens", "samples"] | None
     defer_fsdp_grad_sync: Deferral
     reshard_during_accumulation: bool | Literal["auto"]
     auto_wrap_policy: set[type[Module]] | Callable | None
@@ -93,6 +95,7 @@ class StrategyOptions:
         self._check_choice("data_parallel", "fsdp2", "ddp")
         self._check_choice("loss_reduction", "mean", "sum")
         self._check_choice("uneven_inputs", "error", "pad")
+        self._check_choice("count", None, "tokens", "samples")
         self._check_choice("start_method", "popen", *multiprocessing.get_all_start_methods())
         self._check_choice("reshard_during_accumulation", True, False, "auto")
         check_deferral(self.defer_fsdp_grad_sync)
@@ -112,6 +115,8 @@ class StrategyOptions:
             self._check_integer("reshard_after_forward", smallest=2)
         if self.count_label_tokens is not None and not callable(self.count_label_tokens):
             raise TypeError(f"count_label_tokens must be a function of the batch, got {self.count_label_tokens!r}.")
+        if self.count == "samples" and self.count_label_tokens is not None:
+            raise ValueError("count='samples' and count_label_tokens are two ways to tell the count: pass one of them.")
         policy, choice = self.auto_wrap_policy, self.activation_checkpointing
         if not (policy is None or _is_set_of_modules(policy) or (callable(policy) and not isinstance(policy, type))):
             raise TypeError(

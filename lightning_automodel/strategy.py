@@ -72,6 +72,8 @@ class AutomodelStrategy(ParallelStrategy):
         ignore_index: Label value of positions that the loss ignores.
         label_shift: Leading label positions per row that the loss drops; 1 for Hugging Face causal language models.
         count_label_tokens: ``batch -> int | Tensor``, the number of label tokens.
+        count: ``"samples"``: as many as the first tensor of the batch has rows, for classifiers with ``(x, y)``. None
+            and ``"tokens"``: label tokens, told in one of the other ways.
         defer_fsdp_grad_sync: When FSDP2 reduces gradients. True: once a window. False: after each micro-batch, which
             takes less memory. ``"all_reduce"``: with replicas, reduce-scatter each time and all-reduce once.
         reshard_during_accumulation: False keeps parameters gathered from the first forward of a window to its last
@@ -128,6 +130,7 @@ class AutomodelStrategy(ParallelStrategy):
         ignore_index: int = -100,
         label_shift: int = 0,
         count_label_tokens: Callable | None = None,
+        count: Literal["tokens", "samples"] | None = None,
         defer_fsdp_grad_sync: bool | Literal["all_reduce"] = True,
         reshard_during_accumulation: bool | Literal["auto"] = "auto",
         auto_wrap_policy: set[type[Module]] | Callable | None = None,
@@ -160,6 +163,7 @@ class AutomodelStrategy(ParallelStrategy):
             ignore_index=ignore_index,
             label_shift=label_shift,
             count_label_tokens=count_label_tokens,
+            count=count,
             defer_fsdp_grad_sync=defer_fsdp_grad_sync,
             reshard_during_accumulation=reshard_during_accumulation,
             auto_wrap_policy=auto_wrap_policy,

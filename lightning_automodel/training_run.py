@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -91,7 +92,7 @@ class TrainingRun:
             label_key=options.label_key,
             ignore_index=options.ignore_index,
             label_shift=options.label_shift,
-            count_label_tokens=options.count_label_tokens,
+            count_label_tokens=extract_batch_size if options.count == "samples" else options.count_label_tokens,
         )
         self._scaling = LossScaling(
             precision.enabled_scaler(plugin),

@@ -61,6 +61,7 @@ KEYWORDS: dict[str, Any] = {
     "first_rank_setup": False,
     "save_distributed_checkpoint": None,
     "uneven_inputs": "error",
+    "count": None,
     "async_checkpoint": False,
 }
 REGISTERED: dict[str, dict[str, Any]] = {

@@ -79,9 +79,11 @@ class TokenWeighting:
         if self._has_labels(batch):
             return self.count_labels(batch[self.label_key])
         found = f"keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        samples = " If each row is one sample, as for a classifier, pass count='samples'."
         raise ValueError(
             "AutomodelStrategy weighs each micro-batch by its number of label tokens and found no count"
-            f" (the batch is {found}). Tell it in one of three ways: return {{'loss': loss, 'num_label_tokens': n}}"
+            f" (the batch is {found}).{samples if isinstance(batch, (tuple, list)) else ''} Tell it in one of"
+            " three ways: return {'loss': loss, 'num_label_tokens': n}"
             " from training_step (manual optimization: self.manual_backward(loss, num_label_tokens=n)); pass"
             f" count_label_tokens=<function of the batch>; or put labels under batch[{self.label_key!r}] with"
             f" {self.ignore_index} where the loss ignores them (label_key=, ignore_index=). If every micro-batch"

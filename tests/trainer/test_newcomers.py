@@ -82,20 +82,22 @@ class WeightedClasses(Classifier):
         return {"loss": loss, "num_label_tokens": self.weights[labels].sum()}
 
 
-def _classify(make: type[Classifier], options: dict[str, Any]) -> tuple[Outcome, float, float]:
+def _classify(
+    make: type[Classifier], options: dict[str, Any], batch_size: int = BATCH_SIZE
+) -> tuple[Outcome, float, float]:
     module, strategy = make(), AutomodelStrategy(**options)
     trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE)
     mine = torch.utils.data.Subset(samples(), range(dist.get_rank(), 24, dist.get_world_size()))
-    trainer.fit(module, DataLoader(mine, batch_size=BATCH_SIZE), DataLoader(mine, batch_size=BATCH_SIZE))
+    trainer.fit(module, DataLoader(mine, batch_size=batch_size), DataLoader(mine, batch_size=batch_size))
     assert strategy.last_step is not None
     accuracy = float(trainer.callback_metrics["accuracy"])
     return Outcome(full_weights(module.network), None), accuracy, float(strategy.last_step.loss)
 
 
-def _plainly(weights: Tensor | None) -> tuple[Outcome, float, float]:
+def _plainly(weights: Tensor | None, batch_size: int = BATCH_SIZE) -> tuple[Outcome, float, float]:
     """The same windows in one process: the batches of both ranks together, which are in the order of the samples."""
     features, labels = samples().tensors
-    model, step = network(), 2 * BATCH_SIZE * ACCUMULATE
+    model, step = network(), 2 * batch_size * ACCUMULATE
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for start in range(0, 24, step):
         optimizer.zero_grad()
@@ -118,6 +120,26 @@ def test_classifier(pool2: RankPool, make: type[Classifier], weights: Tensor | N
         assert weight_error(found[0], outcome) <= TOLERANCE
         assert found[1] == pytest.approx(accuracy)
         assert found[2] == pytest.approx(loss, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_short_last_batch_of_a_classifier(pool2: RankPool, options: dict[str, Any]) -> None:
+    """`count="samples"`: the last batch has 2 samples for 5, and each sample weighs the same."""
+    expected = _plainly(None, batch_size=5)
+    for found in pool2.run(_classify, Classifier, {**options, "count": "samples"}, batch_size=5):
+        assert weight_error(found[0], expected[0]) <= TOLERANCE
+        assert found[1:] == pytest.approx(expected[1:])
+
+
+def _classify_without_count() -> str:
+    with pytest.raises(ValueError, match="found no count") as raised:
+        _classify(Classifier, {})
+    return str(raised.value)
+
+
+def test_a_classifier_is_told_of_samples_first(pool2: RankPool) -> None:
+    for message in pool2.run(_classify_without_count):
+        assert "(the batch is a list). If each row is one sample, as for a classifier, pass count='samples'." in message
 
 
 class CopiesTrainer(Classifier):
