@@ -4,12 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_automodel.gradients.precision_plugin import replaced_clipping
 from lightning_automodel.gradients.token_loss import (
     Count,
     TokenWeighting,
@@ -75,14 +73,6 @@ class Advice:
             self.say_once(
                 f"precision={precision!r} has no effect on a model that was sharded before: its units compute in"
                 f" {', '.join(sorted(map(str, computed_in)))}."
-            )
-
-    def about_clipping(self, plugin: Precision) -> None:
-        """Warn about ways of clipping that the ``plugin`` overrides and nobody will call."""
-        for name in replaced_clipping(plugin):
-            self.say_once(
-                f"{type(plugin).__name__}.{name} has no effect, since this strategy rescales gradients before it clips"
-                " them: override configure_gradient_clipping of the module to clip in another way."
             )
 
     def about_label_shift(self, module: nn.Module, weighting: TokenWeighting, batch: Any, output: Any) -> None:

@@ -1,5 +1,7 @@
 """Every private name of Lightning that the package touches, each with its reason."""
 
+# ruff: noqa: F401 (other modules import these names from here)
+
 import inspect
 import signal
 from collections.abc import Callable
@@ -29,38 +31,6 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerE
 from torchmetrics import Metric
 
 from lightning_automodel.patching import PatchStack
-
-__all__ = [
-    "DDPForwardRedirection",
-    "DatasetSamplerWrapper",
-    "MultiProcessingLauncher",
-    "SIGTERMException",
-    "Stateful",
-    "SubprocessScriptLauncher",
-    "TunerExitException",
-    "call_and_handle_interrupt",
-    "collect_rng_states",
-    "default_backend_for_device",
-    "epoch_metrics",
-    "failing_hook",
-    "forget_restart",
-    "is_validation_due",
-    "keep_sigterm_handler",
-    "logged_metrics",
-    "metric_state",
-    "optimizers_to_device",
-    "patch_model_checkpoints",
-    "patch_signals",
-    "reset_seed",
-    "save_and_requeue",
-    "saving",
-    "set_metric_state",
-    "set_rng_states",
-    "skip_validation",
-    "tell_sigterm",
-    "told_weights_only",
-    "training_data_fetcher",
-]
 
 
 def failing_hook(exception: BaseException) -> str | None:

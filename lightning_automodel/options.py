@@ -117,9 +117,16 @@ class StrategyOptions:
             raise TypeError(f"count_label_tokens must be a function of the batch, got {self.count_label_tokens!r}.")
         if self.count == "samples" and self.count_label_tokens is not None:
             raise ValueError("count='samples' and count_label_tokens are two ways to tell the count: pass one of them.")
-        self._check_policy()
+        policy, choice = self.auto_wrap_policy, self.activation_checkpointing
+        if not (policy is None or _is_set_of_modules(policy) or (callable(policy) and not isinstance(policy, type))):
+            raise TypeError(
+                f"auto_wrap_policy must be a set of nn.Module classes or a function of a module, got {policy!r}."
+            )
         check_policy(self.mp_policy)
-        self._check_activation_checkpointing()
+        if not isinstance(choice, bool) and not _is_set_of_modules(choice):
+            raise TypeError(
+                f"activation_checkpointing must be True, False or a set of nn.Module classes, got {choice!r}."
+            )
         parse_timeout(self.timeout)
 
     def _check_type(self, name: str, valid: Any, description: str) -> None:
@@ -139,22 +146,6 @@ class StrategyOptions:
         if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
             other = f" or {alternative!r}" if alternative else ""
             raise ValueError(f"{name} must be an integer of at least {smallest}{other}, got {value!r}.")
-
-    def _check_policy(self) -> None:
-        policy = self.auto_wrap_policy
-        if policy is None or (callable(policy) and not isinstance(policy, type)):
-            return
-        if not _is_set_of_modules(policy):
-            raise TypeError(
-                f"auto_wrap_policy must be a set of nn.Module classes or a function of a module, got {policy!r}."
-            )
-
-    def _check_activation_checkpointing(self) -> None:
-        choice = self.activation_checkpointing
-        if not isinstance(choice, bool) and not _is_set_of_modules(choice):
-            raise TypeError(
-                f"activation_checkpointing must be True, False or a set of nn.Module classes, got {choice!r}."
-            )
 
     @property
     def writes_directories(self) -> bool:

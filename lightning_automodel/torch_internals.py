@@ -2,10 +2,11 @@
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,6 @@ FSDPParam: TypeAlias = Any  # one parameter of such a group
 
 ACCUMULATES_IN_LEAF = hasattr(FSDPModule, "set_keep_unsharded_storage")
 """Whether unreduced gradients are the ``.grad`` of unsharded parameters (torch 2.15), all of them."""
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def forget_process_groups() -> list[Any]:
@@ -106,33 +105,26 @@ def detach_forward_hooks(root: FSDPModule) -> tuple[Callable[..., Any], Callable
     return state._pre_forward, state._post_forward
 
 
-class CommunicationFlags(NamedTuple):
-    """What a unit does after forward and backward. FSDPModule has setters for these, and no getters."""
-
-    reduce_grads: bool
-    all_reduce_grads: bool
-    reduce_scatter_unused_params: bool
-    reshard_after_backward: bool
-    post_forward_mesh_infos: list[Any]
+_COMMUNICATION = (
+    *("reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params", "reshard_after_backward"),
+    "post_forward_mesh_info",
+)
 
 
-def communication_flags(unit: FSDPModule) -> CommunicationFlags | None:
-    """The present flags of ``unit``; None for one without parameters."""
-    if not (groups := param_groups(unit)):
-        return None
-    return CommunicationFlags(
-        groups[0].reduce_grads,
-        groups[0].all_reduce_grads,
-        groups[0].reduce_scatter_unused_params,
-        groups[0].reshard_after_backward,
-        [group.post_forward_mesh_info for group in groups],
-    )
+@contextmanager
+def communication_restored(units: Iterable[FSDPModule]) -> Iterator[None]:
+    """Context that puts back what follows a forward and a backward of ``units``.
 
-
-def restore_reshard_after_forward(unit: FSDPModule, flags: CommunicationFlags) -> None:
-    """Undo ``set_reshard_after_forward``, which cannot express a size to reshard to (``reshard_after_forward=2``)."""
-    for group, mesh_info in zip(param_groups(unit), flags.post_forward_mesh_infos, strict=True):
-        group.post_forward_mesh_info = mesh_info
+    FSDPModule has setters for it and no getters; none can express a size to reshard to (``reshard_after_forward=2``).
+    """
+    groups = [group for unit in units for group in param_groups(unit)]
+    before = [{name: getattr(group, name) for name in _COMMUNICATION} for group in groups]
+    try:
+        yield
+    finally:
+        for group, values in zip(groups, before, strict=True):
+            for name, value in values.items():
+                setattr(group, name, value)
 
 
 def is_unsharded(unit: FSDPModule) -> bool:
@@ -346,17 +338,11 @@ def own_shard_changed(group: FSDPParamGroup) -> bool:
         own_part = param.all_gather_outputs[0].view(param.mesh_info.shard_mesh_size, -1)[
             param.mesh_info.shard_mesh_rank
         ]
-        if not _equal_bits(own_part[: local.numel()], local.to(own_part.dtype)):  # the part may be padded
+        own_part, local = own_part[: local.numel()], local.to(own_part.dtype)  # the part may be padded
+        # NaN differs from itself, its bytes do not.
+        if not torch.equal(own_part, local) and not torch.equal(own_part.view(torch.uint8), local.view(torch.uint8)):
             return True
     return False
-
-
-def _equal_bits(one: Tensor, other: Tensor) -> bool:
-    """Compare contiguous tensors as the widest integers that fit, which is fastest and knows no NaN."""
-    size = one.element_size()
-    in_bytes = (one.numel() * size, one.storage_offset() * size, other.storage_offset() * size)
-    integers = next(dtype for dtype in _INTEGERS if all(number % dtype.itemsize == 0 for number in in_bytes))
-    return torch.equal(one.view(integers), other.view(integers))
 
 
 def patch_unscaling(
@@ -436,9 +422,9 @@ def _probe_group(group: FSDPParamGroup) -> None:
     check(
         group,
         *("fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "is_sharded", "is_unsharded"),
-        *("_to_unsharded", "post_backward", *CommunicationFlags._fields[:-1]),
+        *("_to_unsharded", "post_backward"),
     )
-    check(group, "_partial_reduce_output", "post_forward_mesh_info", writable=True)
+    check(group, "_partial_reduce_output", *_COMMUNICATION, writable=True)
     for param in group.fsdp_params[:1]:
         check(
             param,

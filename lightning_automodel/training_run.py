@@ -70,7 +70,7 @@ class TrainingRun:
             precision.check_conversion(plugin, module)
         if fitting:
             checks.check_training(module, module.trainer.accumulate_grad_batches)
-        self._created_as = meta_init.meta_dtypes(module)
+        self._without_values = meta_init.names_without_values(module)
         for note in options.without_effect():
             advice.say_once(note)
         plugin.convert_module(module)
@@ -139,14 +139,14 @@ class TrainingRun:
 
     def _give_values(self) -> None:
         """Initialise what was created on the meta device, now that it is sharded or is going to be copied."""
-        if self._created_as:
+        if self._without_values:
             offloads = self._is_sharded and self._options.cpu_offload
-            meta_init.materialize(self.module, self._created_as, self.device, offloads)
+            meta_init.materialize(self.module, self.device, offloads)
             self.move_to_device()
 
     def move_to_device(self) -> None:
         """Move the module to this rank's device, but for what has no values yet and for offloaded shards."""
-        if meta_init.meta_dtypes(self.module):
+        if meta_init.names_without_values(self.module):
             torch_internals.move_what_has_values(self.module, self.device)
         elif not (self._options.cpu_offload and units.is_sharded(self.module)):
             self.module.to(self.device)
@@ -157,7 +157,6 @@ class TrainingRun:
 
     def patch_plugin(self) -> None:
         """Replace what clips and casts on the Trainer's precision plugin, once Lightning has set it up."""
-        self.advice.about_clipping(self.plugin)
         patch_clipping(self.plugin, self.clipper, self.patches)
         precision.leave_casting_to_units(self.plugin, self.module, self.patches)
 
@@ -318,7 +317,7 @@ class TrainingRun:
             "gradient_divisor": self._mesh.sizes.data_parallel,
             "gradient_denominator": "label tokens" if self._options.per_token_loss else "micro-batches",
             "precision": precision.describe_dtypes(self.plugin, self.module, self.policy),
-            "tensors_created_without_values": len(self._created_as),
+            "tensors_created_without_values": len(self._without_values),
             "activation_checkpointing": self._checkpointed.names,
             **self.engine.describe(),
         }

@@ -269,7 +269,7 @@ class RunCheckpoints:
         own = state_dict.model_state(module)
         state_dict.restore_shards(saved, checkpoint, own)
         # The callback takes the average from where the weights were saved, and puts it there itself.
-        if weight_averaging.keeps_average(module):
+        if weight_averaging.averaged_models(module):
             checkpoint[state_dict.MODEL] = own
 
 

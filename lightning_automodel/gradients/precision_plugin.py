@@ -9,8 +9,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_automodel.gradients.clipping import GradientClipper
 from lightning_automodel.patching import PatchStack
 
-_CLIPPING = ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value")
-
 
 def patch_clipping(plugin: Precision, clipper: GradientClipper, patches: PatchStack) -> None:
     """Let all ways of clipping know sharded gradients, and measure norms after hooks and clipping.
@@ -28,8 +26,3 @@ def patch_clipping(plugin: Precision, clipper: GradientClipper, patches: PatchSt
         clipper.measure_if_asked(optimizer)
 
     patches.set(plugin, "_after_closure", after_closure_and_measure)
-
-
-def replaced_clipping(plugin: Precision) -> list[str]:
-    """Ways of clipping that a class of the user's overrides, and that nobody will call."""
-    return [name for name in _CLIPPING if not getattr(type(plugin), name).__module__.startswith("lightning.")]

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_automodel.patching import PatchStack
-from lightning_automodel.sharding.units import WrapPolicy, class_name, outermost_instances, uncompiled, units_of
+from lightning_automodel.sharding.units import WrapPolicy, class_name, distinct, has_forward, outermost, units_of
+from lightning_automodel.torch_internals import uncompiled
 
 ActivationCheckpointing = bool | set[type[nn.Module]]
 
@@ -99,18 +100,21 @@ class CheckpointedBlocks:
     def __init__(
         self, model: nn.Module, choice: ActivationCheckpointing, policy: WrapPolicy, root_is_model: bool
     ) -> None:
-        self._undo: list[Callable[[], None]] = []
         blocks: list[nn.Module] = []
         if choice is not False:
-            blocks = units_of(model, policy, root_is_model) if choice is True else outermost_instances(model, choice)
+            blocks = units_of(model, policy, root_is_model) if choice is True else _instances(model, choice)
             if not blocks:
                 raise ValueError(_nothing_to_checkpoint(model, choice))
         names = {id(module): name for name, module in model.named_modules()}
         self.names = [f"{names[id(block)]} ({class_name(block)})" for block in blocks]
         layers = [uncompiled(block) for block in blocks]
         for layer, name in zip(layers, self.names, strict=True):
-            if _has_switch(layer):
-                _refuse_evaluation_mode(layer, name)
+            if _has_switch(layer) and not layer.training:
+                raise ValueError(
+                    f"activation_checkpointing has no effect on {name}: layers of transformers recompute in training"
+                    " mode only, and from_pretrained() leaves them in evaluation mode. Call .train() on the model"
+                    " before trainer.fit."
+                )
         self._undo = [
             _switch_on(layer) if _has_switch(layer) else _wrap(block)
             for block, layer in zip(blocks, layers, strict=True)
@@ -121,6 +125,16 @@ class CheckpointedBlocks:
         for undo in self._undo:
             undo()
         self._undo = []
+
+
+def _instances(model: nn.Module, classes: set[type[nn.Module]]) -> list[nn.Module]:
+    """Outermost modules below ``model`` of these classes, with parameters or not."""
+    wanted = tuple(classes)
+
+    def matches(module: nn.Module) -> bool:
+        return isinstance(uncompiled(module), wanted) and has_forward(module)
+
+    return distinct(found for child in model.children() for found in outermost(child, matches))
 
 
 def _wrap(block: nn.Module) -> Callable[[], None]:
@@ -135,14 +149,6 @@ def _wrap(block: nn.Module) -> Callable[[], None]:
 def _has_switch(block: nn.Module) -> bool:
     """Whether this is a layer of Hugging Face's, which knows better: it must not fill its cache a second time."""
     return isinstance(getattr(type(block), "gradient_checkpointing", None), bool)
-
-
-def _refuse_evaluation_mode(block: nn.Module, name: str) -> None:
-    if not block.training:
-        raise ValueError(
-            f"activation_checkpointing has no effect on {name}: layers of transformers recompute in training mode only,"
-            " and from_pretrained() leaves them in evaluation mode. Call .train() on the model before trainer.fit."
-        )
 
 
 def _switch_on(block: nn.Module) -> Callable[[], None]:

@@ -1,6 +1,5 @@
 """Handing a model to FSDP2 or DDP, with equal weights on every rank."""
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,14 +20,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
-from lightning_automodel.sharding.precision import cast_around, compute_as_units, step_policy, unit_policy
+from lightning_automodel.sharding.precision import OutermostCall, cast_around, step_policy, unit_policy
 from lightning_automodel.sharding.units import (
-    SHARED_BETWEEN_ROOTS,
     ShardingPlan,
     callable_children,
     can_be_unit,
     distinct,
     fsdp_roots,
+    has_fsdp_units,
 )
 
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -60,7 +59,10 @@ def apply_fsdp2(
     if cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     by_name = dict(model.named_parameters())
-    _make_contiguous(by_name.values())
+    for parameter in by_name.values():
+        # FSDP2 refuses transposed weights, and convolutions in the channels-last format.
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
     kwargs: dict[str, Any] = {
         "mesh": mesh,
         "offload_policy": offload,
@@ -76,16 +78,8 @@ def apply_fsdp2(
             continue
         fully_shard(root, reshard_after_forward=False, mp_policy=step_policy(mp_policy), **kwargs)
         _run_steps_as_forward(root)
-    shared = [name for name, reason in plan.replicated.items() if reason == SHARED_BETWEEN_ROOTS]
-    compute_as_units(model, shared, mp_policy, mesh.device_type)
-    cast_around(distinct(callable_children(model)), mp_policy)
-
-
-def _make_contiguous(parameters: Iterable[nn.Parameter]) -> None:
-    """Lay out anew, in place, what FSDP2 refuses: transposed weights, convolutions in the channels-last format."""
-    for parameter in parameters:
-        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()
+    if mp_policy.output_dtype is not None or mp_policy.cast_forward_inputs:
+        cast_around(distinct(callable_children(model)), mp_policy)
 
 
 @contextmanager
@@ -97,51 +91,36 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
         vars(parameter).update(before[name])
 
 
-class _RootForward:
-    """Runs FSDP2's root hooks around the outermost of nested calls: a step, the ``forward`` inside it, a child's.
+def _run_steps_as_forward(model: nn.Module) -> None:
+    """Gather the root's parameters for each Lightning step as for a forward, and for parts called outside of any.
 
     A step uses parameters outside of ``forward`` too. ``register_fsdp_forward_method`` would leave the root's own hooks
-    in place, which run again for the ``forward`` inside a step: one all-gather more in each micro-batch. Where no
-    gradients are to come, what was gathered is freed at the end: kept for a backward that never follows, it would
-    outlive the next write to the sharded weights.
+    in place, which run again for the ``forward`` inside a step: one all-gather more in each micro-batch.
     """
+    root = cast(FSDPModule, model)
+    before, after = torch_internals.detach_forward_hooks(root)
 
-    def __init__(self, root: FSDPModule) -> None:
-        self._root = root
-        self._before, self._after = torch_internals.detach_forward_hooks(root)
-        self._is_running = False
+    def run(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            args, kwargs = before(root, args, kwargs)
+            return after(root, args, method(*args, **kwargs))
+        finally:
+            # Kept for a backward that never follows, what was gathered would outlive the next write to the weights.
+            if not torch.is_grad_enabled():
+                root.reshard()
 
-    def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._is_running:
-                return method(*args, **kwargs)
-            self._is_running = True
-            try:
-                args, kwargs = self._before(self._root, args, kwargs)
-                return self._after(self._root, args, method(*args, **kwargs))
-            finally:
-                self._is_running = False
-                if not torch.is_grad_enabled():
-                    self._root.reshard()
-
-        return call
-
-
-def _run_steps_as_forward(model: nn.Module) -> None:
-    """Gather the root's parameters for each Lightning step as for a forward, and for parts called outside of any."""
-    root_forward = _RootForward(cast(FSDPModule, model))
+    outermost = OutermostCall(run)
     for name in ("forward", *_STEP_METHODS):
-        setattr(model, name, root_forward.around(getattr(model, name)))
+        setattr(model, name, outermost.around(getattr(model, name)))
     for part in distinct((*callable_children(model), *_around_units(model))):
         if not isinstance(part, FSDPModule):
-            part.forward = root_forward.around(part.forward)
+            part.forward = outermost.around(part.forward)
 
 
 def _around_units(model: nn.Module) -> Iterator[nn.Module]:
     """Callable modules below ``model`` that hold FSDP units: what a wrapper calls past its own forward (`generate`)."""
     for module in model.modules():
-        if module is not model and can_be_unit(module) and any(isinstance(m, FSDPModule) for m in module.modules()):
+        if module is not model and can_be_unit(module) and has_fsdp_units(module):
             yield module
 
 
@@ -258,25 +237,3 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> No
             dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
             for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(values.view(tensor.shape))
-
-
-class BufferBroadcast:
-    """Gives every rank the first rank's buffers, as ``DistributedDataParallel(broadcast_buffers=True)`` does.
-
-    Running statistics would otherwise follow each rank's own data, and a checkpoint hold those of whichever rank saved
-    them. Buffers that a state dict leaves out are constants (masks, rotary frequencies) and are not sent; a model
-    without others costs nothing.
-    """
-
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        kept = module.state_dict(keep_vars=True).keys()
-        self._group = group
-        self._module = module
-        self._names = [name for name, _ in module.named_buffers() if name in kept]
-
-    def __call__(self) -> None:
-        """Broadcast. A collective over the group."""
-        if self._names:
-            # Looked up each time: a forward may put a new tensor in the place of the old one.
-            buffers = (self._module.get_buffer(name) for name in self._names)
-            broadcast_tensors([buffer for buffer in buffers if not isinstance(buffer, DTensor)], self._group)

@@ -17,7 +17,6 @@ from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import apply, units
-from lightning_automodel.sharding.ddp_bucket_order import BucketOrder
 from lightning_automodel.sharding.engine import Engine
 
 
@@ -34,7 +33,6 @@ class DDPEngine(Engine):
         super().__init__(mesh, device)
         self._ddp_kwargs = options.ddp_kwargs or {}
         self._ddp: DistributedDataParallel | None = None
-        self._order: BucketOrder | None = None
         self._reduced: dict[int, str] = {}
 
     @override
@@ -55,26 +53,19 @@ class DDPEngine(Engine):
             return module
         self._reduced = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         device_ids = None if self.device.type == "cpu" else [self.device.index]
-        ddp = DistributedDataParallel(module, device_ids=device_ids, process_group=self.mesh.group, **self._ddp_kwargs)
-        self._ddp, self._order = ddp, BucketOrder(ddp)
-        return ddp
+        self._ddp = DistributedDataParallel(
+            module, device_ids=device_ids, process_group=self.mesh.group, **self._ddp_kwargs
+        )
+        return self._ddp
 
     @override
     def state(self) -> dict[str, Any]:
-        """What DDP makes of the micro-batches so far.
-
-        Whether the next forward broadcasts rank 0's buffers (not after one without gradient synchronisation), and the
-        order of gradients in its buckets, in which more than two ranks add them up.
-        """
-        if self._ddp is None or self._order is None:
-            return {}
-        return {"broadcasts_buffers": self._ddp.require_forward_param_sync, "order": self._order.indices}
+        """Whether the next forward broadcasts rank 0's buffers: not after one without gradient synchronisation."""
+        return {} if self._ddp is None else {"broadcasts_buffers": self._ddp.require_forward_param_sync}
 
     @override
     def load_state(self, state: dict[str, Any]) -> None:
         if self._ddp is not None and "broadcasts_buffers" in state:
-            if self._order is not None and state["order"] is not None:
-                self._order.restore(state["order"])
             self._ddp.require_forward_param_sync = state["broadcasts_buffers"]
 
     @override
@@ -85,8 +76,6 @@ class DDPEngine(Engine):
     def start_backward(self, loss: Tensor) -> None:
         if self._ddp is not None and not self._ddp.module.automatic_optimization:
             prepare_for_backward(self._ddp, loss)
-        if self._order is not None and self._ddp is not None and self._ddp.require_backward_grad_sync:
-            self._order.start_recording()
 
     @override
     def end_backward(self) -> None:
@@ -97,11 +86,7 @@ class DDPEngine(Engine):
                 bucket, with this rank's own gradient.
         """
         ddp = self._ddp
-        if ddp is None or not ddp.require_backward_grad_sync:
-            return
-        if self._order is not None:
-            self._order.stop_recording()
-        if ddp.static_graph:
+        if ddp is None or not ddp.require_backward_grad_sync or ddp.static_graph:
             return
         try:
             torch_internals.check_ddp_backward_is_complete(ddp)
@@ -117,11 +102,6 @@ class DDPEngine(Engine):
                 f" {', '.join(unused)} took no part in its last micro-batch{reason}, so ranks would step with different"
                 " gradients. Pass AutomodelStrategy(data_parallel='ddp', ddp_kwargs={'find_unused_parameters': True})."
             ) from error
-
-    @override
-    def close(self) -> None:
-        if self._order is not None:
-            self._order.stop_recording()
 
     @override
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_automodel import torch_internals
@@ -55,15 +56,15 @@ class FSDP2Engine(Engine):
         with apply.attributes_kept(module):
             self._shard(module)
         give_values()
-        self._report["averaged_by_the_strategy"] = [
-            name for name, parameter in module.named_parameters() if units.is_plain_and_trainable(parameter)
-        ]
+        self._report["averaged_by_the_strategy"] = [n for n, p in module.named_parameters() if _is_plain(p)]
         apply.initialise_fsdp2(module, self.mesh.sizes.data_parallel)
         self._sync = FSDPGradSync(module, self._defer(), self._retain_unsharded(module))
         self._sync.discard()
         self._gathers = JoinedGathers(torch_internals.fsdp_units(module))
         tensor_parallel.share_random_state(self.mesh, self.device)
-        self._broadcast_buffers = apply.BufferBroadcast(module, self.mesh.group)
+        # Those that a state dict leaves out are constants (masks, rotary frequencies).
+        kept = module.state_dict(keep_vars=True).keys()
+        self._module, self._buffers = module, [name for name, _ in module.named_buffers() if name in kept]
         return module
 
     def _shard(self, module: pl.LightningModule) -> None:
@@ -73,10 +74,13 @@ class FSDP2Engine(Engine):
             self._report = {"units": _SHARDED_BEFORE}
         else:
             checks.check_shardable(module, plan.replicated)
-            self._check_reshard_after_forward()
-            self._report = _describe_plan(module, plan)
-        tensor_parallel.apply_own_plans(module, self.mesh)
-        tensor_parallel.refuse_compiled(module, self.mesh)
+            names = {id(submodule): name or units.class_name(module) for name, submodule in module.named_modules()}
+            self._report = {
+                "roots": [names[id(root)] for root in plan.roots],
+                "units": [f"{names[id(unit)]} ({units.class_name(unit)})" for unit in plan.units],
+                "replicated": dict(plan.replicated),
+            }
+        tensor_parallel.distribute(module, self.mesh)
         apply.broadcast_states(module, self.mesh)
         if plan is not None:
             apply.apply_fsdp2(
@@ -90,18 +94,15 @@ class FSDP2Engine(Engine):
 
     def _plan(self, module: pl.LightningModule) -> units.ShardingPlan:
         plan = units.plan_sharding(module, self._options.auto_wrap_policy, module.automatic_optimization)
+        shared = [name for name, reason in plan.replicated.items() if reason == units.SHARED_BETWEEN_ROOTS]
+        if shared and self._policy.param_dtype in precision.HALF:
+            raise ValueError(
+                f"{', '.join(shared[:3])}: {len(shared)} parameters belong to several of the modules that"
+                f" {units.class_name(module)} holds, each of which is sharded by itself under manual optimization. They"
+                f" stay whole, and as they are, among modules that compute in {self._policy.param_dtype}: pass"
+                " precision='32-true' or 'bf16-true', or data_parallel='ddp'."
+            )
         return replace(plan, replicated=plan.replicated | precision.kept_wide(module, self._policy))
-
-    def _check_reshard_after_forward(self) -> None:
-        """Raise ValueError unless the size to reshard to divides the number of ranks that a unit is sharded over."""
-        size, shards = self._options.reshard_after_forward, self.mesh.sizes.shard
-        if isinstance(size, bool) or shards % size == 0:
-            return
-        valid = ["True", "False", *(str(n) for n in range(2, shards + 1) if shards % n == 0)]
-        raise ValueError(
-            f"reshard_after_forward={size} does not divide the {shards} ranks that a unit is sharded over; valid are"
-            f" {', '.join(valid)}."
-        )
 
     def _defer(self) -> Deferral:
         """Without peers nothing is communicated, and unreduced gradients would only be out of sight."""
@@ -116,12 +117,12 @@ class FSDP2Engine(Engine):
         elif option != "auto":
             keep, reason = not option, f"reshard_during_accumulation={option}"
         else:
-            keep, reason = self._fits_everywhere(need.total)
+            keep, reason = self._fits_everywhere(sum(need.values()))
         if keep or "roots" in self._report:
             self._report["reshard_after_forward"] = False if keep else self._options.reshard_after_forward
         self._report["reshard_during_accumulation"] = not keep
         self._report["reshard_during_accumulation_reason"] = reason
-        self._report["estimated_extra_bytes"] = asdict(need)
+        self._report["estimated_extra_bytes"] = need
         return keep
 
     def _fits_everywhere(self, needed_bytes: int) -> tuple[bool, str]:
@@ -150,7 +151,7 @@ class FSDP2Engine(Engine):
             tensor_parallel.check_same_batch(batch, self.mesh, self.device)
         # Once a window, as DDP does it.
         if self._starts_window:
-            self._broadcast_buffers()
+            self.synchronize_buffers()
         self._starts_window = self._sync.is_last is not False
         self._sync.resume()
 
@@ -177,7 +178,7 @@ class FSDP2Engine(Engine):
 
     @override
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        plain = [parameter for parameter in parameters if units.is_plain_and_trainable(parameter)]
+        plain = [parameter for parameter in parameters if _is_plain(parameter)]
         if plain and self.mesh.sizes.data_parallel > 1:
             rescale_clip.average_gradients_(plain, self.mesh.group)
 
@@ -191,7 +192,14 @@ class FSDP2Engine(Engine):
 
     @override
     def synchronize_buffers(self) -> None:
-        self._broadcast_buffers()
+        """Give every rank the first rank's, as ``DistributedDataParallel(broadcast_buffers=True)`` does.
+
+        Running statistics would otherwise follow each rank's own data, and a checkpoint hold those of whichever rank
+        saved them.
+        """
+        # Looked up each time: a forward may put a new tensor in the place of the old one.
+        buffers = [self._module.get_buffer(name) for name in self._buffers]
+        apply.broadcast_tensors([buffer for buffer in buffers if not isinstance(buffer, DTensor)], self.mesh.group)
 
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -211,10 +219,6 @@ class FSDP2Engine(Engine):
         return {"defer_fsdp_grad_sync": self._defer(), "cpu_offload": self._options.cpu_offload, **self._report}
 
 
-def _describe_plan(module: nn.Module, plan: units.ShardingPlan) -> dict[str, Any]:
-    names = {id(submodule): name or units.class_name(module) for name, submodule in module.named_modules()}
-    return {
-        "roots": [names[id(root)] for root in plan.roots],
-        "units": [f"{names[id(unit)]} ({units.class_name(unit)})" for unit in plan.units],
-        "replicated": dict(plan.replicated),
-    }
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Whether a trainable parameter is whole on every rank, so that FSDP2 does not average its gradient."""
+    return parameter.requires_grad and not isinstance(parameter, DTensor)

@@ -11,7 +11,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_automodel import torch_internals
-from lightning_automodel.torch_internals import FSDPParamGroup
 
 Deferral = bool | Literal["all_reduce"]
 
@@ -47,7 +46,7 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
             if isinstance(module, DistributedDataParallel) and not is_optim_step:
                 stack.enter_context(module.no_sync())
         units = torch_internals.fsdp_units(model)
-        stack.enter_context(_flags_restored(units))
+        stack.enter_context(torch_internals.communication_restored(units))
         for unit in units:
             _set_reduction(unit, is_optim_step, defer)
         stack.enter_context(_one_gradient_dtype(units if is_optim_step else []))
@@ -60,23 +59,6 @@ def check_deferral(defer: Deferral) -> None:
     """Raise ValueError unless ``defer`` is True, False or "all_reduce"."""
     if not (isinstance(defer, bool) or defer == "all_reduce"):
         raise ValueError(f"defer_fsdp_grad_sync must be True, False or 'all_reduce', got {defer!r}.")
-
-
-@contextmanager
-def _flags_restored(units: Sequence[FSDPModule]) -> Iterator[None]:
-    """Put back on exit which communication follows a forward and a backward of ``units``."""
-    before = [(unit, torch_internals.communication_flags(unit)) for unit in units]
-    try:
-        yield
-    finally:
-        for unit, flags in before:
-            if flags is not None:
-                # In this order: the first sets what the second sets, too.
-                unit.set_requires_gradient_sync(flags.reduce_grads, recurse=False)
-                unit.set_requires_all_reduce(flags.all_reduce_grads, recurse=False)
-                unit.set_reduce_scatter_unused_params(flags.reduce_scatter_unused_params, recurse=False)
-                unit.set_reshard_after_backward(flags.reshard_after_backward, recurse=False)
-                torch_internals.restore_reshard_after_forward(unit, flags)
 
 
 def _set_reduction(unit: FSDPModule, is_optim_step: bool, defer: Deferral) -> None:
@@ -146,17 +128,13 @@ class FSDPGradSync:
             for unit in self._units
             if unit is not model and torch_internals.is_fsdp_root(unit)
         ]
+        # Tells parameters without a gradient in a window from those with a zero one, which FSDP2 gives them here.
         for group in self._groups:
-            self._follow_use(group)
-
-    def _follow_use(self, group: FSDPParamGroup) -> None:
-        """Tell parameters without a gradient in a window from those with a zero one, which FSDP2 gives them here."""
-        for parameter, unsharded in torch_internals.sharded_and_unsharded(group):
-            if not parameter.requires_grad:
-                continue
-            self._followed.add(id(parameter))
-            mark = partial(self._mark_used, id(parameter))
-            self._handles.append(unsharded.register_post_accumulate_grad_hook(mark))
+            for parameter, unsharded in torch_internals.sharded_and_unsharded(group):
+                if parameter.requires_grad:
+                    self._followed.add(id(parameter))
+                    mark = partial(self._mark_used, id(parameter))
+                    self._handles.append(unsharded.register_post_accumulate_grad_hook(mark))
 
     def _mark_used(self, parameter_id: int, _: nn.Parameter) -> None:
         if self._in_backward:
@@ -178,7 +156,7 @@ class FSDPGradSync:
         if self.is_last is not None:
             yield
             return
-        with _flags_restored(self._units):
+        with torch_internals.communication_restored(self._units):
             for unit in self._units:
                 _set_reduction(unit, is_last, self._defer)
                 # Ranks may differ in what they use of a unit, and must send gradients of the same shapes.
@@ -236,10 +214,9 @@ class FSDPGradSync:
         if self.is_last:
             _reduce_deferred(self._units)
         for unit in self._units:
-            flags = torch_internals.communication_flags(unit)
-            if flags is None or not torch_internals.is_unsharded(unit):
+            if not torch_internals.is_unsharded(unit):
                 continue
-            if flags.reshard_after_backward:
+            if torch_internals.param_groups(unit)[0].reshard_after_backward:
                 unit.reshard()  # it took no part in this backward
             else:
                 torch_internals.reshard_keeping_storage(unit)

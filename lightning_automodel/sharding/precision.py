@@ -1,7 +1,7 @@
 """Trainer precision -> dtypes of parameters, computation, reductions and outputs."""
 
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -141,68 +141,45 @@ def kept_wide(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]:
     return {name: "beside running statistics" for name, p in model.named_parameters() if id(p) in kept}
 
 
-def cast_around(modules: Iterable[nn.Module], policy: MixedPrecisionPolicy) -> None:
-    """Let these modules cast floating-point inputs and outputs as an FSDP2 root with this policy does.
+class OutermostCall:
+    """Does something around the outermost of nested calls alone: a module may be part of another one, or call it.
 
-    Only the outermost of nested calls does: a module that the LightningModule holds may be part of another one.
+    Args:
+        run: Gets a method with its arguments, and calls it.
     """
-    casts = _OutermostCasts(policy)
-    if policy.output_dtype is not None or casts.input_dtype is not None:
-        for module in modules:
-            module.forward = casts.around(module.forward)
 
-
-class _OutermostCasts:
-    def __init__(self, policy: MixedPrecisionPolicy) -> None:
-        self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
-        self._output_dtype = policy.output_dtype
+    def __init__(self, run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        self._run = run
         self._is_running = False
 
-    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
+    def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """What to put in the place of ``method``."""
+
+        @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_running:
-                return forward(*args, **kwargs)
+                return method(*args, **kwargs)
             self._is_running = True
             try:
-                if self.input_dtype is not None:
-                    args, kwargs = cast_floating((args, kwargs), self.input_dtype)
-                output = forward(*args, **kwargs)
+                return self._run(method, args, kwargs)
             finally:
                 self._is_running = False
-            return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
 
         return call
 
 
-def compute_as_units(
-    model: nn.Module, parameters: Collection[str], policy: MixedPrecisionPolicy, device_type: str
-) -> None:
-    """Let modules whose ``parameters`` stay whole and wide compute and answer in half precision, as units do.
+def cast_around(modules: Iterable[nn.Module], policy: MixedPrecisionPolicy) -> None:
+    """Let these modules cast floating-point inputs and outputs as an FSDP2 root with this policy does."""
 
-    Args:
-        model: The module below which they are.
-        parameters: Names of parameters that no unit takes.
-        policy: That of the units; nothing happens unless it computes in half precision.
-        device_type: Where they compute.
-    """
-    dtype = policy.param_dtype
-    if dtype not in HALF:
-        return
-    whole = {id(parameter) for name, parameter in model.named_parameters() if name in parameters}
-    for module in model.modules():
-        if any(id(parameter) in whole for parameter in module.parameters(recurse=False)):
-            module.forward = _in_half(module.forward, dtype, device_type)
+    def run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
+        output = forward(*args, **kwargs)
+        return output if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
 
-
-def _in_half(forward: Callable[..., Any], dtype: torch.dtype, device_type: str) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device_type, dtype=dtype, cache_enabled=False):
-            output = forward(*args, **kwargs)
-        return cast_floating(output, dtype)
-
-    return call
+    casts = OutermostCall(run)
+    for module in modules:
+        module.forward = casts.around(module.forward)
 
 
 def cast_floating(values: Any, dtype: torch.dtype) -> Any:

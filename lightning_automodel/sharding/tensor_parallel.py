@@ -2,7 +2,6 @@
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import TENSOR, RunMesh
 from lightning_automodel.patching import PatchStack
-from lightning_automodel.sharding.units import class_name
+from lightning_automodel.sharding.units import class_name, outermost
 
 _HEADS_DIM = 2  # [b, s, heads, head width]
 
@@ -42,7 +41,7 @@ STYLES: dict[str, ParallelStyle] = {
 """What torch calls the styles that the plans of transformers name."""
 
 
-def apply_own_plans(module: nn.Module, mesh: RunMesh) -> None:
+def distribute(module: nn.Module, mesh: RunMesh) -> None:
     """Distribute the Hugging Face models in ``module`` by their ``tp_plan``, unless that has been done by any plan.
 
     A collective over the tensor-parallel group: it gets its first rank's weights.
@@ -52,37 +51,25 @@ def apply_own_plans(module: nn.Module, mesh: RunMesh) -> None:
         mesh: Mesh of the run.
 
     Raises:
-        ValueError: If tensor parallelism is asked for and no parameter would take part in it, or a plan cannot be
-            carried out on this many ranks.
+        ValueError: If tensor parallelism is asked for and no parameter would take part in it, if a plan cannot be
+            carried out on this many ranks, or if what the ranks share is compiled.
     """
     if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
         return
-    if any(_takes_part(parameter, mesh.tensor_parallel) for parameter in module.parameters()):
-        return
-    is_sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
-    planned = [] if is_sharded else list(_outermost_with_plan(module))
-    if not planned:
-        raise ValueError(
-            f"tensor_parallel_size={mesh.sizes.tensor}, but no parameter of {class_name(module)} is distributed for"
-            " it, and it holds no Hugging Face model with a tp_plan that is not sharded yet: call parallelize_module("
-            f"..., self.device_mesh[{_dimension(mesh.tensor_parallel)!r}], plan) in configure_model, before any"
-            " fully_shard, or leave tensor_parallel_size at 1."
-        )
-    for model in planned:
-        _apply_plan(model, mesh.tensor_parallel)
-
-
-def refuse_compiled(module: nn.Module, mesh: RunMesh) -> None:
-    """Refuse ``torch.compile`` of what tensor-parallel ranks share: torch 2.13 computes wrong gradients for it.
-
-    Raises:
-        ValueError: Naming the first compiled module that holds a parameter of the plan.
-    """
-    if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
-        return
+    if not _takes_part(module, mesh.tensor_parallel):
+        is_sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+        planned = [] if is_sharded else list(outermost(module, _has_plan))
+        if not planned:
+            raise ValueError(
+                f"tensor_parallel_size={mesh.sizes.tensor}, but no parameter of {class_name(module)} is distributed for"
+                " it, and it holds no Hugging Face model with a tp_plan that is not sharded yet: call"
+                f" parallelize_module(..., self.device_mesh[{_dimension(mesh.tensor_parallel)!r}], plan) in"
+                " configure_model, before any fully_shard, or leave tensor_parallel_size at 1."
+            )
+        for model in planned:
+            _apply_plan(model, mesh.tensor_parallel)
     for name, submodule in module.named_modules():
-        shared = (_takes_part(parameter, mesh.tensor_parallel) for parameter in submodule.parameters())
-        if torch_internals.is_compiled(submodule) and any(shared):
+        if torch_internals.is_compiled(submodule) and _takes_part(submodule, mesh.tensor_parallel):
             raise ValueError(
                 f"{name or class_name(module)} is compiled and holds tensor-parallel parameters, for which"
                 " torch.compile (torch 2.13) computes wrong gradients: compile modules outside of the plan alone, or"
@@ -94,17 +81,15 @@ def _dimension(mesh: DeviceMesh) -> str:
     return (mesh.mesh_dim_names or (TENSOR,))[0]
 
 
-def _takes_part(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
-    """Whether tensor-parallel ranks hold parts or copies of ``parameter`` by a plan."""
-    return isinstance(parameter, DTensor) and _dimension(mesh) in (parameter.device_mesh.mesh_dim_names or ())
+def _takes_part(module: nn.Module, mesh: DeviceMesh) -> bool:
+    """Whether tensor-parallel ranks hold parts or copies of any parameter of ``module`` by a plan."""
+    name = _dimension(mesh)
+    return any(isinstance(p, DTensor) and name in (p.device_mesh.mesh_dim_names or ()) for p in module.parameters())
 
 
-def _outermost_with_plan(module: nn.Module) -> Iterator[Any]:
-    if isinstance(getattr(module, "tp_plan", None), dict) and module.tp_plan:
-        yield module
-        return
-    for child in module.children():
-        yield from _outermost_with_plan(child)
+def _has_plan(module: nn.Module) -> bool:
+    plan = getattr(module, "tp_plan", None)
+    return isinstance(plan, dict) and bool(plan)
 
 
 def _apply_plan(model: Any, mesh: DeviceMesh) -> None:
@@ -115,44 +100,23 @@ def _apply_plan(model: Any, mesh: DeviceMesh) -> None:
             f"The tp_plan of {type(model).__name__} asks for {', '.join(unknown)}, which this strategy cannot carry out"
             f" (it knows {', '.join(STYLES)}): apply a plan of your own with parallelize_module in configure_model."
         )
-    _check_heads(model, mesh.size())
-    ties = _tied_parameters(model)
-    parallelize_module(model, mesh, {name: STYLES[style] for name, style in plan.items()})
-    _tie_again(ties)
-
-
-def _check_heads(model: Any, size: int) -> None:
-    """Refuse to cut an attention head into pieces."""
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(model.config.get_text_config(), name, None)
-        if isinstance(heads, int) and heads % size:
+        if isinstance(heads, int) and heads % mesh.size():
             raise ValueError(
-                f"tensor_parallel_size={size} does not divide {name}={heads} of {type(model).__name__}: choose a size"
-                " that does."
+                f"tensor_parallel_size={mesh.size()} does not divide {name}={heads} of {type(model).__name__}: choose a"
+                " size that does."
             )
-
-
-def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The places of each parameter that has several."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places[parameter].append((module, name))
-    return [found for found in places.values() if len(found) > 1]
-
-
-def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
-    """Let places that shared a parameter share one again: they were distributed one by one."""
-    for (first, first_name), *others in ties:
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        holder, _, name = path.rpartition(".")
+        places[parameter].append((model.get_submodule(holder), name))
+    parallelize_module(model, mesh, {name: STYLES[style] for name, style in plan.items()})
+    for (first, first_name), *others in places.values():
+        # Places that shared a parameter share one again: they were distributed one by one.
         shared = getattr(first, first_name)
         for module, name in others:
-            other = getattr(module, name)
-            if (
-                not isinstance(shared, DTensor)
-                or not isinstance(other, DTensor)
-                or shared.placements != other.placements
-            ):
+            if getattr(shared, "placements", None) != getattr(getattr(module, name), "placements", None):
                 raise ValueError(
                     f"The tp_plan lays out {first_name} of {type(first).__name__} and of {type(module).__name__}"
                     " differently, though they are one parameter: untie them, or apply a plan of your own with"

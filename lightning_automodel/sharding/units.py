@@ -3,17 +3,15 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 from torch import nn
-from torch.distributed.fsdp import (
-    FSDPModule,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel import torch_internals
+from lightning_automodel.torch_internals import uncompiled
 
 WrapPolicy = set[type[nn.Module]] | Callable[[nn.Module], bool] | None
-
 
 SHARED_BETWEEN_ROOTS = "shared between FSDP roots"
 
@@ -64,10 +62,12 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
     root_is_model = root_is_model and _takes_fsdp_class(type(model))
     roots = [model] if root_is_model else distinct(callable_children(model))
     starts = list(model.children()) if root_is_model and policy is not None else roots
-    units = distinct(unit for start in starts for unit in _find_units(start, policy))
-    units = [unit for unit in units if not any(unit is root for root in roots)]
-    # Tied parameters must be in one unit: FSDP2 gathers each unit by itself, and torch raises where two hold one.
-    units = [unit for unit in units if _belongs_to_one_root(unit, roots) and not _is_used_outside(model, unit)]
+    units = []
+    for unit in distinct(unit for start in starts for unit in _find_units(start, policy)):
+        in_roots = [root for root in roots if any(module is unit for module in root.modules())]
+        # Tied parameters must be in one unit: FSDP2 gathers each unit by itself, and torch raises where two hold one.
+        if len(in_roots) == 1 and unit is not in_roots[0] and not _is_used_outside(model, unit):
+            units.append(unit)
     return ShardingPlan(roots=roots, units=units, replicated=_find_replicated(model, roots))
 
 
@@ -82,11 +82,12 @@ def units_of(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> list[
 def _find_units(module: nn.Module, policy: WrapPolicy) -> Iterator[nn.Module]:
     """Yield the outermost units at or below ``module`` in registration order."""
     if policy is not None:
-        yield from _outermost(module, _as_predicate(policy))
+        yield from outermost(module, lambda candidate: can_be_unit(candidate) and _matches(candidate, policy))
         return
     # Hugging Face's own word for what must stay on one device; None and missing both occur.
     names = getattr(module, "_no_split_modules", None) or ()
-    if named := list(_outermost(module, lambda candidate: class_name(candidate) in names)):
+    named = list(outermost(module, lambda candidate: class_name(candidate) in names and can_be_unit(candidate)))
+    if named:
         yield from named
         return
     for child in module.children():
@@ -96,37 +97,23 @@ def _find_units(module: nn.Module, policy: WrapPolicy) -> Iterator[nn.Module]:
             yield from _find_units(child, policy)
 
 
-def _outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
-    if can_be_unit(module) and matches(module):
+def outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    """Modules at or below ``module`` that match, but for those within others, in registration order."""
+    if matches(module):
         yield module
         return
     for child in module.children():
-        yield from _outermost(child, matches)
+        yield from outermost(child, matches)
 
 
-def outermost_instances(model: nn.Module, classes: Iterable[type[nn.Module]]) -> list[nn.Module]:
-    """Outermost modules below ``model`` of these classes that have a forward, with parameters or not, each once."""
-    wanted, found = tuple(classes), []
-    to_visit = list(model.children())[::-1]
-    while to_visit:
-        module = to_visit.pop()
-        if isinstance(uncompiled(module), wanted) and _has_forward(module):
-            found.append(module)
-        else:
-            to_visit.extend(list(module.children())[::-1])
-    return distinct(found)
-
-
-def _as_predicate(policy: set[type[nn.Module]] | Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
-    if isinstance(policy, (set, frozenset)):
-        classes = tuple(policy)
-        return lambda module: isinstance(uncompiled(module), classes)
-    return lambda module: policy(uncompiled(module))
+def _matches(module: nn.Module, policy: set[type[nn.Module]] | Callable[[nn.Module], bool]) -> bool:
+    module = uncompiled(module)
+    return isinstance(module, tuple(policy)) if isinstance(policy, (set, frozenset)) else policy(module)
 
 
 def can_be_unit(module: nn.Module) -> bool:
     """FSDP2 needs a module with parameters, a forward of its own and a class that can be extended."""
-    return _has_forward(module) and any(True for _ in module.parameters()) and _takes_fsdp_class(type(module))
+    return has_forward(module) and any(True for _ in module.parameters()) and _takes_fsdp_class(type(module))
 
 
 def _takes_fsdp_class(cls: type) -> bool:
@@ -140,26 +127,20 @@ def _takes_fsdp_class(cls: type) -> bool:
     return base.__dictoffset__ != 0
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
+    """Whether ``module`` can be called: containers such as ``nn.ModuleList`` cannot."""
     return type(uncompiled(module)).forward is not nn.Module.forward
 
 
 def callable_children(module: nn.Module) -> Iterator[nn.Module]:
     """Outermost descendants that can be FSDP roots, looking through containers without a forward."""
     for child in module.children():
-        if can_be_unit(child):
-            yield child
-        else:
-            yield from callable_children(child)
+        yield from outermost(child, can_be_unit)
 
 
 def distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Each module once, in order, however many ways lead to it."""
     return list({id(module): module for module in modules}.values())
-
-
-def _belongs_to_one_root(unit: nn.Module, roots: list[nn.Module]) -> bool:
-    return sum(any(module is unit for module in root.modules()) for root in roots) == 1
 
 
 def _is_used_outside(model: nn.Module, unit: nn.Module) -> bool:
@@ -198,22 +179,8 @@ def _find_replicated(model: nn.Module, roots: list[nn.Module]) -> dict[str, str]
 
 def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
     """FSDP2 modules that no other FSDP2 module contains."""
-    if isinstance(model, FSDPModule):
-        return [model]
-    found: dict[int, FSDPModule] = {}
-    for child in model.children():
-        found.update((id(root), root) for root in fsdp_roots(child))
-    return list(found.values())
-
-
-def is_plain_and_trainable(parameter: nn.Parameter) -> bool:
-    """Whether a parameter of a sharded model is whole on every rank, so that nobody averages its gradient."""
-    return parameter.requires_grad and not isinstance(parameter, DTensor)
-
-
-def uncompiled(module: nn.Module) -> nn.Module:
-    """The module that ``torch.compile(module)`` has wrapped, else the module."""
-    return torch_internals.uncompiled(module)
+    found = distinct(outermost(model, lambda module: isinstance(module, FSDPModule)))
+    return cast(list[FSDPModule], found)
 
 
 def class_name(module: nn.Module) -> str:

@@ -24,7 +24,7 @@ from lightning_automodel.torch_internals import local_tensor
 
 
 class WeightCopy(nn.Module):
-    """The weights of a module under their names, without a forward; empty until :meth:`fill`."""
+    """The weights of a module under their names, without a forward; empty until it is to be filled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class WeightCopy(nn.Module):
 def _copy_weights(module: nn.Module, into: nn.Module, copies: dict[int, Any]) -> None:
     """Copy parameters and buffers, shared ones once, under names that leave out what merely wraps a module."""
     copies[id(module)] = into
-    while wrapped := next((child for name, child in module.named_children() if name in WRAPPED), None):
+    while wrapped := _wrapped_by(module):
         module = wrapped
         copies[id(module)] = into
     into.training = module.training
@@ -67,6 +67,17 @@ def _copy_weights(module: nn.Module, into: nn.Module, copies: dict[int, Any]) ->
         into.add_module(name, copies[id(child)])
 
 
+def _wrapped_by(module: nn.Module) -> nn.Module | None:
+    return next((child for name, child in module.named_children() if name in WRAPPED), None)
+
+
+def _empty_copy(module: nn.Module) -> nn.Module:
+    while wrapped := _wrapped_by(module):
+        module = wrapped
+    keeps_more = type(module).get_extra_state is not nn.Module.get_extra_state
+    return _ExtraState(copy.deepcopy(module.get_extra_state())) if keeps_more else nn.Module()
+
+
 class _ExtraState(nn.Module):
     """Part of a copy whose original keeps more than tensors: it has that as it was copied, or loaded since."""
 
@@ -81,14 +92,6 @@ class _ExtraState(nn.Module):
     @override
     def set_extra_state(self, state: Any) -> None:
         self._state = state
-
-
-def _empty_copy(module: nn.Module) -> nn.Module:
-    while wrapped := next((child for name, child in module.named_children() if name in WRAPPED), None):
-        module = wrapped
-    if type(module).get_extra_state is nn.Module.get_extra_state:
-        return nn.Module()
-    return _ExtraState(copy.deepcopy(module.get_extra_state()))
 
 
 class AverageCopies:
@@ -106,7 +109,7 @@ class AverageCopies:
             shards: Whether it is to be sharded; else that holds for a copy of a module without values alone.
         """
         self._copies = []
-        if not shards and not meta_init.meta_dtypes(module):
+        if not shards and not meta_init.names_without_values(module):
             return
         for callback in _callbacks(module):
             if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
@@ -146,11 +149,6 @@ def refuse_pruning(module: pl.LightningModule) -> None:
             " parameter each rank holds a part: pass AutomodelStrategy(data_parallel='ddp'), or prune the trained"
             " model afterwards with torch.nn.utils.prune."
         )
-
-
-def keeps_average(module: pl.LightningModule) -> bool:
-    """Whether a callback will look for the average of the weights in a checkpoint, under ``state_dict``."""
-    return bool(averaged_models(module))
 
 
 def _callbacks(module: pl.LightningModule) -> list[Callback]:

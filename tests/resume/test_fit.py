@@ -89,7 +89,7 @@ def test_from_everywhere(pool2: RankPool, setting: Setting, stops: Any, tmp_path
 @pytest.mark.parametrize(
     "setting",
     [
-        Setting(DDP, DOUBLE),
+        Setting({**DDP, "ddp_kwargs": {"find_unused_parameters": True}}, DOUBLE),
         Setting({"data_parallel_replicate_size": 2}, WINDOWS),
         Setting({"tensor_parallel_size": 2}, DOUBLE, {"tensor_parallel": True, "optimizer": "sgd"}),
     ],

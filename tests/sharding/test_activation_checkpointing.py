@@ -111,10 +111,15 @@ def test_blocks_are_recomputed(pool2: RankPool, options: dict[str, Any]) -> None
     ("choice", "described", "factor"),
     [
         # Hooks of a recomputed module itself, the one that counts among them, run once.
-        ({nn.Linear}, [*(f"model.blocks.{i}.linear (Linear)" for i in range(3)), "model.head (Linear)"], 1),
+        pytest.param(
+            {nn.Linear},
+            [*(f"model.blocks.{i}.linear (Linear)" for i in range(3)), "model.head (Linear)"],
+            1,
+            marks=pytest.mark.sweep,
+        ),
         ({Block, nn.LayerNorm}, [*BLOCKS, "model.norm (LayerNorm)"], 2),
         ({nn.Embedding}, ["model.embedding (Embedding)"], 1),
-        ({TinyDecoder}, ["model (TinyDecoder)"], 2),
+        pytest.param({TinyDecoder}, ["model (TinyDecoder)"], 2, marks=pytest.mark.sweep),
     ],
     ids=["layers", "blocks", "embedding", "everything"],
 )

@@ -1,6 +1,6 @@
 """Compiled blocks and models train like eager ones, whoever compiles them and when, and stay units of their own.
 
-What wraps blocks under FSDP2 is trained in every run by the test of a resumed checkpoint, and otherwise in the sweep.
+What wraps blocks under FSDP2 is trained in every run by the test of a resumed checkpoint; the rest is a sweep.
 
 The backend is the one that traces forward and backward and runs what it traced eagerly: what it may change is what
 matters here (graphs, hooks, parameters that FSDP2 exchanges), not the code that another backend would generate.
@@ -72,8 +72,8 @@ def _eager_names(module: nn.Module) -> Outcome:
         pytest.param("in place", STRATEGIES["kept"], marks=pytest.mark.sweep),
         pytest.param("wrapped", STRATEGIES["resharded"], marks=pytest.mark.sweep),
         pytest.param("wrapped", {**STRATEGIES["kept"], "activation_checkpointing": True}, marks=pytest.mark.sweep),
-        ("model", {**STRATEGIES["kept"], "activation_checkpointing": True}),
-        ("after sharding", STRATEGIES["undeferred"]),
+        pytest.param("model", {**STRATEGIES["kept"], "activation_checkpointing": True}, marks=pytest.mark.sweep),
+        pytest.param("after sharding", STRATEGIES["undeferred"], marks=pytest.mark.sweep),
         pytest.param("wrapped", STRATEGIES["ddp"], marks=pytest.mark.sweep),
     ],
     ids=["in-place", "wrapped", "wrapped-recomputed", "model-recomputed", "after-sharding", "ddp"],

@@ -42,6 +42,7 @@ class Training:
             loss = _loss(self.model.inner["net"], features, forward)
             if fail:
                 loss.register_hook(_raise)
+            self.sync.start_backward()
             loss.backward()
             self.sync.end_backward()
 

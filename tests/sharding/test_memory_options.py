@@ -53,7 +53,8 @@ def test_offloaded_shards_are_clipped(pool2: RankPool, options: dict[str, Any], 
         assert described["cpu_offload"] is True
 
 
-@pytest.mark.parametrize("deferral", [pytest.param(True, marks=pytest.mark.sweep), "all_reduce"])
+@pytest.mark.sweep
+@pytest.mark.parametrize("deferral", [True, "all_reduce"])
 def test_offloaded_replicas_are_clipped(pool4: RankPool, deferral: Any) -> None:
     """The same for replicas of shards."""
     options = {"cpu_offload": True, "data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": deferral}
@@ -73,7 +74,6 @@ def test_offloaded_replicas_are_clipped(pool4: RankPool, deferral: Any) -> None:
             "never": {"reshard_after_forward": False},
         },
         "two",
-        "never",
     ),
 )
 def test_reshard_after_forward(pool4: RankPool, options: dict[str, Any]) -> None:
@@ -102,18 +102,17 @@ def _error(options: dict[str, Any], num_ranks: int) -> str:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
+        pytest.param(
             {"reshard_after_forward": 3},
-            "reshard_after_forward=3 does not divide the 4 ranks that a unit is sharded over;"
-            " valid are True, False, 2, 4.",
+            "If passing reshard_after_forward as an int, it should be a factor of 4, not 3",
+            marks=pytest.mark.sweep,
         ),
         (
             {"reshard_after_forward": 4, "data_parallel_replicate_size": 2},
-            "reshard_after_forward=4 does not divide the 2 ranks that a unit is sharded over;"
-            " valid are True, False, 2.",
+            "If passing reshard_after_forward as an int, it should be a factor of 2, not 4",
         ),
     ],
 )
 def test_sizes_that_do_not_divide_raise(pool4: RankPool, options: dict[str, Any], message: str) -> None:
-    """On every rank, with the sizes that do."""
+    """On every rank, by torch itself."""
     assert pool4.run(_error, options, 4) == [message] * 4

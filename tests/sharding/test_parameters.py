@@ -12,7 +12,7 @@ from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import VOCABULARY, WIDTH, Outcome, TinyDecoder, full_weights, weight_error
 from tests.trainer.plain import ModelModule, fill, filled_decoder, plain_weights, prefixed
-from tests.trainer.runs import STRATEGIES, TOLERANCE, loader, make_trainer
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, first_by_default, loader, make_trainer
 
 ACCUMULATE = 3
 ENGINES = {"fsdp2": STRATEGIES["kept"], "ddp": STRATEGIES["ddp"]}
@@ -76,7 +76,7 @@ def _tags(options: dict[str, Any]) -> list[list[str]]:
     return [module.in_hook, module.in_step, module.tagged()]
 
 
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("options", by_default(ENGINES, "fsdp2"))
 def test_attributes_stay_with_parameters(pool2: RankPool, options: dict[str, Any]) -> None:
     """Optimizers are often built by such tags: without them everything would decay."""
     for tagged in pool2.run(_tags, options):
@@ -109,7 +109,7 @@ def _fit_masked(options: dict[str, Any], when: str) -> Any:
         return str(error)
 
 
-@pytest.mark.parametrize("when", ["before", "after a fit", "late"])
+@pytest.mark.parametrize("when", first_by_default(["before", "late", "after a fit"], 2))
 def test_gradient_hooks_that_would_not_be_called_are_refused(pool2: RankPool, when: str) -> None:
     """A mask that is dropped without a word trains what it was to keep."""
     for message in pool2.run(_fit_masked, ENGINES["fsdp2"], when):

@@ -17,7 +17,7 @@ from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import Outcome, full_weights, weight_error
 from tests.trainer.plain import ModelModule, differ_by_rank, filled_decoder, plain_weights, prefixed
-from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, first_by_default, loader, make_trainer
 
 ACCUMULATE = 3
 CLIP = 0.05
@@ -102,6 +102,7 @@ def test_sharded_by_hand_over_too_few_ranks_raises(pool2: RankPool) -> None:
         assert "data_parallel" in message
 
 
+@pytest.mark.sweep
 def test_sharded_by_hand_over_one_replica_raises(pool4: RankPool) -> None:
     """Replicas that nobody averages over would drift apart."""
     for message in pool4.run(_error_of_too_few_ranks, ShardsOverShards, REPLICAS):
@@ -125,7 +126,7 @@ def _fit_replicas(make_module: type[ModelModule], differing: bool) -> dict[str, 
     return full_weights(module)
 
 
-@pytest.mark.parametrize("make_module", [ShardsByHand, ShardsReplicas])
+@pytest.mark.parametrize("make_module", first_by_default([ShardsByHand, ShardsReplicas]))
 def test_replicas_sharded_by_hand(pool4: RankPool, make_module: type[ModelModule]) -> None:
     """Over both dimensions, or over all ranks although the strategy itself would replicate."""
     expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE, CASE4))

@@ -29,7 +29,16 @@ from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import VOCABULARY, Outcome, full_weights, micro_batches, relative_error, weight_error
 from tests.trainer.plain import ModelModule, filled_decoder, sgd, windows
-from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, by_default, loader, make_trainer, mean_loss
+from tests.trainer.runs import (
+    CASE,
+    STRATEGIES,
+    TOLERANCE,
+    by_default,
+    first_by_default,
+    loader,
+    make_trainer,
+    mean_loss,
+)
 
 ACCUMULATE, EPOCHS, VALIDATE_EVERY, DECAY, SWA_LR = 3, 3, 2, 0.7, 0.05
 WRONG = 1e-6
@@ -146,7 +155,7 @@ def _average(name: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], lis
     return state(module.model), module.losses, held
 
 
-@pytest.mark.parametrize("options", by_default(OPTIONS, "kept", "ddp"))
+@pytest.mark.parametrize("options", by_default(OPTIONS, "kept"))
 @pytest.mark.parametrize("name", AVERAGES)
 def test_average(pool2: RankPool, name: str, options: dict[str, Any]) -> None:
     """Training ends with the average, every validation sees it, and no rank holds more of it than of the weights."""
@@ -231,9 +240,16 @@ def _resume(
 
 
 @pytest.mark.parametrize(
-    ("saving", "resuming"), [("fsdp2", "fsdp2"), pytest.param("ddp", "ddp", marks=pytest.mark.sweep), ("ddp", "fsdp2")]
+    ("make_callback", "saving", "resuming"),
+    [
+        (_ema, "fsdp2", "fsdp2"),
+        (_swa, "ddp", "fsdp2"),
+        pytest.param(_ema, "ddp", "fsdp2", marks=pytest.mark.sweep),
+        pytest.param(_swa, "fsdp2", "fsdp2", marks=pytest.mark.sweep),
+        pytest.param(_ema, "ddp", "ddp", marks=pytest.mark.sweep),
+        pytest.param(_swa, "ddp", "ddp", marks=pytest.mark.sweep),
+    ],
 )
-@pytest.mark.parametrize("make_callback", [_ema, _swa])
 def test_resumed_average(
     pool2: RankPool, tmp_path: Path, make_callback: Callable[[], Callback], saving: str, resuming: str
 ) -> None:
@@ -280,7 +296,7 @@ def _average_from_meta(options: dict[str, Any], make_callback: Callable[[], Call
 
 
 @pytest.mark.parametrize("options", by_default(ENGINES, "fsdp2"))
-@pytest.mark.parametrize("make_callback", [_ema, _swa])
+@pytest.mark.parametrize("make_callback", first_by_default([_ema, _swa]))
 def test_average_of_a_model_from_the_meta_device(
     pool2: RankPool, options: dict[str, Any], make_callback: Callable[[], Callback]
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -32,6 +32,13 @@ def by_default(values: Mapping[str, Any], *names: str) -> list[Any]:
     return [
         pytest.param(value, id=name, marks=[] if name in names else [pytest.mark.sweep])
         for name, value in values.items()
+    ]
+
+
+def first_by_default(values: Iterable[Any], count: int = 1) -> list[Any]:
+    """All values as parameters; those behind the first `count` run in the sweep alone."""
+    return [
+        pytest.param(value, marks=[] if index < count else [pytest.mark.sweep]) for index, value in enumerate(values)
     ]
 
 

@@ -44,10 +44,12 @@ def fit_over(shape: tuple[int, ...], names: tuple[str, ...] | None, **options: A
 @pytest.mark.parametrize(
     ("shape", "names", "options", "sizes"),
     [
-        ((4,), None, {}, {"data_parallel": 4}),
+        pytest.param((4,), None, {}, {"data_parallel": 4}, marks=pytest.mark.sweep),
         ((2, 2), ("dp_replicate", "dp_shard"), {"defer_fsdp_grad_sync": "all_reduce"}, {"dp_shard": 2}),
         ((2, 2), ("dp", "tp"), {}, {"dp": 2, "tp": 2, "data_parallel": 2}),
-        ((2, 2), ("replicate", "shard"), {"data_parallel": "ddp"}, {"data_parallel": 4}),
+        pytest.param(
+            (2, 2), ("replicate", "shard"), {"data_parallel": "ddp"}, {"data_parallel": 4}, marks=pytest.mark.sweep
+        ),
     ],
     ids=["unnamed", "hsdp", "tensor_parallel", "ddp"],
 )

@@ -24,7 +24,16 @@ from tests.trainer.exactness import (
     weight_error,
 )
 from tests.trainer.plain import ModelModule, plain_weights, train_model_plainly
-from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, by_default, loader, make_trainer, mean_loss
+from tests.trainer.runs import (
+    CASE,
+    STRATEGIES,
+    TOLERANCE,
+    by_default,
+    first_by_default,
+    loader,
+    make_trainer,
+    mean_loss,
+)
 
 ACCUMULATE = 3
 ENGINES = {name: STRATEGIES[name] for name in ("kept", "resharded", "ddp")}
@@ -88,7 +97,7 @@ def _around_a_fit(options: dict[str, Any], fresh: bool) -> tuple[Any, ...]:
     return module.losses, before, after, whole, full_weights(module.model)
 
 
-@pytest.mark.parametrize("fresh", [False, True], ids=["one-trainer", "new-trainers"])
+@pytest.mark.parametrize("fresh", first_by_default([False, True]), ids=["one-trainer", "new-trainers"])
 @pytest.mark.parametrize("options", by_default(ENGINES, "kept", "ddp"))
 def test_around_a_fit(pool2: RankPool, options: dict[str, Any], fresh: bool) -> None:
     """Losses and predictions are those of the weights before and after, and training is what it is without them."""
@@ -125,7 +134,7 @@ def _train_twice() -> dict[str, Tensor]:
     return plain_weights(model, ACCUMULATE)
 
 
-@pytest.mark.parametrize("fresh", [False, True], ids=["one-trainer", "new-trainers"])
+@pytest.mark.parametrize("fresh", first_by_default([True, False]), ids=["new-trainers", "one-trainer"])
 @pytest.mark.parametrize("options", by_default(ENGINES, "resharded"))
 def test_fit_twice(pool2: RankPool, options: dict[str, Any], fresh: bool) -> None:
     """A second fit goes on from the first one's weights, sanity check and validation in between."""

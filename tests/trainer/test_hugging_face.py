@@ -104,7 +104,7 @@ def test_units_of_nested_models() -> None:
     assert units(translating) == ["MarianEncoderLayer", *["MarianDecoderLayer"] * 2]
 
 
-@pytest.mark.parametrize("options", by_default(ENGINES, "kept", "ddp"))
+@pytest.mark.parametrize("options", by_default(ENGINES, "kept"))
 @pytest.mark.parametrize(("make_model", "case", "expected_units"), MODELS.values(), ids=MODELS)
 def test_own_loss(
     pool2: RankPool, make_model: Callable[[], nn.Module], case: Case, expected_units: list[str], options: dict[str, Any]
@@ -154,7 +154,7 @@ class SumOfTokenLosses(OwnLoss):
         return self.model(**batch, num_items_in_batch=1).loss
 
 
-@pytest.mark.parametrize("options", [ENGINES["kept"], ENGINES["ddp"]], ids=["kept", "ddp"])
+@pytest.mark.parametrize("options", by_default(ENGINES, "ddp"))
 def test_num_items_in_batch(pool2: RankPool, options: dict[str, Any]) -> None:
     """A model told to divide by one returns the sum of its token losses."""
     expected, _ = train_plainly(tied_llama(), CAUSAL)
@@ -203,7 +203,7 @@ def test_aux_loss_that_is_reported(pool2: RankPool, options: dict[str, Any]) -> 
         assert relative_error(logged["aux_loss"], sum(aux_losses) / len(aux_losses)) <= 1e-6
 
 
-@pytest.mark.parametrize("options", [ENGINES["kept"], ENGINES["ddp"]], ids=["kept", "ddp"])
+@pytest.mark.parametrize("options", by_default(ENGINES, "kept"))
 @pytest.mark.parametrize(
     ("case", "make_module"), [(CAUSAL, OwnLoss), (EQUAL_WEIGHTS, ReturnsAuxLoss)], ids=["by_tokens", "equally"]
 )

@@ -21,7 +21,7 @@ from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import Block, Outcome, TinyDecoder, full_weights, micro_batches, weight_error
 from tests.trainer.plain import ModelModule, plain_weights, sgd, windows
-from tests.trainer.runs import TOLERANCE, by_default, loader, make_trainer, mean_loss
+from tests.trainer.runs import TOLERANCE, by_default, first_by_default, loader, make_trainer, mean_loss
 
 CASE4 = Case(seed=31, telling="labels", num_batches=5, num_ranks=4, gap="micro_batches")
 CASE2 = replace(CASE4, num_ranks=2)
@@ -59,7 +59,7 @@ def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return weight_error(Outcome(weights, None), Outcome(expected, None))
 
 
-@pytest.mark.parametrize("options", by_default(MODES, "True-kept", "False-resharded", "all_reduce-resharded"))
+@pytest.mark.parametrize("options", by_default(MODES, "False-resharded", "all_reduce-resharded"))
 def test_replicas_of_shards(pool4: RankPool, options: dict[str, Any]) -> None:
     """Two replicas of two shards train like one process, whatever each micro-batch communicates."""
     expected = plain_weights(decoder(), ACCUMULATE, CASE4)
@@ -67,7 +67,7 @@ def test_replicas_of_shards(pool4: RankPool, options: dict[str, Any]) -> None:
         assert deviation(weights, expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("mode", ["True-kept", "all_reduce-resharded"])
+@pytest.mark.parametrize("mode", first_by_default(["all_reduce-resharded", "True-kept"]))
 def test_replicas_are_clipped_by_the_norm_of_one_copy(pool4: RankPool, mode: str) -> None:
     """The norm counts every shard once and no replica twice, and it is large enough to matter."""
     clipped = plain_weights(decoder(), ACCUMULATE, CASE4, clip=lambda p: nn.utils.clip_grad_norm_(p, CLIP))
@@ -138,10 +138,8 @@ def _fit_partly_used(options: dict[str, Any], case: Case, schedule: tuple[set[in
     return fit_model(options, case, PartlyUsed(*schedule))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize(
-    "mode", [pytest.param("all_reduce-kept", marks=pytest.mark.sweep), "all_reduce-resharded", "True-kept"]
-)
+@pytest.mark.parametrize("schedule", by_default(SCHEDULES, "unit-last", "unused-in-the-second-window"))
+@pytest.mark.parametrize("mode", first_by_default(["all_reduce-resharded", "all_reduce-kept", "True-kept"]))
 def test_parts_that_some_micro_batches_leave_out(pool4: RankPool, mode: str, schedule: tuple[set[int], ...]) -> None:
     """No gradient of an earlier micro-batch is lost where the last one does not use the part, nor the other way."""
     expected = plain_weights(PartlyUsed(*schedule), ACCUMULATE, CASE4)
@@ -266,8 +264,8 @@ def pool1() -> Any:
 
 @pytest.mark.parametrize(
     "options",
-    [MODES["True-kept"], MODES["True-resharded"], MODES["False-kept"], DDP],
-    ids=["kept", "resharded", "undeferred", "ddp"],
+    first_by_default([MODES["True-kept"], DDP, MODES["True-resharded"], MODES["False-kept"]], 2),
+    ids=["kept", "ddp", "resharded", "undeferred"],
 )
 def test_world_of_one(pool1: RankPool, options: dict[str, Any]) -> None:
     """`devices=1` is exact as well, clipped and with parts left out."""

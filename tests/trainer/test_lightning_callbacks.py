@@ -1,4 +1,4 @@
-"""Lightning's own callbacks under both engines: what each is for comes out right, and training is what it should be.
+"""Lightning's own callbacks: what each is for comes out right, and training is what it should be; DDP in the sweep.
 
 What changes the training is tested in `test_tuning_callbacks.py` and `test_weight_averaging.py`.
 """
@@ -48,11 +48,11 @@ from tests.trainer.exactness import (
     weight_error,
 )
 from tests.trainer.plain import ModelModule
-from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, loader, make_trainer, train_plainly
+from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, first_by_default, loader, make_trainer, train_plainly
 
 ACCUMULATE = 3
 EPOCH = [[0, 1, 2], [3, 4, 5], [6, 7]]
-ENGINES = ["fsdp2", "ddp"]
+ENGINES = first_by_default(["fsdp2", "ddp"])
 GAPLESS = replace(CASE, gap="none")
 
 

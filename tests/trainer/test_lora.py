@@ -15,7 +15,7 @@ from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, full_weights, micro_batches, relative_error, weight_error
 from tests.trainer.hugging_face import ACCUMULATE, CAUSAL, OwnLoss, lora_llama, tied_llama, train_plainly
 from tests.trainer.plain import differ_by_rank, prefixed
-from tests.trainer.runs import STRATEGIES, TOLERANCE, loader, make_trainer
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer
 
 ENGINES = {name: STRATEGIES[name] for name in ("kept", "resharded", "ddp")}
 CLIP_NORM = 0.3
@@ -77,7 +77,7 @@ def fit(options: dict[str, Any], adapter: Path) -> Fitted:
     return Fitted(full_weights(module), grad_norm, module.held, module.generated, strategy.describe())
 
 
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("options", by_default(ENGINES, "kept"))
 def test_lora(pool2: RankPool, options: dict[str, Any], tmp_path: Path) -> None:
     """Adapters train and are clipped like those of one process, the base stays bit for bit, nothing is held for it."""
     from peft import PeftModel

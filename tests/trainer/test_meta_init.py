@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import VOCABULARY, WIDTH, Outcome, full_weights, micro_batches, weight_error
 from tests.trainer.plain import ModelModule, plain_weights, prefixed
-from tests.trainer.runs import CASE, TOLERANCE, loader, make_trainer
+from tests.trainer.runs import CASE, TOLERANCE, by_default, first_by_default, loader, make_trainer
 
 ACCUMULATE = 3
 SEED = 11
@@ -56,7 +56,7 @@ class Layer(nn.Module):
     def reset_parameters(self) -> None:
         self.gain.normal_(1.0, 0.5)
         self.scalar.uniform_()
-        self.offset.copy_(torch.linspace(-0.1, 0.1, WIDTH))
+        self.offset.copy_(torch.arange(WIDTH) / 128)  # exact in every dtype
         self.linear.weight.mul_(0.5)
         if Layer.whole is not None and Layer.root is not None:
             named = [(n, p) for n, p in Layer.root.named_parameters() if p.ndim > 0 and not p.is_meta]
@@ -108,11 +108,11 @@ class ShardedByHand(Configured):
         fully_shard(self.model, mesh=self.device_mesh["data_parallel"], ignored_params=scalars)
 
 
-def expected(case: Case = CASE, dtype: torch.dtype = torch.float32) -> Outcome:
-    """What one process gets that creates the model with values, in this dtype."""
+def expected(case: Case = CASE) -> Outcome:
+    """What one process gets that creates the model with values, in the precision of the Trainer."""
     torch.manual_seed(SEED)
-    torch.set_default_dtype(dtype)
-    model = Decoder().double()
+    torch.set_default_dtype(torch.float64)
+    model = Decoder()
     torch.set_default_dtype(torch.float32)
     return prefixed(plain_weights(model, ACCUMULATE, case))
 
@@ -124,8 +124,7 @@ def make_module(where: str, trainer: Any) -> ModelModule:
         return Configured()
     if where == "by_hand":
         return ShardedByHand()
-    context = trainer.init_module(empty_init=True) if where == "init_module" else nullcontext()
-    with torch.device("meta") if where == "meta" else context:
+    with torch.device("meta") if where == "meta" else trainer.init_module(empty_init=where == "init_module"):
         return ModelModule(Decoder())
 
 
@@ -142,8 +141,8 @@ def fit(options: dict[str, Any], where: str, case: Case = CASE, **trainer_option
     return Outcome(full_weights(module), None)
 
 
-@pytest.mark.parametrize("where", ["meta", "values"])
-@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("where", first_by_default(["meta", "values"]))
+@pytest.mark.parametrize("options", by_default(LAYOUTS, "resharded", "offloaded", "ddp"))
 def test_one_seed_gives_one_model(pool2: RankPool, options: dict[str, Any], where: str) -> None:
     """With the meta device or without, the initial weights are those of a single process under rank 0's seed."""
     reference = expected()
@@ -151,18 +150,18 @@ def test_one_seed_gives_one_model(pool2: RankPool, options: dict[str, Any], wher
         assert weight_error(outcome, reference) <= TOLERANCE
 
 
-@pytest.mark.parametrize("where", ["configure_model", "by_hand", "init_module"])
+@pytest.mark.parametrize("where", first_by_default(["by_hand", "init_module", "configure_model"], 2))
 def test_ways_to_create_a_model_without_values(pool2: RankPool, where: str) -> None:
     """In a hook, sharded there or not, and in the Trainer's context, all of which know the Trainer's precision."""
-    reference = expected(dtype=torch.float64)
+    reference = expected()
     for outcome in pool2.run(fit, {}, where):
         assert weight_error(outcome, reference) <= TOLERANCE
 
 
-@pytest.mark.parametrize("where", ["configure_model", "init_module"])
+@pytest.mark.parametrize("where", first_by_default(["init_module", "configure_model"]))
 def test_ddp_takes_them_as_well(pool2: RankPool, where: str) -> None:
     """The same for a model that is copied."""
-    reference = expected(dtype=torch.float64)
+    reference = expected()
     for outcome in pool2.run(fit, LAYOUTS["ddp"], where):
         assert weight_error(outcome, reference) <= TOLERANCE
 
@@ -253,7 +252,7 @@ def _resume(options: dict[str, Any], folder: str, persistent: tuple[bool, bool],
         return straight, str(error)
 
 
-@pytest.mark.parametrize("options", [LAYOUTS["kept"], LAYOUTS["ddp"]], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize("options", first_by_default([LAYOUTS["kept"], LAYOUTS["ddp"]]), ids=["fsdp2", "ddp"])
 def test_a_checkpoint_fills_a_model_without_values(pool2: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
     """Also what has no initialiser, and not before the initialisers have run."""
     for straight, resumed in pool2.run(_resume, options, str(tmp_path), (True, True), True):
@@ -261,7 +260,7 @@ def test_a_checkpoint_fills_a_model_without_values(pool2: RankPool, tmp_path: Pa
         assert weight_error(resumed, straight) <= TOLERANCE
 
 
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("strict", first_by_default([False, True]))
 def test_what_a_checkpoint_lacks_raises(pool2: RankPool, tmp_path: Path, strict: bool) -> None:
     """A buffer that no state dict holds, or that this one does not."""
     persistent = (False, not strict)
@@ -280,9 +279,9 @@ def _error_without_initialiser(options: dict[str, Any]) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("options", [LAYOUTS["kept"], LAYOUTS["ddp"]], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize("options", first_by_default([LAYOUTS["kept"], LAYOUTS["ddp"]]), ids=["fsdp2", "ddp"])
 def test_what_nobody_initialises_raises(pool2: RankPool, options: dict[str, Any]) -> None:
     """On every rank, by name, as often as it is tried."""
     for message in pool2.run(_error_without_initialiser, options):
-        assert message.startswith("2 parameters, buffers or tensor attributes of ModelModule were created on the meta")
+        assert message.startswith("2 parameters or buffers of ModelModule were created on the meta")
         assert "model.shift (Forgetful), model.slope (Forgetful)" in message

@@ -34,7 +34,7 @@ from tests.trainer.plain import (
     prefixed,
     train_model_plainly,
 )
-from tests.trainer.runs import STRATEGIES, TOLERANCE, loader, make_trainer
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer
 
 ACCUMULATE = 3
 ENGINES = {name: STRATEGIES[name] for name in ("kept", "resharded", "ddp")}
@@ -206,7 +206,7 @@ class WithDirectParameters(TinyDecoder):
         return super().forward(input_ids) * self.slope + self.offset * self.slope.square()
 
 
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("options", by_default(ENGINES, "kept", "ddp"))
 def test_parameters_of_the_lightning_module(pool2: RankPool, options: dict[str, Any]) -> None:
     """Parameters that belong to no submodule train like all others."""
     weights = plain_weights(WithDirectParameters(), ACCUMULATE)
@@ -234,7 +234,7 @@ class CallsParts(ModelModule):
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("options", by_default(ENGINES, "kept"))
 @pytest.mark.parametrize("make_module", [CallsTwice, CallsParts])
 def test_step_that_calls_what_it_likes(
     pool2: RankPool, make_module: type[ModelModule], options: dict[str, Any]
@@ -371,7 +371,7 @@ UNFREEZING = {
 }
 
 
-@pytest.mark.parametrize("options", UNFREEZING.values(), ids=UNFREEZING)
+@pytest.mark.parametrize("options", by_default(UNFREEZING, "kept", "ddp"))
 def test_unfreezing_during_training(pool2: RankPool, options: dict[str, Any]) -> None:
     """What was frozen at set-up trains like all else once it is not, although DDP itself never reduces it."""
     expected = Outcome(_unfreeze_plainly(), None)

@@ -18,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, full_weights, weight_error
-from tests.trainer.runs import STRATEGIES, TOLERANCE, make_trainer
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, make_trainer
 
 ENGINES = {"fsdp2": {}, "ddp": STRATEGIES["ddp"]}
 CLASSES, FEATURES, BATCH_SIZE, ACCUMULATE = 3, 5, 4, 2
@@ -34,7 +34,7 @@ def _boring(options: dict[str, Any]) -> tuple[int, int]:
     return trainer.global_step, len(trainer.predict(module, data))
 
 
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("options", by_default(ENGINES, "fsdp2"))
 def test_boring_model(pool2: RankPool, options: dict[str, Any]) -> None:
     """Half of the 64 samples for each rank, one by one."""
     assert pool2.run(_boring, options) == [(32, 32)] * 2

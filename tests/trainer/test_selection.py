@@ -20,7 +20,7 @@ from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import Outcome, TinyDecoder, full_weights, weight_error
 from tests.trainer.plain import ModelModule, plain_weights
-from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, loader, make_trainer
+from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, first_by_default, loader, make_trainer
 
 ACCUMULATE = 3
 NAMES = {
@@ -49,7 +49,7 @@ def _fit_by_name(name: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
     return full_weights(module.model), isinstance(strategy, AutomodelStrategy), strategy.describe()["options"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first_by_default(reversed(NAMES), 2))
 def test_by_name(pool2: RankPool, name: str) -> None:
     """A name is the strategy with the options that it stands for, and trains exactly."""
     for weights, is_ours, options in pool2.run(_fit_by_name, name):
@@ -134,9 +134,16 @@ def _fit_from_yaml(text: str, folder: str) -> tuple[dict[str, Any], dict[str, An
 @pytest.mark.parametrize(
     ("text", "expected", "seconds"),
     [
-        (BY_CLASS.format(data_parallel="fsdp2", timeout=5), {"data_parallel": "fsdp2"}, 300),
-        (BY_CLASS.format(data_parallel="fsdp2", timeout="'0:02:00'"), {"reshard_during_accumulation": False}, 120),
-        (BY_NAME, {"data_parallel": "ddp", "ddp_kwargs": {}}, 1800),
+        pytest.param(
+            BY_CLASS.format(data_parallel="fsdp2", timeout=5), {"data_parallel": "fsdp2"}, 300, marks=pytest.mark.sweep
+        ),
+        pytest.param(
+            BY_CLASS.format(data_parallel="fsdp2", timeout="'0:02:00'"),
+            {"reshard_during_accumulation": False},
+            120,
+            marks=pytest.mark.sweep,
+        ),
+        pytest.param(BY_NAME, {"data_parallel": "ddp", "ddp_kwargs": {}}, 1800, marks=pytest.mark.sweep),
         (
             EVERY_OPTION,
             {

@@ -33,11 +33,20 @@ from tests.trainer.exactness import (
     weight_error,
 )
 from tests.trainer.plain import ModelModule, train_model_plainly
-from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, loader, make_trainer, mean_loss, train_plainly
+from tests.trainer.runs import (
+    CASE,
+    TOLERANCE,
+    LabelledModule,
+    first_by_default,
+    loader,
+    make_trainer,
+    mean_loss,
+    train_plainly,
+)
 
 ACCUMULATE = 3
 EPOCH = [[0, 1, 2], [3, 4, 5], [6, 7]]
-ENGINES = ["fsdp2", "ddp"]
+ENGINES = first_by_default(["fsdp2", "ddp"])
 
 
 @dataclass(frozen=True)
@@ -121,7 +130,7 @@ def _profile(engine: str, name: str, folder: str) -> tuple[dict[str, Tensor], st
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", PROFILERS)
+@pytest.mark.parametrize("name", first_by_default(PROFILERS))
 def test_profiler(pool2: RankPool, tmp_path: Path, name: str, engine: str) -> None:
     """It finds the strategy's steps, and changes nothing."""
     expected = Outcome(train_plainly(EPOCH), None)
@@ -306,7 +315,7 @@ def test_norm_of_gradients(pool2: RankPool) -> None:
     """`track_grad_norm` is right for both engines; Lightning's utility puts shards into a plain tensor and raises."""
     gradients = train_model_plainly(TinyDecoder(CASE.seed).double(), ACCUMULATE)[-1]
     total = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-    for engine in ENGINES:
+    for engine in ("fsdp2", "ddp"):
         for norm, _ in pool2.run(_norms, engine, False):
             assert relative_error(norm, total) <= TOLERANCE
     for _, norms in pool2.run(_norms, "ddp", True):

@@ -24,7 +24,7 @@ from tests.trainer.exactness import (
     weight_error,
 )
 from tests.trainer.plain import ModelModule, sgd, train_model_plainly
-from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, loader, mean_loss
+from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, first_by_default, loader, mean_loss
 from tests.trainer.test_lightning_callbacks import ACCUMULATE, ENGINES, GAPLESS, trainer_with
 
 
@@ -69,7 +69,7 @@ def losses_at(rates: list[float], smoothed_over: float = 0.98) -> tuple[list[flo
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("by_tuner", [True, False], ids=["Tuner", "callback"])
+@pytest.mark.parametrize("by_tuner", first_by_default([False, True]), ids=["callback", "Tuner"])
 def test_learning_rate_finder(pool2: RankPool, tmp_path: Path, by_tuner: bool, engine: str) -> None:
     """The curve is that of exact steps; then training starts at the rate found, as if there had been no search."""
     for results, rate, weights in pool2.run(_find_rate, engine, by_tuner, str(tmp_path)):
