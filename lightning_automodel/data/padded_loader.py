@@ -68,7 +68,11 @@ class PaddedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._drawn.clear()
-        batches, filler, is_first = iter(self.padded_loader), None, True
+        # Iterated at once, as Lightning and resuming expect it, not with the first draw.
+        return self._padded(iter(self.padded_loader))
+
+    def _padded(self, batches: Iterator[Any]) -> Iterator[Any]:
+        filler, is_first = None, True
         while True:
             batch = next(batches, _END)
             draw = self._tell(batch is not _END)
