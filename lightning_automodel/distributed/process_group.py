@@ -6,6 +6,7 @@ import logging
 import multiprocessing.util
 import os
 import signal
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -104,7 +105,6 @@ def get_local_world_size_preinit() -> int:
 
 
 def _first_number(*names: str, default: int = 0) -> int:
-    """The first of the environment variables that is set, as a number."""
     numbers = (rendezvous.number_in_environment(name, at_least=default) for name in names)
     return next((number for number in numbers if number is not None), default)
 
@@ -165,17 +165,25 @@ def check_backend(backend: str) -> None:
 
 
 def choose_device(backend: str, local_rank: int) -> torch.device:
-    """Device that ``backend`` communicates for, of this process: by local rank where it is an accelerator.
+    """Device that ``backend`` communicates for, of this process: the CPU, or an accelerator by local rank.
 
     A process that sees one device takes that, whatever its local rank. Not a collective.
 
     Raises:
         ValueError: If there is no device for this local rank.
     """
-    kind = _device_type(backend.lower())
-    if kind == "cpu":
+    if ":" in backend:
+        kinds = [pair.split(":")[0] for pair in backend.lower().split(",")]
+    else:
+        # Gloo can copy from an accelerator, but is for the CPU.
+        kinds = ["cpu"] if backend == "gloo" else dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
+    accelerators = [kind for kind in kinds if kind != "cpu"]
+    current = torch.accelerator.current_accelerator()
+    has_one = current is not None and current.type in accelerators
+    if not accelerators or ("cpu" in kinds and not has_one):
         return torch.device("cpu")
-    count = _count_devices(kind)
+    kind = current.type if current is not None and has_one else accelerators[0]
+    count = torch.accelerator.device_count() if has_one else 0
     index = 0 if count == 1 else local_rank
     if index >= count:
         raise ValueError(
@@ -183,30 +191,6 @@ def choose_device(backend: str, local_rank: int) -> torch.device:
             "on this machine, or choose backend='gloo' for the CPU."
         )
     return torch.device(kind, index)
-
-
-def _device_type(backend: str) -> str:
-    """Device type of a backend; of mixed ones, the accelerator."""
-    if ":" in backend:
-        kinds = [pair.split(":")[0] for pair in backend.split(",")]
-    else:
-        defaults = dist.Backend.default_device_backend_map
-        kinds = [kind for kind, name in defaults.items() if name == backend]
-        kinds = kinds or _present(dist.Backend.backend_capability.get(backend, []))
-        if "cpu" in kinds:
-            return "cpu"
-    return next((kind for kind in kinds if kind != "cpu"), "cpu")
-
-
-def _present(kinds: list[str]) -> list[str]:
-    """Of the device types of a backend, the accelerator if this machine has it, else the CPU if it is one of them."""
-    accelerators = [kind for kind in kinds if kind != "cpu" and _count_devices(kind) > 0]
-    return accelerators or (["cpu"] if "cpu" in kinds else kinds)
-
-
-def _count_devices(kind: str) -> int:
-    accelerator = torch.accelerator.current_accelerator()
-    return torch.accelerator.device_count() if accelerator is not None and accelerator.type == kind else 0
 
 
 # --- Joining ----------------------------------------------------------------------------------------------------------
@@ -307,21 +291,16 @@ def join_process_group(
 
 
 def _use_existing(backend: str, device: torch.device) -> DistInfo:
-    actual = _backend_of_default_group()
-    if not _names(backend) <= _names(actual):
+    def names(config: str) -> set[str]:
+        return {pair.rpartition(":")[2] for pair in config.lower().split(",")}
+
+    actual = str(dist.distributed_c10d.get_backend_config())
+    if len(names(actual)) == 1:
+        actual = names(actual).pop()
+    if not names(backend) <= names(actual):
         log.warning("The default process group exists already, with backend %s: %s has no effect.", actual, backend)
     rank = dist.get_rank()
     return DistInfo(actual, rank, dist.get_world_size(), device, rank == 0)
-
-
-def _backend_of_default_group() -> str:
-    config = str(dist.distributed_c10d.get_backend_config())
-    names = _names(config)
-    return names.pop() if len(names) == 1 else config
-
-
-def _names(backend: str) -> set[str]:
-    return {pair.rpartition(":")[2] for pair in backend.lower().split(",")}
 
 
 def _join(found: rendezvous.Rendezvous, backend: str, timeout: timedelta, device: torch.device | None) -> None:
@@ -394,16 +373,18 @@ def destroy_global_state(linger_s: float = join.LINGER_S) -> None:
     membership, _membership = _membership, None
     if membership is None or membership.process_id != os.getpid():
         return
-    with _sigint_ignored():
+    with patched_signal(signal.SIGINT, signal.SIG_IGN):
         try:
-            _destroy_groups(membership)
+            if membership.group() is not None and dist.group.WORLD is membership.group():
+                _destroy_groups()
+            if membership.group() is not None:
+                # A mesh that was in use until now refers to it, in a cycle with other meshes.
+                gc.collect()
         finally:
             membership.join_round.leave(linger_s)
 
 
-def _destroy_groups(membership: _Membership) -> None:
-    if membership.group() is None or dist.group.WORLD is not membership.group():
-        return
+def _destroy_groups() -> None:
     call_leaving_hooks()
     # Models that the caller has dropped and meshes refer to each other in cycles, and fill the caches once more.
     gc.collect()
@@ -413,9 +394,6 @@ def _destroy_groups(membership: _Membership) -> None:
         dist.destroy_process_group()
     except Exception:
         log.warning("The process groups could not be destroyed.", exc_info=True)
-    if membership.group() is not None:
-        # A mesh that was in use until now refers to it, in a cycle with other meshes.
-        gc.collect()
 
 
 def _leave_at_exit() -> None:
@@ -427,16 +405,12 @@ def _leave_at_exit() -> None:
 
 
 @contextlib.contextmanager
-def _sigint_ignored() -> Iterator[None]:
-    """Ignore SIGINT, then put back the handler that was found. Only the main thread can; a handler in C is kept."""
-    try:
-        previous = signal.getsignal(signal.SIGINT)
-        if previous is not None:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except ValueError:
-        previous = None
+def patched_signal(signum: int, handler: Any) -> Iterator[None]:
+    """Have ``handler`` for a signal, then the one that was found: in the main thread alone, and unless that is in C."""
+    can_patch = threading.current_thread() is threading.main_thread() and signal.getsignal(signum) is not None
+    previous = signal.signal(signum, handler) if can_patch else None
     try:
         yield
     finally:
-        if previous is not None:
-            signal.signal(signal.SIGINT, previous)
+        if can_patch:
+            signal.signal(signum, previous)

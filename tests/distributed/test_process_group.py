@@ -319,24 +319,6 @@ def _claim_and_die() -> None:
         initialize_distributed("gloo", timedelta(seconds=PATIENCE_S))
 
 
-@pytest.mark.parametrize("delays", [(0.0, 1.0), (1.0, 0.0)], ids=["restarted-first", "restarted-last"])
-def test_a_restarted_rank_is_no_twin_of_its_dead_self(delays: tuple[float, float]) -> None:
-    """A launcher's store outlives a rank that was killed while it waited for the others."""
-    store = _host_store()
-    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    killed = Launched(_claim_and_die, **_place(store.port, 0, 2), **agent)
-    store.wait(["lightning_automodel/joining/0/terms"], timedelta(seconds=PATIENCE_S))
-    os.kill(killed.process.pid, signal.SIGKILL)
-    killed.process.join()
-    outcomes = [
-        launched.outcome()
-        for launched in [
-            Launched(_join_by, {}, delays[rank], **_place(store.port, rank, 2), **agent) for rank in (0, 1)
-        ]
-    ]
-    assert [(outcome.error, outcome.value and outcome.value[1]) for outcome in outcomes] == [("", 1.0)] * 2
-
-
 def test_a_stopped_host_is_told_from_one_that_is_late() -> None:
     """The system accepts connections in its place, and nobody answers on them."""
     port = _free_port()
