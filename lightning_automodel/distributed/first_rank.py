@@ -4,17 +4,16 @@ Everything travels through the store channel: no group is made and no collective
 and no collective's timeout applies. Within a run that is the run's channel, else one for the outermost block. Below
 ``first_rank/<group>/<number of the block>`` the store holds
 
-    here/<rank>, arrived, places    the node of each rank, and when all have told, of all
-    outcome/<rank>                  how the block ended there; a block inside it goes below its number
-    num_left, all_left              it ended well on all ranks
-    failure, known                  the first failure that left it, and how many ranks know it or the good end
+    node/...          where each rank is
+    outcome/<rank>    how the block ended there; a block inside it goes below its number
+    left/...          it ended well on each rank
+    failure, known    the first failure that left it, and how many ranks know it or the good end
 
 A wait at an entry is for a lower rank, and only outermost blocks wait at their exit, by when no rank needs this one at
 an entry any more: so blocks that all ranks enter in the same order cannot deadlock, whatever their scopes.
 """
 
 import contextlib
-import json
 import os
 import threading
 import weakref
@@ -241,32 +240,13 @@ class _Meeting:
         if self._own_channel is not None:
             self._own_channel.start()
         try:
-            self.nodes = self._wait_for_all(timeout_s)
+            mine = f"{channel.host} {node_of(channel.rank)}"
+            nodes = channel.gather(f"{self.path}/node", self.members, mine, self.path, timeout_s)
         except BaseException as error:
             # Who comes too late is told that it was missed, in place of waiting for those that have left.
             self.end(error, 2 * channel.interval_s)
             raise
-
-    def _wait_for_all(self, timeout_s: float) -> dict[int, str]:
-        """Wait until all have come and told which node they are on; returns that."""
-        rank, keys = self.channel.rank, {rank: f"{self.path}/here/{rank}" for rank in self.members}
-        mine = f"{self.channel.host} {node_of(rank)}"
-
-        def arrive(store: dist.Store) -> None:
-            store.set(keys[rank], mine)
-            if store.add(f"{self.path}/arrived", 1) == len(keys):
-                nodes = [node.decode() for node in store.multi_get(list(keys.values()))]
-                store.set(f"{self.path}/places", json.dumps(nodes))
-
-        def look(store: dist.Store) -> list[str] | None:
-            return list(json.loads(store.get(place))) if store.check([place := f"{self.path}/places"]) else None
-
-        def absent(store: dist.Store) -> list[int]:
-            return [rank for rank, key in keys.items() if not store.check([key])]
-
-        self.channel.call(arrive)
-        nodes = self.channel.wait_for(look, absent, self.path, timeout_s)
-        return dict(zip(keys, nodes, strict=True))
+        self.nodes = dict(zip(self.members, nodes, strict=True))
 
     def end(self, error: BaseException | None, linger_s: float = LINGER_S) -> None:
         """Tell the others how it ended here, and free what was made for it.
@@ -336,36 +316,24 @@ class _Block:
 
     def leave(self, error: BaseException | None) -> None:
         """Post how the block ended on this rank; where it is the outermost, wait until it has ended on all."""
-        channel, outcome_key = self.meeting.channel, f"{self.paths[0]}/outcome/{self.meeting.channel.rank}"
-        if len(self.paths) > 1 and error is not None:
-            outcome = failure_of(error, channel.rank, self.where).to_bytes().decode()
-            with contextlib.suppress(RankFailedError):
-                channel.call(lambda store: store.set(outcome_key, outcome), LINGER_S)
-        elif len(self.paths) > 1:
-            channel.call(lambda store: store.set(outcome_key, DONE.decode()))
-        else:
-            try:
-                if error is None:
-                    self._wait_for_all_to_leave(outcome_key)
-            except BaseException as raised:
-                error = raised
-                raise
-            finally:
-                self.meeting.end(error)
-
-    def _wait_for_all_to_leave(self, outcome_key: str) -> None:
-        path, members = self.meeting.path, self.meeting.members
+        meeting, channel = self.meeting, self.meeting.channel
+        is_outermost = len(self.paths) == 1
+        outcome = DONE if error is None else failure_of(error, channel.rank, self.where).to_bytes()
 
         def post(store: dist.Store) -> None:
-            store.set(outcome_key, DONE.decode())
-            if store.add(f"{path}/num_left", 1) == len(members):
-                store.set(f"{path}/all_left", "")
+            store.set(f"{self.paths[0]}/outcome/{channel.rank}", outcome.decode())
 
-        def look(store: dist.Store) -> Literal[True] | None:
-            return True if store.check([f"{path}/all_left"]) else None
-
-        def still_inside(store: dist.Store) -> list[int]:
-            return [rank for rank in members if not store.check([f"{path}/outcome/{rank}"])]
-
-        self.meeting.channel.call(post)
-        self.meeting.channel.wait_for(look, still_inside, path, LONGEST_WORK_S)
+        try:
+            if error is None:
+                channel.call(post)
+            elif not is_outermost:
+                with contextlib.suppress(RankFailedError):
+                    channel.call(post, LINGER_S)
+            if error is None and is_outermost:
+                channel.gather(f"{meeting.path}/left", meeting.members, "", meeting.path, LONGEST_WORK_S)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            if is_outermost:
+                meeting.end(error)

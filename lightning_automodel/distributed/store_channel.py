@@ -10,6 +10,7 @@ and what coordinated stops, the end of a run and first-rank blocks add, each und
 """
 
 import contextlib
+import json
 import logging
 import queue
 import socket
@@ -240,6 +241,40 @@ class StoreChannel:
                 if silent or clock() > limit_s:
                     raise RankFailedError(self._missing(silent or list(ranks), clock()))
             time.sleep(self._pause(clock()))
+
+    def gather(self, at: str, ranks: Sequence[int], value: str, path: str, limit_s: float) -> list[str]:
+        """Wait until all of ``ranks`` have come, each with a value. A collective of them, through the store alone.
+
+        Args:
+            at: Below which the store holds the values, and all of them once all have come.
+            ranks: Those that come, of which this is one.
+            value: This rank's.
+            path: Whose failure ends the wait; that of the run does, too.
+            limit_s: Longest wait.
+
+        Returns:
+            The values in the order of ``ranks``, the same on all of them.
+
+        Raises:
+            RankFailedError: As :meth:`wait_for`.
+        """
+        keys = {rank: f"{at}/{rank}" for rank in ranks}
+
+        def arrive(store: dist.Store) -> None:
+            store.set(keys[self.rank], value)
+            if store.add(f"{at}/arrived", 1) == len(keys):
+                # For all to read one key, in place of everybody's.
+                store.set(f"{at}/all", json.dumps([each.decode() for each in store.multi_get(list(keys.values()))]))
+
+        def look(store: dist.Store) -> bytes | None:
+            return store.get(f"{at}/all") if store.check([f"{at}/all"]) else None
+
+        def absent(store: dist.Store) -> list[int]:
+            return [rank for rank, key in keys.items() if not store.check([key])]
+
+        self.call(arrive)
+        values: list[str] = json.loads(self.wait_for(look, absent, path, limit_s))
+        return values
 
     def close(self) -> None:
         """Say that this rank is done, unless the run failed, and end the thread; one that is stuck is left behind."""
