@@ -25,6 +25,7 @@ from typing_extensions import override
 from lightning_automodel import lightning_internals
 from lightning_automodel.distributed import process_group, rendezvous
 from lightning_automodel.distributed.failures import RankFailedError
+from lightning_automodel.failure import supervisor
 from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.launch.pickling import ByValue, find_unpicklable
 from lightning_automodel.launch.results import collect, restore
@@ -33,7 +34,7 @@ from lightning_automodel.launch.workers import (
     Workers,
     describe_exit,
     follow_launching_process,
-    report_end,
+    tell_guard,
 )
 
 POLL_S = 0.25
@@ -91,7 +92,7 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     status = process.wait(POLL_S / len(running))
                     del running[rank]
-                    if not report_end(rank, describe_exit(status)):
+                    if not tell_guard(rank, describe_exit(status)):
                         self.kill(signal.SIGTERM)
                         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -210,7 +211,7 @@ def _be_worker(local_rank: int, connections: Sequence[Connection], variables: Ma
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if global_state is None:
         process_group.forget_inherited_groups()
-        Supervisor.forget_inherited_runs()
+        supervisor.forget_inherited_runs()
     connection, status = connections[local_rank], 0
     threading.Thread(target=follow_launching_process, args=(connection,), daemon=True).start()
     os.environ.update(variables, LOCAL_RANK=str(local_rank))
