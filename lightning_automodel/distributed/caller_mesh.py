@@ -6,8 +6,6 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_automodel import torch_internals
-from lightning_automodel.distributed import connections
 from lightning_automodel.distributed.mesh import (
     DATA,
     REPLICATE,
@@ -17,6 +15,7 @@ from lightning_automodel.distributed.mesh import (
     RunMesh,
     forget_former_world,
     refuse_tensor_parallel_ddp,
+    view_mesh,
 )
 
 NAMES = {
@@ -81,18 +80,7 @@ def adopt_mesh(
         if value not in ("auto", actual[keyword]):
             raise ValueError(f"{keyword}={value} contradicts device_mesh, where it is {actual[keyword]}: leave it out.")
     data = tuple(name for role, name in names.items() if role != TENSOR)
-    data_parallel_view = fsdp = _view(mesh, data)
-    if len(data) == 2:
-        with connections.recording():
-            data_parallel_view = torch_internals.flatten_mesh(fsdp, DATA)
-        fsdp = fsdp if sizes.replicate > 1 else _view(mesh, data[-1:])
-    return RunMesh(
-        mesh=mesh,
-        sizes=sizes,
-        data_parallel=data_parallel_view,
-        fsdp=fsdp,
-        tensor_parallel=_view(mesh, (names[TENSOR],)) if TENSOR in names else None,
-    )
+    return view_mesh(mesh, sizes, data, names.get(TENSOR))
 
 
 def _names_by_role(mesh: DeviceMesh, data_parallel: str) -> dict[str, str]:
@@ -119,10 +107,6 @@ def _names_by_role(mesh: DeviceMesh, data_parallel: str) -> dict[str, str]:
             f" {SHARD!r}, or pass data_parallel='ddp'."
         )
     return {role: name for role, name in found if role is not None and name is not None}
-
-
-def _view(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    return mesh if mesh.ndim == len(names) else mesh[names]
 
 
 def _shown(mesh: DeviceMesh) -> str:

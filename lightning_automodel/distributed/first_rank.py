@@ -236,7 +236,7 @@ class _Meeting:
         channel = self._own_channel or run_channel
         assert channel is not None
         self.channel = channel
-        channel.watch(self.path)
+        channel.watched[self.path] = None
         if self._own_channel is not None:
             self._own_channel.start()
         try:
@@ -265,7 +265,7 @@ class _Meeting:
                 if channel.rank == 0:
                     channel.wait_until_known(self.path, len(self.members), linger_s)
         finally:
-            channel.stop_watching(self.path)
+            del channel.watched[self.path]
             if self._own_channel is not None:
                 self._own_channel.close()
             if self._made_group:

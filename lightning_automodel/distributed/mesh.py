@@ -176,15 +176,25 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
         shape = (sizes.replicate, sizes.shard, sizes.tensor)
         with connections.recording():
             mesh = init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
-            data_parallel = torch_internals.flatten_mesh(mesh[REPLICATE, SHARD], DATA)
-        _built[device_type, sizes] = RunMesh(
-            mesh=mesh,
-            sizes=sizes,
-            data_parallel=data_parallel,
-            fsdp=mesh[SHARD] if sizes.replicate == 1 else mesh[REPLICATE, SHARD],
-            tensor_parallel=mesh[TENSOR],
-        )
+        _built[device_type, sizes] = view_mesh(mesh, sizes, (REPLICATE, SHARD), TENSOR)
     built = _built[device_type, sizes]
     for group in {*built.mesh.get_all_groups(), built.group} - {_built_over}:
         group.set_timeout(timeout)
     return built
+
+
+def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor: str | None) -> RunMesh:
+    """The views of a mesh by the names of its dimensions: those that hold different data, and the tensor-parallel one.
+
+    A collective over the world where there are two of the first, to be flattened.
+    """
+
+    def view(*names: str) -> DeviceMesh:
+        return mesh if mesh.ndim == len(names) else mesh[names]
+
+    data_parallel = fsdp = view(*data)
+    if len(data) == 2:
+        with connections.recording():
+            data_parallel = torch_internals.flatten_mesh(fsdp, DATA)
+        fsdp = fsdp if sizes.replicate > 1 else view(data[-1])
+    return RunMesh(mesh, sizes, data_parallel, fsdp, None if tensor is None else view(tensor))

@@ -141,20 +141,14 @@ def choose_backend(device: torch.device, requested: str | None, cpu_offload: boo
 
 
 def check_backend(backend: str) -> None:
-    """Refuse a backend that this build of torch cannot run. Not a collective.
-
-    Args:
-        backend: A name, or ``device:name`` pairs separated by commas.
-
-    Raises:
-        ValueError: With the names that are available.
-    """
-    pairs = [pair.split(":") for pair in backend.lower().split(",")] if ":" in backend else [["", backend.lower()]]
-    if any(len(pair) != 2 for pair in pairs) or len({pair[0] for pair in pairs}) != len(pairs):
+    """Raise ValueError for a backend that this build of torch cannot run, with the names that it can."""
+    pairs = [pair.split(":") for pair in backend.lower().split(",")]
+    devices = [pair[0] for pair in pairs]
+    if ":" in backend and (any(len(pair) != 2 for pair in pairs) or len(set(devices)) != len(pairs)):
         raise ValueError(
             f"backend={backend!r}: write one name, or one name for each device type, e.g. 'cpu:gloo,cuda:nccl'."
         )
-    missing = [name for _, name in pairs if not dist.is_backend_available(name)]
+    missing = [pair[-1] for pair in pairs if not dist.is_backend_available(pair[-1])]
     if missing:
         known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
         available = ", ".join(name for name in known if dist.is_backend_available(name))
@@ -179,16 +173,15 @@ def choose_device(backend: str, local_rank: int) -> torch.device:
         kinds = ["cpu"] if backend == "gloo" else dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
     accelerators = [kind for kind in kinds if kind != "cpu"]
     current = torch.accelerator.current_accelerator()
-    has_one = current is not None and current.type in accelerators
-    if not accelerators or ("cpu" in kinds and not has_one):
+    kind = current.type if current is not None and current.type in accelerators else None
+    if kind is None and (not accelerators or "cpu" in kinds):
         return torch.device("cpu")
-    kind = current.type if current is not None and has_one else accelerators[0]
-    count = torch.accelerator.device_count() if has_one else 0
+    count = 0 if kind is None else torch.accelerator.device_count()
     index = 0 if count == 1 else local_rank
-    if index >= count:
+    if kind is None or index >= count:
         raise ValueError(
-            f"Local rank {local_rank} has no {kind} device: this process sees {count}; start at most {count} processes "
-            "on this machine, or choose backend='gloo' for the CPU."
+            f"Local rank {local_rank} has no {kind or accelerators[0]} device: this process sees {count}; start at "
+            f"most {count} processes on this machine, or choose backend='gloo' for the CPU."
         )
     return torch.device(kind, index)
 
@@ -265,19 +258,10 @@ def join_process_group(
     device: torch.device,
     init_method: str | None = None,
 ) -> None:
-    """Join the default process group, or use the one that exists. A collective over the whole world.
+    """Join the default process group, or use the one that exists, and bind the device to it unless that is the CPU.
 
-    A device that is not the CPU is bound to the group eagerly.
-
-    Args:
-        cluster_environment: Tells rank, world size, address and port.
-        backend: Backend or mixed backends, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
-        timeout: How long a collective, and the joining itself, may wait.
-        device: Device of this rank.
-        init_method: Where to meet, as for :func:`initialize_distributed`. None: where ``cluster_environment`` says.
-
-    Raises:
-        ValueError, RuntimeError: As :func:`initialize_distributed`.
+    As :func:`initialize_distributed`, but Lightning's environment tells who this process is, and where the ranks meet
+    unless ``init_method`` does.
     """
     lightning_internals.reset_seed()
     check_backend(backend)
@@ -304,9 +288,12 @@ def _use_existing(backend: str, device: torch.device) -> DistInfo:
 
 
 def _join(found: rendezvous.Rendezvous, backend: str, timeout: timedelta, device: torch.device | None) -> None:
-    global _membership
+    global _membership, _leaves_at_exit
     destroy_global_state()
-    _leave_at_exit()
+    if _leaves_at_exit != os.getpid():
+        # Unlike `atexit`, this also runs in children of `multiprocessing`.
+        _leaves_at_exit = os.getpid()
+        multiprocessing.util.Finalize(None, destroy_global_state, exitpriority=BEFORE_CHILDREN_ARE_JOINED)
     join_round = join.meet(found, backend, timeout)
     try:
         with connections.recording():
@@ -394,14 +381,6 @@ def _destroy_groups() -> None:
         dist.destroy_process_group()
     except Exception:
         log.warning("The process groups could not be destroyed.", exc_info=True)
-
-
-def _leave_at_exit() -> None:
-    """Register once in each process. Unlike ``atexit``, this also runs in children of ``multiprocessing``."""
-    global _leaves_at_exit
-    if _leaves_at_exit != os.getpid():
-        _leaves_at_exit = os.getpid()
-        multiprocessing.util.Finalize(None, destroy_global_state, exitpriority=BEFORE_CHILDREN_ARE_JOINED)
 
 
 @contextlib.contextmanager

@@ -174,12 +174,7 @@ def _address_in_environment() -> tuple[str, int]:
 def open_store(found: Rendezvous, timeout: timedelta, deadline: float) -> dist.Store:
     """The store in which the ranks meet: the caller's, or a new one, which lives in rank 0 or in the launcher.
 
-    May hang, in spite of the deadline, where something else listens at the address.
-
-    Args:
-        found: Who this process is.
-        timeout: For messages: how long the caller waits in all.
-        deadline: When to give up, on the monotonic clock.
+    May hang, in spite of the deadline on the monotonic clock, where something else listens at the address.
 
     Raises:
         RuntimeError: If rank 0 cannot be reached, or cannot host the store, e.g. on a port in use.

@@ -40,7 +40,6 @@ class Supervisor:
     def __init__(self, before_telling: Callable[[], None] = lambda: None) -> None:
         self._before_telling = before_telling
         self._watchdog: Watchdog | None = None
-        self._where: Callable[[], str] = lambda: "set-up"
         self._timeout_s = 0.0
         self._previous_handler: Any = None
         self._handler_process: int | None = None
@@ -88,9 +87,8 @@ class Supervisor:
         self._end()
         if process_group.group_size() == 1:
             return
-        self._where, self._timeout_s = where, timeout.total_seconds()
-        handles_sigterm = self._patch_sigterm()
-        self._watchdog = Watchdog(timeout, where, _interrupt_main_thread if handles_sigterm else None)
+        self._timeout_s = timeout.total_seconds()
+        self._watchdog = Watchdog(timeout, where, raises_on_sigterm=self._patch_sigterm())
         _process.watchdogs.append(self._watchdog)
         _process.has_joined, first_rank.run_channel = True, self._watchdog.channel
         self._watchdog.start()
@@ -186,9 +184,13 @@ class Supervisor:
                 return
         if watchdog is None:
             return
-        failure = watchdog.explain(exception, lightning_internals.failing_hook(exception) or self._where())
+        failure = watchdog.explain(exception, lightning_internals.failing_hook(exception))
         if failure is not None:
             log.error("This rank leaves, since %s.", failure)
+            if failure.error == KeyboardInterrupt.__name__:
+                # Ctrl-C reaches all ranks of a terminal, but one that waits for another in a collective hears of that
+                # one's interrupt first: on both it is the user's wish, not a failure with a traceback.
+                raise KeyboardInterrupt from exception
             raise RankFailedError(failure) from exception
         if watchdog.failed_alike and multiprocessing.parent_process() is None:
             # The mistake is in the code or in all data, and one traceback is enough. Workers send theirs to the
@@ -232,12 +234,6 @@ class Supervisor:
         if watchdog is None or watchdog.stop.step == 0:
             raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
         watchdog.stop.ask()
-
-
-def _interrupt_main_thread() -> None:
-    """Let the main thread run its handler of SIGTERM, also while it sleeps in a system call."""
-    if hasattr(signal, "pthread_kill"):
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
 # --- This process, which may have several runs, also one inside another -----------------------------------------------

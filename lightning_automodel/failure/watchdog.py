@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -54,7 +55,7 @@ class Watchdog:
         timeout: Within which this rank leaves when another misses its heartbeats: they may be missing for some seconds
             less, at least for half of it.
         where: Tells the hook that this rank is in; called by a thread.
-        interrupt: Makes the main thread raise; None where nothing can.
+        raises_on_sigterm: Whether the main thread has a handler of SIGTERM that raises where there is a failure.
 
     Attributes:
         channel: The run's channel between ranks.
@@ -63,13 +64,11 @@ class Watchdog:
         failed_alike: Whether this rank raised what another one had raised before, in the same line.
     """
 
-    def __init__(
-        self, timeout: timedelta, where: Callable[[], str], interrupt: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, timeout: timedelta, where: Callable[[], str], raises_on_sigterm: bool) -> None:
         world = dist.group.WORLD
         assert world is not None
         self._timeout_s = timeout.total_seconds()
-        self._interrupt = interrupt
+        self._where, self._raises_on_sigterm = where, raises_on_sigterm
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._failure: RankFailure | None = None
         self._has_posted_own = self._has_answered = self._has_keys = False
@@ -80,7 +79,7 @@ class Watchdog:
         _runs[world] = _runs.get(world, 0) + 1
         silence_s = max(self._timeout_s / 2, self._timeout_s - TIME_TO_LEAVE_S)
         self.channel = StoreChannel(f"lightning_automodel/run/{_runs[world]}", silence_s, where, self._exchange)
-        self.channel.watch(RUN)
+        self.channel.watched[RUN] = None
         self._thread = threading.Thread(target=self._watch, name="lightning_automodel watchdog", daemon=True)
 
     def start(self) -> None:
@@ -109,7 +108,7 @@ class Watchdog:
     @property
     def failure(self) -> RankFailure | None:
         """Another rank's failure, once this rank knows of it."""
-        return self._failure or self.channel.failure()
+        return self._failure or self.channel.watched[RUN]
 
     def report_end(self, rank: int, how: str) -> None:
         """Post that the process of ``rank`` ended, unless it has posted why or was done.
@@ -167,12 +166,12 @@ class Watchdog:
 
     # --- Leaving because of an exception ------------------------------------------------------------------------------
 
-    def explain(self, exception: BaseException, where: str) -> RankFailure | None:
+    def explain(self, exception: BaseException, hook: str | None) -> RankFailure | None:
         """Find the other rank's failure that ``exception`` follows from, else post it as this rank's own.
 
         Args:
             exception: What the main thread is about to leave with.
-            where: The hook that raised it.
+            hook: The hook that raised it, if any did.
 
         Returns:
             The failure of another rank if it is the cause; None if the exception is this rank's own.
@@ -182,7 +181,7 @@ class Watchdog:
                 return exception.failure
             if not self.channel.is_open.is_set() or self._is_closed.is_set():
                 return self.failure
-            own = RankFailure.from_exception(exception, self._rank, where)
+            own = RankFailure.from_exception(exception, self._rank, hook or self._where())
             self._has_posted_own = True
             if not is_communication_error(exception):
                 first = self._post(own)
@@ -254,7 +253,7 @@ class Watchdog:
         if question != NONE and not self._has_answered:
             store.set(f"position/{self._rank}", json.dumps(main_thread_position()))
             self._has_answered = True
-        if self._is_closed.is_set() or self.channel.failure() is not None:
+        if self._is_closed.is_set() or self.channel.watched[RUN] is not None:
             return
         if ended != NONE:
             self._post_if_left_alone(store, *ended.decode().split("|"))
@@ -304,8 +303,9 @@ class Watchdog:
         connections.abort_connections(None if world is None else world.get_group_store())
         if self._is_noticed.wait(INTERRUPT_AFTER_S) or self._is_closed.is_set():
             return
-        if self._interrupt is not None:
-            self._interrupt()
+        if self._raises_on_sigterm and hasattr(signal, "pthread_kill"):
+            # The handler then runs also while that thread sleeps in a system call.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         if self._is_noticed.wait(KILL_AFTER_S - INTERRUPT_AFTER_S) or self._is_closed.is_set():
             return
         try:
