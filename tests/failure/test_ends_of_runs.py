@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import wait
@@ -27,7 +30,7 @@ from tests.trainer.runs import SILENT
 PATIENCE_S = 90.0
 
 
-def _trainer(world_size: int, timeout_s: float = 6.0, **kwargs: Any) -> pl.Trainer:
+def _trainer(world_size: int, timeout_s: float = 5.0, **kwargs: Any) -> pl.Trainer:
     strategy = AutomodelStrategy(timeout=timeout_s / 60)
     options = {"max_steps": 4, "limit_val_batches": 1, "num_sanity_val_steps": 0, **SILENT, **kwargs}
     return pl.Trainer(accelerator="cpu", devices=world_size, strategy=strategy, **options)
@@ -121,14 +124,14 @@ def all_are_suspended(rank: int, world_size: int) -> None:
         if model.trainer.global_step == 2 and not (folder / f"suspended{rank}").exists():
             (folder / f"suspended{rank}").touch()
             if rank == 0:
-                waker = "sleep 8; kill -CONT $0 $1"
+                waker = "sleep 6; kill -CONT $0 $1"
                 others = (folder / "pid1").read_text()
                 subprocess.Popen(["sh", "-c", waker, str(os.getpid()), others], start_new_session=True)
             _send(signal.SIGSTOP)
 
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     # The ranks stop one after the other: rank 1 hears nothing of rank 0 only while both sleep.
-    _trainer(world_size, timeout_s=12.0, max_steps=6).fit(_fails_in("on_train_batch_start", suspend), _data())
+    _trainer(world_size, timeout_s=9.0, max_steps=6).fit(_fails_in("on_train_batch_start", suspend), _data())
     print("went on")
 
 
@@ -143,6 +146,20 @@ def fails_without_words(rank: int, world_size: int) -> None:
             raise _WordlessError
 
     _trainer(world_size).fit(_fails_in("training_step", fail), _data())
+
+
+def all_raise_the_same(rank: int, world_size: int) -> None:
+    """As ranks of a script, of which no other process is the parent; each prints its traceback itself."""
+
+    def fail(model: Model) -> None:
+        raise ValueError("no labels here")
+
+    multiprocessing.parent_process = lambda: None  # type: ignore[assignment]
+    try:
+        _trainer(world_size).fit(_fails_in("training_step", fail), _data())
+    except ValueError:
+        traceback.print_exc()
+        sys.exit(1)
 
 
 class RaisesToo(pl.Callback):
@@ -185,6 +202,7 @@ EXPECTED: dict[Callable[[int, int], None], tuple[list[int | None], list[str]]] =
         [1, 1],
         ["rank 1 on {host} failed in training_step: _WordlessError: (its __str__", "_WordlessError"],
     ),
+    all_raise_the_same: ([1, 1], ["ValueError: no labels here"] * 2),
     trains_again_after_a_failure_in_a_failure: ([0, 0], ["trained again [] True"] * 2),
 }
 
@@ -218,14 +236,14 @@ def _run(scenario: Callable[[int, int], None], folder: Path) -> tuple[list[int |
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, Future]]:
-    """Of each selected scenario, two at a time."""
+    """Of each selected scenario, four at a time: they mostly wait."""
     items = [item for item in request.session.items if item.name.startswith("test_all_ranks_end_alike")]
     selected = [item.callspec.params["scenario"] for item in items]
-    with ThreadPoolExecutor(max_workers=2) as executor:
+    with ThreadPoolExecutor(max_workers=4) as executor:
         yield {
             scenario: executor.submit(_run, scenario, tmp_path_factory.mktemp("run"))
             for scenario in EXPECTED
-            if scenario in selected
+            if scenario in selected or scenario is all_raise_the_same
         }
 
 
@@ -239,6 +257,12 @@ def test_all_ranks_end_alike(scenario: Callable[[int, int], None], outcomes: dic
     for message, output in zip(messages, outputs, strict=True):
         assert message.format(host=socket.gethostname()) in output
         assert "\nvalidated" not in output
+
+
+def test_one_traceback_where_all_ranks_raise_the_same(outcomes: dict[Any, Future]) -> None:
+    """Every rank still raises it, and one says where."""
+    _, outputs = outcomes[all_raise_the_same].result()
+    assert sum(output.count('raise ValueError("no labels here")') for output in outputs) == 1, outputs
 
 
 def test_sigterm_is_ignored_on_the_way_out_but_not_for_ever() -> None:
