@@ -15,6 +15,7 @@ an entry any more: so blocks that all ranks enter in the same order cannot deadl
 
 import contextlib
 import os
+import socket
 import threading
 import weakref
 from contextlib import ContextDecorator
@@ -54,9 +55,8 @@ class FirstRankPerNode(ContextDecorator):
     Without a process group the block just runs. With ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in
     the environment and more than one rank, a gloo group is made for the block and destroyed after it.
 
-    Ranks are on one node if they have the same host name and the same number by the first of these that is set:
-    ``LOCAL_RANK`` (the ranks of a node are consecutive), ``GROUP_RANK``, ``NODE_RANK``, ``SLURM_NODEID``,
-    ``LOCAL_WORLD_SIZE`` (so many consecutive ranks on each node).
+    Ranks are on one node if they have the same host name and, where ``LOCAL_RANK`` is set, the same rank less local
+    rank, since the ranks of a node are consecutive.
 
     Args:
         group: Ranks that take part, None for the default group. Blocks inside another one are for the same group.
@@ -188,21 +188,13 @@ def _active_blocks() -> "list[_Block | None]":
 
 
 def node_of(rank: int) -> str:
-    """Which node this process is on, among those with its host name; only ranks of one node say the same.
-
-    ``LOCAL_RANK`` counts first, since a node's first rank means local rank 0; where it is set, the ranks of a node are
-    taken to be consecutive. Then ``GROUP_RANK``, ``NODE_RANK`` and ``SLURM_NODEID``, then ``LOCAL_WORLD_SIZE``.
+    """Which node this process is on; only ranks of one node say the same.
 
     Raises:
-        ValueError: If the one that counts is no number.
+        ValueError: If ``LOCAL_RANK`` is no number.
     """
-    if (local_rank := rendezvous.number_in_environment("LOCAL_RANK")) is not None:
-        return str(rank - local_rank)
-    for name in ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID"):
-        if (node := rendezvous.number_in_environment(name)) is not None:
-            return str(node)
-    num_local = rendezvous.number_in_environment("LOCAL_WORLD_SIZE", at_least=1)
-    return "" if num_local is None else str(rank // num_local)
+    local_rank = rendezvous.number_in_environment("LOCAL_RANK")
+    return socket.gethostname() + ("" if local_rank is None else f" from rank {rank - local_rank}")
 
 
 def first_rank(rank: int, nodes: dict[int, str], scope: Scope) -> int:
@@ -240,7 +232,7 @@ class _Meeting:
         if self._own_channel is not None:
             self._own_channel.start()
         try:
-            mine = f"{channel.host} {node_of(channel.rank)}"
+            mine = node_of(channel.rank)
             nodes = channel.gather(f"{self.path}/node", self.members, mine, self.path, timeout_s)
         except BaseException as error:
             # Who comes too late is told that it was missed, in place of waiting for those that have left.
