@@ -22,13 +22,7 @@ KEYS = "lightning_automodel/joining"
 
 @dataclass(frozen=True)
 class JoinRound:
-    """One round in which the ranks of a world join: a store serves one round after the other.
-
-    Attributes:
-        found: Who this process is.
-        store: Where the ranks meet, below the run's secret.
-        number: Number of the round.
-    """
+    """One round in which the ranks of a world join: a store, below the run's secret, serves one after the other."""
 
     found: Rendezvous
     store: dist.Store

@@ -110,9 +110,6 @@ class StoreChannel:
         exchange: Called by the thread after each heartbeat.
 
     Attributes:
-        rank: This rank in the default group.
-        world_size: Number of ranks in it.
-        host: This machine.
         interval_s: Seconds between two heartbeats.
         beats: How many heartbeats the store has taken.
         is_open: Set once the store has answered.

@@ -17,10 +17,6 @@ class StopAgreement:
     not to pass the step it is in, then waits at the next; the last to promise decides on one step after the farthest.
     No rank can have passed that, and none communicates or waits before somebody has asked.
 
-    Args:
-        rank: This rank.
-        world_size: Number of ranks, all of which take the same steps.
-
     Attributes:
         step: The step that this rank is in, from 1; 0 before the first.
         last_step: The one after which all stop, once that is decided.
@@ -55,11 +51,8 @@ class StopAgreement:
     def begin_step(self, step: int, longest_wait_s: float) -> bool:
         """Begin ``step``; wait for the decision if this rank has promised not to pass the one before.
 
-        Every rank must call it at every step that all ranks take. Not a collective.
-
-        Args:
-            step: Number of the step, the same on all ranks, from 1.
-            longest_wait_s: Seconds to wait at most, in case that another rank never promises.
+        Every rank must call it at every step that all ranks take. Not a collective. Another rank may never promise, so
+        the wait has a limit.
 
         Returns:
             Whether this is the last step.
@@ -83,10 +76,7 @@ class StopAgreement:
     def exchange(self, store: dist.Store, request: bytes, decision: bytes) -> None:
         """Take part in the agreement; called again and again by a thread of every rank.
 
-        Args:
-            store: Where the ranks agree; :data:`REQUEST` and :data:`DECISION` hold ``NONE`` at first.
-            request: Newest value of :data:`REQUEST`.
-            decision: Newest value of :data:`DECISION`.
+        ``request`` and ``decision`` are the newest values of :data:`REQUEST` and :data:`DECISION`, at first ``NONE``.
         """
         if decision != NONE:
             self.last_step = int(decision)

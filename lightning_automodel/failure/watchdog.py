@@ -109,12 +109,7 @@ class Watchdog:
         return self._failure or self.channel.watched[RUN]
 
     def report_end(self, rank: int, how: str) -> None:
-        """Post that the process of ``rank`` ended, unless it has posted why or was done.
-
-        Args:
-            rank: A rank whose process this one can see, or ``LAUNCHER``: what started the ranks is gone or gives up.
-            how: What is known, such as ``"ended with exit status 3"``.
-        """
+        """Post that the process of ``rank``, or of the ``LAUNCHER``, ended, unless it has posted why or was done."""
 
         def post(store: dist.Store) -> None:
             failure = RankFailure(LAUNCHER, self.channel.host, "", MISSED_HEARTBEATS, how)
@@ -167,12 +162,8 @@ class Watchdog:
     def explain(self, exception: BaseException, hook: str | None) -> RankFailure | None:
         """Find the other rank's failure that ``exception`` follows from, else post it as this rank's own.
 
-        Args:
-            exception: What the main thread is about to leave with.
-            hook: The hook that raised it, if any did.
-
         Returns:
-            The failure of another rank if it is the cause; None if the exception is this rank's own.
+            The failure of another rank if it is the cause; None if the exception, raised in ``hook``, is this rank's.
         """
         try:
             if isinstance(exception, RankFailedError):

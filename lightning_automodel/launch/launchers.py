@@ -91,14 +91,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
     Lightning's launcher gathers no shards, calls no ``on_exception`` hooks in the workers, and ends them all when it
     misses one; here the ranks leave together as under any other launcher, each through its own hooks.
 
-    Args:
-        strategy: The strategy of the Trainer.
-        start_method: How Python starts the workers.
-        num_processes: Ranks on this node.
-        num_nodes: Nodes, on each of which this launcher runs.
-        guard: In which each rank runs.
-        get_report: Tells in the first rank what the strategy wants to have in the launching process.
-        set_report: Takes it there.
+    Each rank runs in the guard. What ``get_report`` tells in the first rank, ``set_report`` takes in this process.
     """
 
     def __init__(

@@ -78,11 +78,7 @@ def tell_guard(rank: int, how: str) -> bool:
 
 
 def follow_launching_process(connection: Connection) -> None:
-    """In a thread of a worker: leave when another one ends badly, or the launching process does.
-
-    Args:
-        connection: This worker's end of its pipe to the launching process.
-    """
+    """In a thread of a worker: leave when another one ends badly, or the launching process, which tells of it."""
     parent, rank = multiprocessing.parent_process(), None
     assert parent is not None
     while rank != LAUNCHER:
@@ -97,13 +93,7 @@ def follow_launching_process(connection: Connection) -> None:
 
 
 class Workers:
-    """The ranks of this node, seen from the launching process.
-
-    Args:
-        processes: One for each local rank.
-        connections: This process's ends of the pipes to them, in the same order.
-        first_rank: Global rank of the first.
-    """
+    """The ranks of this node, from global rank ``first_rank`` on, seen from the launching process."""
 
     def __init__(self, processes: Sequence[BaseProcess], connections: Sequence[Connection], first_rank: int) -> None:
         self._process_ids = [process.pid or 0 for process in processes]

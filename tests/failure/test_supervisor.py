@@ -65,10 +65,12 @@ class Forks(LabelledModule):
             ours, theirs = context.Pipe()
             child = context.Process(target=_say_ready_and_sleep, args=(theirs,))
             child.start()
-            # CPython drops a signal that reaches a child before it has finished forking.
+            # CPython drops a signal that reaches a child before it has finished forking, so a second one may follow; a
+            # handler that speaks for this process would swallow them all.
             assert ours.poll(20)
-            child.terminate()
-            child.join(20)
+            for _ in range(2):
+                child.terminate()
+                child.join(5)
             self.exit_code = child.exitcode
             child.kill()
 
