@@ -384,14 +384,17 @@ def test_nothing_is_left_after_many_groups(host: str, cycles: int) -> None:
 
 
 def _read_late(linger_s: float) -> str:
-    """Rank 0 leaves at once, rank 1 reads from the store that lives in rank 0 some seconds later."""
+    """Rank 0 leaves at once, rank 1 reads from the store that lives in rank 0 some time later."""
     info = initialize_distributed("gloo", TIMEOUT)
     if info.is_main:
         destroy_global_state(linger_s)
         return ""
-    time.sleep(1.0)
+    time.sleep(1.0 if linger_s else 0.0)
     store = dist.distributed_c10d._get_default_store()
-    store.set("last", "words")
+    for _ in range(1 if linger_s else 50):
+        # Where rank 0 does not linger, its store is soon gone.
+        store.set("last", "words")
+        time.sleep(0.0 if linger_s else 0.1)
     value = store.get("last").decode()
     destroy_global_state()
     return value

@@ -105,7 +105,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def timed_out(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
     folder = tmp_path_factory.mktemp("timed_out")
-    return _outputs(folder, "--timeout", "3", "--flight-recorder"), folder
+    return _outputs(folder, "--timeout", "5", "--flight-recorder"), folder
 
 
 def test_the_timeout_ends_it_and_each_rank_tells_where_the_other_was(timed_out: tuple[list[str], Path]) -> None:

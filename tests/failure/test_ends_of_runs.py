@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import wait
@@ -148,20 +145,6 @@ def fails_without_words(rank: int, world_size: int) -> None:
     _trainer(world_size).fit(_fails_in("training_step", fail), _data())
 
 
-def all_raise_the_same(rank: int, world_size: int) -> None:
-    """As ranks of a script, of which no other process is the parent; each prints its traceback itself."""
-
-    def fail(model: Model) -> None:
-        raise ValueError("no labels here")
-
-    multiprocessing.parent_process = lambda: None  # type: ignore[assignment]
-    try:
-        _trainer(world_size).fit(_fails_in("training_step", fail), _data())
-    except ValueError:
-        traceback.print_exc()
-        sys.exit(1)
-
-
 class RaisesToo(pl.Callback):
     """Keeps Lightning from tearing down after a failure."""
 
@@ -202,7 +185,6 @@ EXPECTED: dict[Callable[[int, int], None], tuple[list[int | None], list[str]]] =
         [1, 1],
         ["rank 1 on {host} failed in training_step: _WordlessError: (its __str__", "_WordlessError"],
     ),
-    all_raise_the_same: ([1, 1], ["ValueError: no labels here"] * 2),
     trains_again_after_a_failure_in_a_failure: ([0, 0], ["trained again [] True"] * 2),
 }
 
@@ -243,7 +225,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         yield {
             scenario: executor.submit(_run, scenario, tmp_path_factory.mktemp("run"))
             for scenario in EXPECTED
-            if scenario in selected or scenario is all_raise_the_same
+            if scenario in selected
         }
 
 
@@ -257,12 +239,6 @@ def test_all_ranks_end_alike(scenario: Callable[[int, int], None], outcomes: dic
     for message, output in zip(messages, outputs, strict=True):
         assert message.format(host=socket.gethostname()) in output
         assert "\nvalidated" not in output
-
-
-def test_one_traceback_where_all_ranks_raise_the_same(outcomes: dict[Any, Future]) -> None:
-    """Every rank still raises it, and one says where."""
-    _, outputs = outcomes[all_raise_the_same].result()
-    assert sum(output.count('raise ValueError("no labels here")') for output in outputs) == 1, outputs
 
 
 def test_sigterm_is_ignored_on_the_way_out_but_not_for_ever() -> None:
