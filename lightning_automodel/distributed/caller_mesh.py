@@ -41,14 +41,9 @@ def adopt_mesh(
 
     A collective over the world: where two data-parallel dimensions have to be flattened, that makes a group.
 
-    Args:
-        mesh: Over all ranks of the default group.
-        device_type: Type of this rank's device.
-        data_parallel: The engine.
-        told: Sizes that the user gave as well, by keyword; they must agree.
-
     Raises:
-        ValueError: If the mesh does not fit; the message says what would.
+        ValueError: If the mesh does not fit, or contradicts what the user has ``told`` as well, by keyword; the message
+            says what would do.
     """
     forget_former_world()
     if mesh.device_type != device_type:

@@ -41,10 +41,8 @@ def recording() -> Iterator[None]:
 def abort_connections(store: dist.Store | None = None) -> None:
     """Shut down every recorded connection that is still open: collectives that wait on one raise, here and there.
 
-    Callable from any thread and more than once; not a collective. The groups are of no use afterwards.
-
-    Args:
-        store: Through which the ranks still tell each other what happened: its connections are left alone.
+    Callable from any thread and more than once; not a collective. The groups are of no use afterwards. Connections to
+    ``store`` are left alone: through it the ranks still tell each other what happened.
     """
     with _lock:
         recorded = _recorded & _open_sockets()

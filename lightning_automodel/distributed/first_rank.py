@@ -208,11 +208,7 @@ def first_rank(rank: int, nodes: dict[int, str], scope: Scope) -> int:
 class _Meeting:
     """The ranks of a group in an outermost block, and what they share until it has ended on all of them.
 
-    Args:
-        group: The ranks.
-        timeout_s: Within which all must come.
-        where: How failures call the block.
-        made_group: Whether the group was made for the block, and ends with it.
+    All must come within ``timeout_s``. Failures call the block ``where``. A group that was made for it ends with it.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, where: str, made_group: bool) -> None:

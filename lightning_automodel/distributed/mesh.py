@@ -46,13 +46,8 @@ def resolve_sizes(
 ) -> MeshSizes:
     """Settle the sizes once the world is known.
 
-    Args:
-        data_parallel: Engine; ``"ddp"`` replicates over every data-parallel rank.
-        data_parallel_size: Data-parallel ranks, replicas included; ``"auto"`` is what tensor parallelism leaves.
-        data_parallel_replicate_size: Replicas; ``"auto"`` is the number of nodes.
-        tensor_parallel_size: Ranks that compute one micro-batch together.
-        world_size: Number of ranks.
-        num_nodes: Number of nodes.
+    Data-parallel ranks include replicas, and ``"auto"`` is what tensor parallelism leaves; ``"auto"`` replicas are as many
+    as nodes, and under DDP all data-parallel ranks are.
 
     Raises:
         ValueError: If the sizes do not multiply to the world size, with the values that would.
@@ -166,10 +161,7 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
     process that fits often must not pile them up. A collective over the world: every rank must call it, with the same
     arguments and after the same calls before.
 
-    Args:
-        device_type: Type of the device that the mesh's groups communicate for.
-        sizes: Ranks along each dimension. Tensor-parallel peers are neighbours, then the shards of one replica.
-        timeout: How long a collective on one of the mesh's groups may wait.
+    Tensor-parallel peers are neighbours, then the shards of one replica. ``timeout`` is for collectives on its groups.
     """
     forget_former_world()
     if (device_type, sizes) not in _built:

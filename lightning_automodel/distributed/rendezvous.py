@@ -25,11 +25,8 @@ SECRET = "LIGHTNING_AUTOMODEL_RUN_SECRET"
 class Rendezvous:
     """Who this process is and where it meets the others.
 
-    Attributes:
-        rank: Rank of this process.
-        world_size: Number of ranks.
-        method: ``env://``, ``tcp://address:port``, ``file:///path`` or another registered scheme; "" with ``store``.
-        store: A store that the caller made.
+    ``method`` is ``env://``, ``tcp://address:port``, ``file:///path`` or another registered scheme; "" where the caller
+    made a ``store``.
     """
 
     rank: int

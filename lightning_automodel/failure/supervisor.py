@@ -79,9 +79,8 @@ class Supervisor:
     def watch(self, timeout: timedelta, where: Callable[[], str]) -> None:
         """Start to watch the other ranks; nothing in a world of one. Every rank must call it, after joining.
 
-        Args:
-            timeout: Within which this rank leaves when another misses its heartbeats.
-            where: Tells the hook that this rank is in; called by another thread.
+        This rank leaves within ``timeout`` when another misses its heartbeats. Another thread calls ``where``, which
+        tells the hook that this rank is in.
         """
         self._end()
         if process_group.group_size() == 1:
