@@ -46,8 +46,8 @@ def resolve_sizes(
 ) -> MeshSizes:
     """Settle the sizes once the world is known.
 
-    Data-parallel ranks include replicas, and ``"auto"`` is what tensor parallelism leaves; ``"auto"`` replicas are as many
-    as nodes, and under DDP all data-parallel ranks are.
+    Data-parallel ranks include replicas, and ``"auto"`` is what tensor parallelism leaves. ``"auto"`` replicas are as
+    many as nodes; under DDP all data-parallel ranks are replicas.
 
     Raises:
         ValueError: If the sizes do not multiply to the world size, with the values that would.
