@@ -108,7 +108,8 @@ def _take_part(found: Rendezvous, backend: str, store: dist.Store, timeout: time
             counter.add("round", 1)
             keys.set("result", f"={problem}")
 
-    if keys.add(f"claims/{found.rank}", 1) > 1:
+    is_twin = keys.add(f"claims/{found.rank}", 1) > 1
+    if is_twin:
         settle(
             f"Two processes came to {found.place} as rank {found.rank} of {found.world_size} (backend {backend}): "
             f"{_read(keys, f'rank/{found.rank}', deadline)}, and {me}; give each process a RANK of its own, and each "
@@ -138,7 +139,9 @@ def _take_part(found: Rendezvous, backend: str, store: dist.Store, timeout: time
                 "waited: check that each process runs and has the same address, or raise the timeout."
             )
     if problem := _read(keys, "result", time.monotonic() + LINGER_S).removeprefix("="):
-        join_round.leave()
+        if not is_twin:
+            # The store's host waits for the rank that came first, which may not have read this yet.
+            join_round.leave()
         raise RuntimeError(problem)
     return join_round
 
