@@ -6,8 +6,6 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_automodel import torch_internals
-from lightning_automodel.distributed import connections
 from lightning_automodel.distributed.mesh import (
     DATA,
     REPLICATE,
@@ -17,6 +15,7 @@ from lightning_automodel.distributed.mesh import (
     RunMesh,
     forget_former_world,
     refuse_tensor_parallel_ddp,
+    view_mesh,
 )
 
 NAMES = {
@@ -26,6 +25,9 @@ NAMES = {
     TENSOR: (TENSOR, "tp", "tensor"),
 }
 """What a dimension may be called. FSDP2 shards over the last data-parallel one; under DDP all of them hold copies."""
+
+SHARDED = ((REPLICATE, SHARD), (SHARD,), (DATA,))
+"""The data-parallel dimensions that a mesh may have for FSDP2; for DDP, there may also be replicas alone."""
 
 
 def adopt_mesh(
@@ -39,125 +41,69 @@ def adopt_mesh(
 
     A collective over the world: where two data-parallel dimensions have to be flattened, that makes a group.
 
-    Args:
-        mesh: Over all ranks of the default group.
-        device_type: Type of this rank's device.
-        data_parallel: The engine.
-        told: Sizes that the user gave as well, by keyword; they must agree.
-
     Raises:
-        ValueError: If the mesh does not fit; the message says what would.
+        ValueError: If the mesh does not fit, or contradicts what the user has ``told`` as well, by keyword; the message
+            says what would do.
     """
     forget_former_world()
-    _check_extent(mesh, device_type)
-    names = _names_by_role(mesh)
-    sizes = _read_sizes(mesh, names, data_parallel)
-    _check_told(told, sizes)
-    data = tuple(names[role] for role in (REPLICATE, SHARD, DATA) if role in names)
-    data_parallel_view = fsdp = _view(mesh, data)
-    if len(data) == 2:
-        with connections.recording():
-            data_parallel_view = torch_internals.flatten_mesh(fsdp, DATA)
-        fsdp = fsdp if sizes.replicate > 1 else _view(mesh, data[-1:])
-    return RunMesh(
-        mesh=mesh,
-        sizes=sizes,
-        data_parallel=data_parallel_view,
-        fsdp=fsdp,
-        tensor_parallel=_view(mesh, (names[TENSOR],)) if TENSOR in names else None,
-    )
-
-
-def _check_extent(mesh: DeviceMesh, device_type: str) -> None:
     if mesh.device_type != device_type:
         raise ValueError(
             f"device_mesh is for devices of type {mesh.device_type!r}, but this run's are of type {device_type!r}:"
             f" build it with init_device_mesh({device_type!r}, ...)."
         )
-    if sorted(mesh.mesh.flatten().tolist()) != list(range(dist.get_world_size())):
-        raise ValueError(
-            f"device_mesh holds the ranks {mesh.mesh.tolist()}, but must hold each of the {dist.get_world_size()} ranks"
-            " of the world once."
-        )
     ranks = mesh.mesh
-    if any(bool((ranks.diff(dim=dimension) < 0).any()) for dimension in range(ranks.ndim)):
+    ascend = all(bool((ranks.diff(dim=dimension) > 0).all()) for dimension in range(ranks.ndim))
+    if not ascend or sorted(ranks.flatten().tolist()) != list(range(dist.get_world_size())):
+        # Torch sorts the ranks of each group, so that others would hold what the mesh says.
         raise ValueError(
-            f"device_mesh holds the ranks {ranks.tolist()}, but ranks must ascend along each dimension: torch sorts the"
-            " ranks of each group, so that others would hold what the mesh says; init_device_mesh lays them out so."
+            f"device_mesh holds the ranks {ranks.tolist()}, but must hold each of the {dist.get_world_size()} ranks of"
+            " the world once, ascending along each dimension: init_device_mesh lays them out so."
         )
-
-
-def _names_by_role(mesh: DeviceMesh) -> dict[str, str]:
-    if mesh.mesh_dim_names is None:
-        if mesh.ndim == 1:
-            return {DATA: ""}
-        raise ValueError(
-            f"device_mesh has {mesh.ndim} dimensions without names: pass mesh_dim_names, {_valid_names()}."
-        )
-    names: dict[str, str] = {}
-    for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True):
-        role = next((role for role, known in NAMES.items() if name in known), None)
-        if role is None and size > 1:
-            raise ValueError(
-                f"device_mesh has a dimension {name!r} of size {size}, of which this strategy knows no meaning: name"
-                f" dimensions {_valid_names()}; others must have size 1."
-            )
-        if role in names:
-            raise ValueError(f"device_mesh has two dimensions that mean the same, {names[role]!r} and {name!r}.")
-        if role is not None:
-            names[role] = name
-    _check_order(mesh, names)
-    return names
-
-
-def _check_order(mesh: DeviceMesh, names: dict[str, str]) -> None:
-    data = [role for role in (REPLICATE, SHARD, DATA) if role in names]
-    if not data or (DATA in data and len(data) > 1):
-        raise ValueError(
-            f"device_mesh has the dimensions {_shown(mesh)}, but exactly one that holds different data is needed, or"
-            f" replicas and shards: {_valid_names()}; for no data parallelism, one of size 1."
-        )
-    in_order = [names[role] for role in (*data, TENSOR) if role in names]
-    if sorted(in_order, key=list(mesh.mesh_dim_names or ()).index) != in_order:
-        raise ValueError(
-            f"device_mesh has the dimensions {_shown(mesh)}, but needs them in the order {', '.join(in_order)}."
-        )
-
-
-def _read_sizes(mesh: DeviceMesh, names: dict[str, str], data_parallel: str) -> MeshSizes:
-    dimensions = mesh.mesh_dim_names or ("",)
-    size = {role: mesh.shape[dimensions.index(name)] for role, name in names.items()}
-    replicate, tensor = size.get(REPLICATE, 1), size.get(TENSOR, 1)
-    shard = size.get(SHARD) or size.get(DATA)
+    names = _names_by_role(mesh, data_parallel)
+    size = {role: mesh.shape[(mesh.mesh_dim_names or ("",)).index(name)] for role, name in names.items()}
+    replicate, shard, tensor = size.get(REPLICATE, 1), size.get(SHARD) or size.get(DATA, 1), size.get(TENSOR, 1)
+    sizes = MeshSizes(replicate, shard, tensor)
     if data_parallel == "ddp":
         refuse_tensor_parallel_ddp(tensor)
-        return MeshSizes(replicate=replicate * (shard or 1), shard=1)
-    if shard is None:
-        raise ValueError(
-            f"device_mesh has the dimensions {_shown(mesh)}, none of which FSDP2 could shard over: add one called"
-            f" {SHARD!r}, or pass data_parallel='ddp'."
-        )
-    return MeshSizes(replicate=replicate, shard=shard, tensor=tensor)
-
-
-def _check_told(told: Mapping[str, Any], sizes: MeshSizes) -> None:
+        sizes = MeshSizes(replicate * shard, 1)
     actual = {
         "data_parallel_size": sizes.data_parallel,
         "data_parallel_replicate_size": sizes.replicate,
         "tensor_parallel_size": sizes.tensor,
     }
-    for name, size in told.items():
-        if size not in ("auto", actual[name]):
-            raise ValueError(f"{name}={size} contradicts device_mesh, where it is {actual[name]}: leave it out.")
+    for keyword, value in told.items():
+        if value not in ("auto", actual[keyword]):
+            raise ValueError(f"{keyword}={value} contradicts device_mesh, where it is {actual[keyword]}: leave it out.")
+    data = tuple(name for role, name in names.items() if role != TENSOR)
+    return view_mesh(mesh, sizes, data, names.get(TENSOR))
 
 
-def _view(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    return mesh if mesh.ndim == len(names) else mesh[names]
+def _names_by_role(mesh: DeviceMesh, data_parallel: str) -> dict[str, str]:
+    """The names of the dimensions, by what they mean and in that order."""
+    if mesh.mesh_dim_names is None and mesh.ndim == 1:
+        return {DATA: ""}
+    found = []
+    for name, size in zip(mesh.mesh_dim_names or [None] * mesh.ndim, mesh.shape, strict=True):
+        role = next((role for role, known in NAMES.items() if name in known), None)
+        if role is not None or size > 1:
+            found.append((role, name))
+    roles = tuple(role for role, _ in found)
+    data = roles[:-1] if roles[-1:] == (TENSOR,) else roles
+    if data not in (*SHARDED, (REPLICATE,)):
+        others = ", ".join(other for known in NAMES.values() for other in known[1:])
+        raise ValueError(
+            f"device_mesh has the dimensions {_shown(mesh)}, but needs {REPLICATE!r} and {SHARD!r}, or one of them, or"
+            f" {DATA!r}, and after them may have {TENSOR!r} (other names are {others}): pass such mesh_dim_names, in"
+            " this order; other dimensions must have size 1."
+        )
+    if data_parallel == "fsdp2" and data not in SHARDED:
+        raise ValueError(
+            f"device_mesh has the dimensions {_shown(mesh)}, none of which FSDP2 could shard over: add one called"
+            f" {SHARD!r}, or pass data_parallel='ddp'."
+        )
+    return {role: name for role, name in found if role is not None and name is not None}
 
 
 def _shown(mesh: DeviceMesh) -> str:
-    return ", ".join(f"{name!r} ({size})" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-
-
-def _valid_names() -> str:
-    return ", ".join(repr(name) for name in NAMES) + " (or " + ", ".join(n for k in NAMES.values() for n in k[1:]) + ")"
+    names = mesh.mesh_dim_names or ["no name"] * mesh.ndim
+    return ", ".join(f"{name!r} ({size})" for name, size in zip(names, mesh.shape, strict=True))

@@ -39,10 +39,6 @@ def named_barrier(name: str, timeout: timedelta) -> None:
 
     If a rank does not come, the others raise when the timeout ends; rank 0 says which ranks are missing.
 
-    Args:
-        name: What the barrier is for, such as the hook that it stands at.
-        timeout: How long to wait.
-
     Raises:
         RuntimeError: If ranks are missing, or one failed meanwhile.
     """
@@ -97,14 +93,8 @@ def reduce_tensor(
 ) -> Tensor:
     """Reduce ``tensor`` over ``group`` into a new one. A collective on the group: one all-reduce.
 
-    Args:
-        tensor: Any shape; every rank's must agree.
-        group: Ranks to reduce over.
-        reduce_op: ``"mean"``, ``"avg"``, ``"sum"`` or a ``ReduceOp``. The mean of integers is taken in float64.
-        device: Where the group can reduce.
-
-    Returns:
-        The reduced tensor, on the device of ``tensor``.
+    ``reduce_op`` is ``"mean"``, ``"avg"``, ``"sum"`` or a ``ReduceOp``; the mean of integers is taken in float64. The
+    group can reduce on ``device``; the result is on that of ``tensor``.
     """
     op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
     averages = is_mean(op)

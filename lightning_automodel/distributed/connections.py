@@ -28,11 +28,11 @@ def recording() -> Iterator[None]:
     To be put around ``init_process_group``, ``new_group`` and ``init_device_mesh``. Sockets that another thread opens
     meanwhile are noted too. Does nothing on systems without ``/dev/fd``.
     """
-    before = open_sockets()
+    before = _open_sockets()
     try:
         yield
     finally:
-        after = open_sockets()
+        after = _open_sockets()
         with _lock:
             _recorded.intersection_update(after)
             _recorded.update(after - before)
@@ -41,19 +41,23 @@ def recording() -> Iterator[None]:
 def abort_connections(store: dist.Store | None = None) -> None:
     """Shut down every recorded connection that is still open: collectives that wait on one raise, here and there.
 
-    Callable from any thread and more than once; not a collective. The groups are of no use afterwards.
-
-    Args:
-        store: Through which the ranks still tell each other what happened: its connections are left alone.
+    Callable from any thread and more than once; not a collective. The groups are of no use afterwards. Connections to
+    ``store`` are left alone: through it the ranks still tell each other what happened.
     """
     with _lock:
-        recorded = _recorded & open_sockets()
+        recorded = _recorded & _open_sockets()
         _recorded.clear()
     address = None if store is None else store_address(store)
-    shut_down(recorded, spared_port=None if address is None else address[1])
+    for descriptor, _ in recorded:
+        # `getpeername` raises for listening sockets, which nobody waits on.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
+            if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+                ports = (duplicate.getsockname()[1], duplicate.getpeername()[1])
+                if address is None or address[1] not in ports:
+                    duplicate.shutdown(socket.SHUT_RDWR)
 
 
-def open_sockets() -> set[tuple[int, int]]:
+def _open_sockets() -> set[tuple[int, int]]:
     """Descriptor and inode of every socket of this process; the inode tells a descriptor that is used anew."""
     found = set()
     with contextlib.suppress(OSError):
@@ -63,17 +67,6 @@ def open_sockets() -> set[tuple[int, int]]:
                 if stat.S_ISSOCK(status.st_mode):
                     found.add((descriptor, status.st_ino))
     return found
-
-
-def shut_down(sockets: set[tuple[int, int]], spared_port: int | None = None, only_port: int | None = None) -> None:
-    """Shut down those of ``sockets`` that are connected by TCP, by the port at either end."""
-    for descriptor, _ in sockets:
-        # `getpeername` raises for listening sockets, which nobody waits on.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
-            if duplicate.family in (socket.AF_INET, socket.AF_INET6):
-                ports = (duplicate.getsockname()[1], duplicate.getpeername()[1])
-                if spared_port not in ports and only_port in (None, *ports):
-                    duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def bottom_store(store: dist.Store) -> dist.Store:

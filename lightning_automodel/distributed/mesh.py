@@ -46,13 +46,8 @@ def resolve_sizes(
 ) -> MeshSizes:
     """Settle the sizes once the world is known.
 
-    Args:
-        data_parallel: Engine; ``"ddp"`` replicates over every data-parallel rank.
-        data_parallel_size: Data-parallel ranks, replicas included; ``"auto"`` is what tensor parallelism leaves.
-        data_parallel_replicate_size: Replicas; ``"auto"`` is the number of nodes.
-        tensor_parallel_size: Ranks that compute one micro-batch together.
-        world_size: Number of ranks.
-        num_nodes: Number of nodes.
+    Data-parallel ranks include replicas, and ``"auto"`` is what tensor parallelism leaves. ``"auto"`` replicas are as
+    many as nodes; under DDP all data-parallel ranks are replicas.
 
     Raises:
         ValueError: If the sizes do not multiply to the world size, with the values that would.
@@ -166,25 +161,32 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
     process that fits often must not pile them up. A collective over the world: every rank must call it, with the same
     arguments and after the same calls before.
 
-    Args:
-        device_type: Type of the device that the mesh's groups communicate for.
-        sizes: Ranks along each dimension. Tensor-parallel peers are neighbours, then the shards of one replica.
-        timeout: How long a collective on one of the mesh's groups may wait.
+    Tensor-parallel peers are neighbours, then the shards of one replica. ``timeout`` is for collectives on its groups.
     """
     forget_former_world()
     if (device_type, sizes) not in _built:
         shape = (sizes.replicate, sizes.shard, sizes.tensor)
         with connections.recording():
             mesh = init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
-            data_parallel = torch_internals.flatten_mesh(mesh[REPLICATE, SHARD], DATA)
-        _built[device_type, sizes] = RunMesh(
-            mesh=mesh,
-            sizes=sizes,
-            data_parallel=data_parallel,
-            fsdp=mesh[SHARD] if sizes.replicate == 1 else mesh[REPLICATE, SHARD],
-            tensor_parallel=mesh[TENSOR],
-        )
+        _built[device_type, sizes] = view_mesh(mesh, sizes, (REPLICATE, SHARD), TENSOR)
     built = _built[device_type, sizes]
     for group in {*built.mesh.get_all_groups(), built.group} - {_built_over}:
         group.set_timeout(timeout)
     return built
+
+
+def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor: str | None) -> RunMesh:
+    """The views of a mesh by the names of its dimensions: those that hold different data, and the tensor-parallel one.
+
+    A collective over the world where there are two of the first, to be flattened.
+    """
+
+    def view(*names: str) -> DeviceMesh:
+        return mesh if mesh.ndim == len(names) else mesh[names]
+
+    data_parallel = fsdp = view(*data)
+    if len(data) == 2:
+        with connections.recording():
+            data_parallel = torch_internals.flatten_mesh(fsdp, DATA)
+        fsdp = fsdp if sizes.replicate > 1 else view(data[-1])
+    return RunMesh(mesh, sizes, data_parallel, fsdp, None if tensor is None else view(tensor))

@@ -6,6 +6,7 @@ import logging
 import multiprocessing.util
 import os
 import signal
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -104,7 +105,6 @@ def get_local_world_size_preinit() -> int:
 
 
 def _first_number(*names: str, default: int = 0) -> int:
-    """The first of the environment variables that is set, as a number."""
     numbers = (rendezvous.number_in_environment(name, at_least=default) for name in names)
     return next((number for number in numbers if number is not None), default)
 
@@ -141,20 +141,14 @@ def choose_backend(device: torch.device, requested: str | None, cpu_offload: boo
 
 
 def check_backend(backend: str) -> None:
-    """Refuse a backend that this build of torch cannot run. Not a collective.
-
-    Args:
-        backend: A name, or ``device:name`` pairs separated by commas.
-
-    Raises:
-        ValueError: With the names that are available.
-    """
-    pairs = [pair.split(":") for pair in backend.lower().split(",")] if ":" in backend else [["", backend.lower()]]
-    if any(len(pair) != 2 for pair in pairs) or len({pair[0] for pair in pairs}) != len(pairs):
+    """Raise ValueError for a backend that this build of torch cannot run, with the names that it can."""
+    pairs = [pair.split(":") for pair in backend.lower().split(",")]
+    devices = [pair[0] for pair in pairs]
+    if ":" in backend and (any(len(pair) != 2 for pair in pairs) or len(set(devices)) != len(pairs)):
         raise ValueError(
             f"backend={backend!r}: write one name, or one name for each device type, e.g. 'cpu:gloo,cuda:nccl'."
         )
-    missing = [name for _, name in pairs if not dist.is_backend_available(name)]
+    missing = [pair[-1] for pair in pairs if not dist.is_backend_available(pair[-1])]
     if missing:
         known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
         available = ", ".join(name for name in known if dist.is_backend_available(name))
@@ -165,48 +159,31 @@ def check_backend(backend: str) -> None:
 
 
 def choose_device(backend: str, local_rank: int) -> torch.device:
-    """Device that ``backend`` communicates for, of this process: by local rank where it is an accelerator.
+    """Device that ``backend`` communicates for, of this process: the CPU, or an accelerator by local rank.
 
     A process that sees one device takes that, whatever its local rank. Not a collective.
 
     Raises:
         ValueError: If there is no device for this local rank.
     """
-    kind = _device_type(backend.lower())
-    if kind == "cpu":
+    if ":" in backend:
+        kinds = [pair.split(":")[0] for pair in backend.lower().split(",")]
+    else:
+        # Gloo can copy from an accelerator, but is for the CPU.
+        kinds = ["cpu"] if backend == "gloo" else dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
+    accelerators = [kind for kind in kinds if kind != "cpu"]
+    current = torch.accelerator.current_accelerator()
+    kind = current.type if current is not None and current.type in accelerators else None
+    if kind is None and (not accelerators or "cpu" in kinds):
         return torch.device("cpu")
-    count = _count_devices(kind)
+    count = 0 if kind is None else torch.accelerator.device_count()
     index = 0 if count == 1 else local_rank
-    if index >= count:
+    if kind is None or index >= count:
         raise ValueError(
-            f"Local rank {local_rank} has no {kind} device: this process sees {count}; start at most {count} processes "
-            "on this machine, or choose backend='gloo' for the CPU."
+            f"Local rank {local_rank} has no {kind or accelerators[0]} device: this process sees {count}; start at "
+            f"most {count} processes on this machine, or choose backend='gloo' for the CPU."
         )
     return torch.device(kind, index)
-
-
-def _device_type(backend: str) -> str:
-    """Device type of a backend; of mixed ones, the accelerator."""
-    if ":" in backend:
-        kinds = [pair.split(":")[0] for pair in backend.split(",")]
-    else:
-        defaults = dist.Backend.default_device_backend_map
-        kinds = [kind for kind, name in defaults.items() if name == backend]
-        kinds = kinds or _present(dist.Backend.backend_capability.get(backend, []))
-        if "cpu" in kinds:
-            return "cpu"
-    return next((kind for kind in kinds if kind != "cpu"), "cpu")
-
-
-def _present(kinds: list[str]) -> list[str]:
-    """Of the device types of a backend, the accelerator if this machine has it, else the CPU if it is one of them."""
-    accelerators = [kind for kind in kinds if kind != "cpu" and _count_devices(kind) > 0]
-    return accelerators or (["cpu"] if "cpu" in kinds else kinds)
-
-
-def _count_devices(kind: str) -> int:
-    accelerator = torch.accelerator.current_accelerator()
-    return torch.accelerator.device_count() if accelerator is not None and accelerator.type == kind else 0
 
 
 # --- Joining ----------------------------------------------------------------------------------------------------------
@@ -281,19 +258,10 @@ def join_process_group(
     device: torch.device,
     init_method: str | None = None,
 ) -> None:
-    """Join the default process group, or use the one that exists. A collective over the whole world.
+    """Join the default process group, or use the one that exists, and bind the device to it unless that is the CPU.
 
-    A device that is not the CPU is bound to the group eagerly.
-
-    Args:
-        cluster_environment: Tells rank, world size, address and port.
-        backend: Backend or mixed backends, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
-        timeout: How long a collective, and the joining itself, may wait.
-        device: Device of this rank.
-        init_method: Where to meet, as for :func:`initialize_distributed`. None: where ``cluster_environment`` says.
-
-    Raises:
-        ValueError, RuntimeError: As :func:`initialize_distributed`.
+    As :func:`initialize_distributed`, but Lightning's environment tells who this process is, and where the ranks meet
+    unless ``init_method`` does.
     """
     lightning_internals.reset_seed()
     check_backend(backend)
@@ -307,27 +275,25 @@ def join_process_group(
 
 
 def _use_existing(backend: str, device: torch.device) -> DistInfo:
-    actual = _backend_of_default_group()
-    if not _names(backend) <= _names(actual):
+    def names(config: str) -> set[str]:
+        return {pair.rpartition(":")[2] for pair in config.lower().split(",")}
+
+    actual = str(dist.distributed_c10d.get_backend_config())
+    if len(names(actual)) == 1:
+        actual = names(actual).pop()
+    if not names(backend) <= names(actual):
         log.warning("The default process group exists already, with backend %s: %s has no effect.", actual, backend)
     rank = dist.get_rank()
     return DistInfo(actual, rank, dist.get_world_size(), device, rank == 0)
 
 
-def _backend_of_default_group() -> str:
-    config = str(dist.distributed_c10d.get_backend_config())
-    names = _names(config)
-    return names.pop() if len(names) == 1 else config
-
-
-def _names(backend: str) -> set[str]:
-    return {pair.rpartition(":")[2] for pair in backend.lower().split(",")}
-
-
 def _join(found: rendezvous.Rendezvous, backend: str, timeout: timedelta, device: torch.device | None) -> None:
-    global _membership
+    global _membership, _leaves_at_exit
     destroy_global_state()
-    _leave_at_exit()
+    if _leaves_at_exit != os.getpid():
+        # Unlike `atexit`, this also runs in children of `multiprocessing`.
+        _leaves_at_exit = os.getpid()
+        multiprocessing.util.Finalize(None, destroy_global_state, exitpriority=BEFORE_CHILDREN_ARE_JOINED)
     join_round = join.meet(found, backend, timeout)
     try:
         with connections.recording():
@@ -394,16 +360,18 @@ def destroy_global_state(linger_s: float = join.LINGER_S) -> None:
     membership, _membership = _membership, None
     if membership is None or membership.process_id != os.getpid():
         return
-    with _sigint_ignored():
+    with patched_signal(signal.SIGINT, signal.SIG_IGN):
         try:
-            _destroy_groups(membership)
+            if membership.group() is not None and dist.group.WORLD is membership.group():
+                _destroy_groups()
+            if membership.group() is not None:
+                # A mesh that was in use until now refers to it, in a cycle with other meshes.
+                gc.collect()
         finally:
             membership.join_round.leave(linger_s)
 
 
-def _destroy_groups(membership: _Membership) -> None:
-    if membership.group() is None or dist.group.WORLD is not membership.group():
-        return
+def _destroy_groups() -> None:
     call_leaving_hooks()
     # Models that the caller has dropped and meshes refer to each other in cycles, and fill the caches once more.
     gc.collect()
@@ -413,30 +381,15 @@ def _destroy_groups(membership: _Membership) -> None:
         dist.destroy_process_group()
     except Exception:
         log.warning("The process groups could not be destroyed.", exc_info=True)
-    if membership.group() is not None:
-        # A mesh that was in use until now refers to it, in a cycle with other meshes.
-        gc.collect()
-
-
-def _leave_at_exit() -> None:
-    """Register once in each process. Unlike ``atexit``, this also runs in children of ``multiprocessing``."""
-    global _leaves_at_exit
-    if _leaves_at_exit != os.getpid():
-        _leaves_at_exit = os.getpid()
-        multiprocessing.util.Finalize(None, destroy_global_state, exitpriority=BEFORE_CHILDREN_ARE_JOINED)
 
 
 @contextlib.contextmanager
-def _sigint_ignored() -> Iterator[None]:
-    """Ignore SIGINT, then put back the handler that was found. Only the main thread can; a handler in C is kept."""
-    try:
-        previous = signal.getsignal(signal.SIGINT)
-        if previous is not None:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except ValueError:
-        previous = None
+def patched_signal(signum: int, handler: Any) -> Iterator[None]:
+    """Have ``handler`` for a signal, then the one that was found: in the main thread alone, and unless that is in C."""
+    can_patch = threading.current_thread() is threading.main_thread() and signal.getsignal(signum) is not None
+    previous = signal.signal(signum, handler) if can_patch else None
     try:
         yield
     finally:
-        if previous is not None:
-            signal.signal(signal.SIGINT, previous)
+        if can_patch:
+            signal.signal(signum, previous)

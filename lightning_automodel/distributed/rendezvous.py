@@ -1,5 +1,6 @@
 """Where the ranks of a world meet: rank, world size and address, checked, and the store that they find there."""
 
+import contextlib
 import errno
 import ipaddress
 import os
@@ -9,7 +10,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from urllib.parse import SplitResult, parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
@@ -24,11 +25,8 @@ SECRET = "LIGHTNING_AUTOMODEL_RUN_SECRET"
 class Rendezvous:
     """Who this process is and where it meets the others.
 
-    Attributes:
-        rank: Rank of this process.
-        world_size: Number of ranks.
-        method: ``env://``, ``tcp://address:port``, ``file:///path`` or another registered scheme; "" with ``store``.
-        store: A store that the caller made.
+    ``method`` is ``env://``, ``tcp://address:port``, ``file:///path`` or another registered scheme; "" where the caller
+    made a ``store``.
     """
 
     rank: int
@@ -102,7 +100,7 @@ def locate(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Rendezvous:
-    """Settle rank, world size and place: from the arguments, else from the URL, else from the environment.
+    """Settle rank, world size and place: from the arguments, else from the environment.
 
     A world of one where nothing says otherwise. Not a collective.
 
@@ -111,30 +109,32 @@ def locate(
     """
     if init_method is not None and store is not None:
         raise ValueError(f"Pass either init_method={init_method!r} or store={store!r}, not both.")
-    method = "" if store is not None else init_method or ENVIRONMENT
-    url = urlsplit(method)
-    rank = _first_number("rank", rank, url)
-    world_size = _first_number("world_size", world_size, url)
+    rank = number_in_environment("RANK") if rank is None else rank
+    world_size = number_in_environment("WORLD_SIZE") if world_size is None else world_size
     if rank is None and world_size is None and init_method is None and store is None:
         rank, world_size = 0, 1
     if rank is None or world_size is None:
-        raise ValueError(_half_a_place(rank, world_size, method))
+        told = {"RANK": rank, "WORLD_SIZE": world_size}
+        known = ", ".join(f"{name} is {'not set' if value is None else value}" for name, value in told.items())
+        raise ValueError(
+            f"{known}: start this process with torchrun, or set both (or pass rank= and world_size=); to run as a "
+            "single process, unset both, and pass neither init_method nor store."
+        )
     if not 0 <= rank < world_size:
         raise ValueError(
             f"Rank {rank} does not exist in a world of {world_size}: RANK (or rank=) must be from 0 to WORLD_SIZE - 1, "
             "and the same WORLD_SIZE (or world_size=), at least 1, must be given to every process."
         )
-    found = Rendezvous(rank, world_size, _without_place(method), store)
+    found = Rendezvous(rank, world_size, "" if store is not None else init_method or ENVIRONMENT, store)
     _ = found.address
-    _check_file(found)
+    url = urlsplit(found.method)
+    if url.scheme == "file" and world_size > 1 and not Path(url.path).parent.is_dir():
+        # A `FileStore` would wait minutes for it.
+        raise ValueError(
+            f"init_method={found.method!r}: the folder {Path(url.path).parent} does not exist; name a file, which need "
+            "not exist, in a folder that every rank can write to."
+        )
     return found
-
-
-def _without_place(method: str) -> str:
-    """``method`` without rank and world size in its query."""
-    base, _, query = method.partition("?")
-    rest = "&".join(part for part in query.split("&") if part.partition("=")[0] not in ("", "rank", "world_size"))
-    return f"{base}?{rest}" if rest else base
 
 
 def number_in_environment(name: str, at_least: int = 0) -> int | None:
@@ -144,34 +144,11 @@ def number_in_environment(name: str, at_least: int = 0) -> int | None:
         ValueError: If it is no whole number that is at least ``at_least``.
     """
     value = os.environ.get(name, "")
-    return _whole_number(value, f"The environment variable {name}", at_least) if value else None
-
-
-def _first_number(name: str, given: int | None, url: SplitResult) -> int | None:
-    if given is not None:
-        return given
-    in_url = parse_qs(url.query).get(name)
-    if in_url:
-        return _whole_number(in_url[0], f"{name} in init_method={url.geturl()!r}")
-    return number_in_environment(name.upper())
-
-
-def _whole_number(value: str, what: str, at_least: int = 0) -> int:
-    if not value.strip().isdecimal() or int(value) < at_least:
-        raise ValueError(f"{what} is {value!r}: it must be a whole number, {at_least} or more.")
-    return int(value)
-
-
-def _half_a_place(rank: int | None, world_size: int | None, method: str) -> str:
-    way = f"init_method={method!r}" if method else "an explicit store"
-    if rank is None and world_size is None:
-        return f"With {way}, set RANK and WORLD_SIZE, or pass rank= and world_size=: neither is known."
-    known, missing = ("RANK", "WORLD_SIZE") if world_size is None else ("WORLD_SIZE", "RANK")
-    value = rank if world_size is None else world_size
-    return (
-        f"{known} is {value} but {missing} is not set: start this process with torchrun, or set {missing} as well (or "
-        f"pass {missing.lower()}=); unset {known} to run as a single process."
-    )
+    if value and (not value.strip().isdecimal() or int(value) < at_least):
+        raise ValueError(
+            f"The environment variable {name} is {value!r}: it must be a whole number, {at_least} or more."
+        )
+    return int(value) if value else None
 
 
 def _address_in_environment() -> tuple[str, int]:
@@ -188,51 +165,31 @@ def _address_in_environment() -> tuple[str, int]:
     return address, port
 
 
-def _check_file(found: Rendezvous) -> None:
-    """Refuse what a ``FileStore`` would wait minutes for."""
-    url = urlsplit(found.method)
-    if url.scheme == "file" and found.world_size > 1 and not Path(url.path).parent.is_dir():
-        raise ValueError(
-            f"init_method={found.method!r}: the folder {Path(url.path).parent} does not exist; name a file, which need "
-            "not exist, in a folder that every rank can write to."
-        )
-
-
 # --- The store --------------------------------------------------------------------------------------------------------
 
 
-def open_store(found: Rendezvous, backend: str, timeout: timedelta, deadline: float) -> dist.Store:
+def open_store(found: Rendezvous, timeout: timedelta, deadline: float) -> dist.Store:
     """The store in which the ranks meet: the caller's, or a new one, which lives in rank 0 or in the launcher.
 
-    May hang, in spite of the deadline, where something else listens at the address.
-
-    Args:
-        found: Who this process is.
-        backend: For messages.
-        timeout: For messages: how long the caller waits in all.
-        deadline: When to give up, on the monotonic clock.
+    May hang, in spite of the deadline on the monotonic clock, where something else listens at the address.
 
     Raises:
         RuntimeError: If rank 0 cannot be reached, or cannot host the store, e.g. on a port in use.
     """
     if found.store is not None:
         return found.store
-    if found.address is None:
-        return _make_store(found, found.world_size, timeout)
+    # An unknown world size: with a known one, rank 0 would not return before all have come, nor say who has not.
+    world_size = found.world_size if found.address is None else -1
     try:
-        if found.hosts_store:
+        if found.address is not None and found.hosts_store:
             return _host_store(*found.address, timeout)
-        _await_host(found.address, deadline)
-        # An unknown world size: with a known one, rank 0 would not return before all have come, nor say who has not.
-        return _make_store(found, -1, timeout)
+        if found.address is not None:
+            _await_host(found.address, deadline)
+        separator = "&" if "?" in found.method else "?"
+        url = f"{found.method}{separator}rank={found.rank}&world_size={world_size}"
+        store, _, _ = next(dist.rendezvous(url, timeout=timeout))
     except (RuntimeError, OSError) as error:
-        raise RuntimeError(no_store(found, backend, timeout, str(error).splitlines()[0])) from error
-
-
-def _make_store(found: Rendezvous, world_size: int, timeout: timedelta) -> dist.Store:
-    separator = "&" if "?" in found.method else "?"
-    url = f"{found.method}{separator}rank={found.rank}&world_size={world_size}"
-    store, _, _ = next(dist.rendezvous(url, timeout=timeout))
+        raise RuntimeError(no_store(found, timeout, str(error).splitlines()[0])) from error
     return store
 
 
@@ -243,10 +200,13 @@ def _host_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
     that is none of this machine's belongs to a proxy: both are served on all interfaces, as torch always does.
     """
     listener = None
-    if address == "localhost" or _is_ip_address(address):
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    # `ip_address` raises ValueError for a name.
+    with contextlib.suppress(ValueError):
+        ip = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
         try:
-            listener = socket.create_server((address, port), family=family)
+            listener = socket.create_server(
+                (address, port), family=socket.AF_INET6 if ip.version == 6 else socket.AF_INET
+            )
         except OSError as error:
             # In use: by a store of this process, which serves the next group as well, else torch tells.
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
@@ -262,14 +222,6 @@ def _host_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
     )
 
 
-def _is_ip_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _await_host(address: tuple[str, int], deadline: float) -> None:
     """Wait until something listens: a ``TCPStore`` would go on for more than twice the timeout, and flood the log."""
     while True:
@@ -283,20 +235,20 @@ def _await_host(address: tuple[str, int], deadline: float) -> None:
         time.sleep(POLL_S)
 
 
-def no_store(found: Rendezvous, backend: str, timeout: timedelta, cause: str) -> str:
+def no_store(found: Rendezvous, timeout: timedelta, cause: str) -> str:
     """What to tell where the store cannot be used: whose fault that is, and what to do."""
-    waited = f"within {timeout.total_seconds():g} s (backend {backend})"
     if "EADDRINUSE" in cause and found.address is not None:
         return (
             f"Rank 0 of {found.world_size} cannot host the store at {found.place}: port {found.address[1]} is in use "
             "by another process; choose a free one with MASTER_PORT (or in init_method), the same for every rank."
         )
+    what = f"at {found.place} within {timeout.total_seconds():g} s: {cause}; check that"
     if found.address is None or found.rank == 0 or launcher_hosts_store():
         return (
-            f"Rank {found.rank} of {found.world_size} could not use the store at {found.place} {waited}: {cause}; "
-            "check that the process that hosts it runs, and that MASTER_ADDR (or init_method) names its machine."
+            f"Rank {found.rank} of {found.world_size} could not use the store {what} the process that hosts it runs, "
+            "and that MASTER_ADDR (or init_method) names its machine."
         )
     return (
-        f"Rank 0 of {found.world_size} did not come: rank {found.rank} could not use the store that rank 0 hosts at "
-        f"{found.place} {waited}: {cause}; check that rank 0 runs, and that every rank has its address and port."
+        f"Rank 0 of {found.world_size} did not come: rank {found.rank} could not use the store that rank 0 hosts "
+        f"{what} rank 0 runs, and that every rank has its address and port."
     )

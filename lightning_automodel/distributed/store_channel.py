@@ -10,6 +10,7 @@ and what coordinated stops, the end of a run and first-rank blocks add, each und
 """
 
 import contextlib
+import json
 import logging
 import queue
 import socket
@@ -64,12 +65,7 @@ class AwakeClock:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A rank's newest heartbeat.
-
-    Attributes:
-        value: As it stands in the store; ``NONE`` before the first.
-        changed_at: When this process first saw it, on the channel's clock.
-    """
+    """A rank's newest heartbeat: ``value`` as it stands in the store, and when this process first saw it."""
 
     value: bytes
     changed_at: float
@@ -82,16 +78,16 @@ class Heartbeat:
     @property
     def host(self) -> str:
         """The machine of the rank."""
-        return self._part(1) or "an unknown host"
+        return self._parts()[1] or "an unknown host"
 
     @property
     def where(self) -> str:
         """What the rank was in, such as a hook."""
-        return self._part(2) or "set-up"
+        return self._parts()[2] or "set-up"
 
-    def _part(self, index: int) -> str:
+    def _parts(self) -> list[str]:
         parts = self.value.decode().split("|", 2)
-        return parts[index] if len(parts) == 3 else ""
+        return parts if len(parts) == 3 else ["", "", ""]
 
 
 def post_failure(store: dist.Store, path: str, failure: RankFailure) -> RankFailure:
@@ -114,13 +110,11 @@ class StoreChannel:
         exchange: Called by the thread after each heartbeat.
 
     Attributes:
-        rank: This rank in the default group.
-        world_size: Number of ranks in it.
-        host: This machine.
         interval_s: Seconds between two heartbeats.
         beats: How many heartbeats the store has taken.
         is_open: Set once the store has answered.
         has_ended: Set once the thread has.
+        watched: Paths whose failures this rank notices, and the failure that was posted there, as far as it knows.
         heartbeats: Those of other ranks, as far as they were read.
         lost: Why the store cannot be used any more.
     """
@@ -145,7 +139,7 @@ class StoreChannel:
         self.is_open, self.has_ended = threading.Event(), threading.Event()
         self.heartbeats: dict[int, Heartbeat] = {}
         self.lost: RankFailure | None = None
-        self._watched: dict[str, RankFailure | None] = {}
+        self.watched: dict[str, RankFailure | None] = {}
         self._clock = AwakeClock()
         self._calls: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="lightning_automodel channel", daemon=True)
@@ -156,30 +150,16 @@ class StoreChannel:
 
     # --- Failures -----------------------------------------------------------------------------------------------------
 
-    def watch(self, path: str) -> None:
-        """From now on, notice a failure that is posted at ``path``."""
-        self._watched[path] = None
-
-    def stop_watching(self, path: str) -> None:
-        """Undo :meth:`watch`."""
-        self._watched.pop(path, None)
-
-    def failure(self, path: str = RUN) -> RankFailure | None:
-        """The failure that was posted at a watched path, as far as this rank knows."""
-        return self._watched.get(path)
-
     def raise_failure(self, path: str) -> None:
-        """Raise what was posted at ``path`` or ended the whole run, if anything was.
-
-        Raises:
-            RankFailedError: With the failure, or if the store is lost.
-        """
+        """Raise ``RankFailedError`` if a failure was posted at ``path`` or ended the run, or the store is lost."""
         self.call(self.read_failures)
-        self._raise_known(path)
+        for each in (path, RUN):
+            if (failure := self.watched.get(each)) is not None:
+                raise RankFailedError(failure)
 
     def wait_until_known(self, path: str, num_ranks: int, limit_s: float = LINGER_S) -> None:
         """Stay some seconds until ``num_ranks`` know how ``path`` ended: the store may end with this process."""
-        clock = AwakeClock()
+        clock, limit_s = AwakeClock(), min(limit_s, self.timeout_s)
         while clock() < limit_s and self.call(lambda store: store.add(f"{path}/known", 0), limit_s) < num_ranks:
             time.sleep(self._pause(clock()))
 
@@ -201,7 +181,7 @@ class StoreChannel:
         if self.lost is None:
             self.lost = self.lost_store(f"has not answered for {patience_s:g} s")
         # The store often ends because of a failure that this rank knows already.
-        raise RankFailedError(next((failure for failure in self._watched.values() if failure), self.lost))
+        raise RankFailedError(next((failure for failure in self.watched.values() if failure), self.lost))
 
     def wait_for(
         self,
@@ -210,7 +190,7 @@ class StoreChannel:
         path: str,
         limit_s: float,
     ) -> T:
-        """Look until there is something, as long as those who are waited for send heartbeats.
+        """Look until there is something, as long as the ranks that are still waited for send heartbeats.
 
         Args:
             look: Returns what it found, else None.
@@ -221,16 +201,10 @@ class StoreChannel:
         Raises:
             RankFailedError: If a failure was posted, the store is lost, or ranks are silent or late.
         """
-
-        def read_and_look(store: dist.Store) -> T | None:
-            self.read_failures(store)
-            return look(store)
-
         clock, next_check_s = AwakeClock(), self.timeout_s / 10
         while True:
-            found = self.call(read_and_look)
-            self._raise_known(path)
-            if found is not None:
+            self.raise_failure(path)
+            if (found := self.call(look)) is not None:
                 return found
             if clock() > next_check_s:
                 # Not often, as everybody looks at everybody's heartbeats.
@@ -241,6 +215,29 @@ class StoreChannel:
                     raise RankFailedError(self._missing(silent or list(ranks), clock()))
             time.sleep(self._pause(clock()))
 
+    def gather(self, at: str, ranks: Sequence[int], value: str, path: str, limit_s: float) -> list[str]:
+        """Wait as :meth:`wait_for` until all of ``ranks`` have come to ``at``, each with a value.
+
+        Returns the values in the order of ``ranks``, the same on all of them.
+        """
+        keys = {rank: f"{at}/{rank}" for rank in ranks}
+
+        def arrive(store: dist.Store) -> None:
+            store.set(keys[self.rank], value)
+            if store.add(f"{at}/arrived", 1) == len(keys):
+                # For all to read one key, in place of everybody's.
+                store.set(f"{at}/all", json.dumps([each.decode() for each in store.multi_get(list(keys.values()))]))
+
+        def look(store: dist.Store) -> bytes | None:
+            return store.get(f"{at}/all") if store.check([f"{at}/all"]) else None
+
+        def absent(store: dist.Store) -> list[int]:
+            return [rank for rank, key in keys.items() if not store.check([key])]
+
+        self.call(arrive)
+        values: list[str] = json.loads(self.wait_for(look, absent, path, limit_s))
+        return values
+
     def close(self) -> None:
         """Say that this rank is done, unless the run failed, and end the thread; one that is stuck is left behind."""
         self._calls.put(None)
@@ -250,9 +247,9 @@ class StoreChannel:
 
     def read_failures(self, store: dist.Store) -> None:
         """Notice new failures of the watched paths, and let those that posted them know."""
-        for path, known in list(self._watched.items()):
+        for path, known in list(self.watched.items()):
             if known is None and store.check([f"{path}/failure"]):
-                self._watched[path] = RankFailure.from_bytes(store.get(f"{path}/failure"))
+                self.watched[path] = RankFailure.from_bytes(store.get(f"{path}/failure"))
                 store.add(f"{path}/known", 1)
 
     def read_heartbeats(self, store: dist.Store, ranks: Sequence[int]) -> dict[int, Heartbeat]:
@@ -320,7 +317,7 @@ class StoreChannel:
                         break
                     function, answer = call
                     answer.set_result(function(store))
-            if self.failure() is None:
+            if self.watched.get(RUN) is None:
                 store.set(f"heartbeat/{self.rank}", FINISHED.decode())
         except Exception as error:
             if not isinstance(error, (dist.DistError, OSError)):
@@ -352,11 +349,6 @@ class StoreChannel:
         self._exchange(store)
         self.beats += 1
         self.is_open.set()
-
-    def _raise_known(self, path: str) -> None:
-        for each in (path, RUN):
-            if (failure := self._watched.get(each)) is not None:
-                raise RankFailedError(failure)
 
     def _pause(self, waited_s: float) -> float:
         """The longer a wait takes, the more seldom the store is asked."""

@@ -17,40 +17,27 @@ class StopAgreement:
     not to pass the step it is in, then waits at the next; the last to promise decides on one step after the farthest.
     No rank can have passed that, and none communicates or waits before somebody has asked.
 
-    Args:
-        rank: This rank.
-        world_size: Number of ranks, all of which take the same steps.
-
     Attributes:
+        step: The step that this rank is in, from 1; 0 before the first.
+        last_step: The one after which all stop, once that is decided.
         asked_by: The rank that asked first; None before.
-        is_asked_here: Whether this rank asked to stop, for good.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._lock = threading.Lock()
-        self._step = 0
         self._reason: str | None = None
         self._promise: int | None = None
-        self._last_step: int | None = None
         self._is_decided = threading.Event()
         self._requeues = False
+        self.step = 0
+        self.last_step: int | None = None
         self.asked_by: int | None = None
-
-    @property
-    def steps_have_begun(self) -> bool:
-        """Whether the ranks have begun to take steps together."""
-        return self._step > 0
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether the last step is known."""
-        return self._last_step is not None
 
     @property
     def requeues(self) -> bool:
         """Whether all ranks stop after one step to save and requeue."""
-        return self.is_decided and self._requeues
+        return self.last_step is not None and self._requeues
 
     @property
     def is_asked_here(self) -> bool:
@@ -64,21 +51,18 @@ class StopAgreement:
     def begin_step(self, step: int, longest_wait_s: float) -> bool:
         """Begin ``step``; wait for the decision if this rank has promised not to pass the one before.
 
-        Every rank must call it at every step that all ranks take. Not a collective.
-
-        Args:
-            step: Number of the step, the same on all ranks, from 1.
-            longest_wait_s: Seconds to wait at most, in case that another rank never promises.
+        Every rank must call it at every step that all ranks take. Not a collective. Another rank may never promise, so
+        the wait has a limit.
 
         Returns:
             Whether this is the last step.
         """
         with self._lock:
-            self._step = step
+            self.step = step
             has_promised = self._promise is not None
         if has_promised:
             self._is_decided.wait(longest_wait_s)
-        return self._last_step is not None and self._step >= self._last_step
+        return self.last_step is not None and self.step >= self.last_step
 
     def leave(self, store: dist.Store) -> None:
         """Take no further step: whoever asks later need not wait for this rank."""
@@ -92,13 +76,10 @@ class StopAgreement:
     def exchange(self, store: dist.Store, request: bytes, decision: bytes) -> None:
         """Take part in the agreement; called again and again by a thread of every rank.
 
-        Args:
-            store: Where the ranks agree; :data:`REQUEST` and :data:`DECISION` hold ``NONE`` at first.
-            request: Newest value of :data:`REQUEST`.
-            decision: Newest value of :data:`DECISION`.
+        ``request`` and ``decision`` are the newest values of :data:`REQUEST` and :data:`DECISION`, at first ``NONE``.
         """
         if decision != NONE:
-            self._last_step = int(decision)
+            self.last_step = int(decision)
             self._is_decided.set()
         elif request == NONE and self._reason is not None:
             store.compare_set(REQUEST, NONE.decode(), f"{self._rank} {self._reason}")
@@ -110,7 +91,7 @@ class StopAgreement:
     def _make_promise(self, store: dist.Store, step: int | None = None) -> None:
         # The lock keeps the main thread from beginning a step between reading its number and promising it.
         with self._lock:
-            self._promise = self._step if step is None else step
+            self._promise = self.step if step is None else step
         store.set(f"stop/promise/{self._rank}", str(self._promise))
         if store.add("stop/promises", 1) == self._world_size:
             promises = store.multi_get([f"stop/promise/{rank}" for rank in range(self._world_size)])

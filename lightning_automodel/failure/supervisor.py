@@ -1,14 +1,14 @@
 """The Trainer's function runs inside of this, so that all ranks leave together."""
 
 import logging
-import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.distributed import first_rank, process_group
@@ -36,22 +36,14 @@ class Supervisor:
         weights_only: What the user told ``fit``, ``validate``, ``test`` or ``predict`` about loading checkpoints.
     """
 
-    _current: ClassVar[Watchdog | None] = None
-    _has_joined: ClassVar[bool] = False
-    _ended: ClassVar[tuple[int, str] | None] = None
-    _unclosed: "ClassVar[Supervisor | None]" = None
-
     def __init__(self, before_telling: Callable[[], None] = lambda: None) -> None:
         self._before_telling = before_telling
         self._watchdog: Watchdog | None = None
-        self._enclosing: Watchdog | None = None
-        self._where: Callable[[], str] = _in_set_up
         self._timeout_s = 0.0
         self._previous_handler: Any = None
         self._handler_process: int | None = None
         self._is_running = False
-        self._has_failed = False
-        self._failed_at = 0.0
+        self._failed_at: float | None = None
         self.weights_only: bool | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -60,10 +52,10 @@ class Supervisor:
         Raises:
             RankFailedError: If another rank failed; from the exception that this led to here.
         """
-        if Supervisor._unclosed is not None:
+        if _process.unclosed is not None:
             # A callback's `on_exception` raised in an earlier run, so that Lightning did not tear it down.
-            Supervisor._unclosed.close()
-        self._is_running, self._has_failed = True, False
+            _process.unclosed.close()
+        self._is_running, self._failed_at = True, None
         self.weights_only = lightning_internals.told_weights_only(function, args, kwargs)
         try:
             result = function(*args, **kwargs)
@@ -72,8 +64,8 @@ class Supervisor:
             self._end()
             raise
         except BaseException as exception:
-            self._has_failed, self._failed_at = True, time.monotonic()
-            Supervisor._unclosed = self
+            self._failed_at = time.monotonic()
+            _process.unclosed = self
             if self._watchdog is not None and self._watchdog.failure is None:
                 self._before_telling()
             self._raise_cause(exception)
@@ -87,20 +79,19 @@ class Supervisor:
     def watch(self, timeout: timedelta, where: Callable[[], str]) -> None:
         """Start to watch the other ranks; nothing in a world of one. Every rank must call it, after joining.
 
-        Args:
-            timeout: Within which this rank leaves when another misses its heartbeats.
-            where: Tells the hook that this rank is in; called by another thread.
+        This rank leaves within ``timeout`` when another misses its heartbeats. Another thread calls ``where``, which
+        tells the hook that this rank is in.
         """
         self._end()
         if process_group.group_size() == 1:
             return
-        self._where, self._timeout_s = where, timeout.total_seconds()
-        handles_sigterm = self._patch_sigterm()
-        self._watchdog = Watchdog(timeout, where, _interrupt_main_thread if handles_sigterm else None)
-        self._enclosing, Supervisor._current, Supervisor._has_joined = Supervisor._current, self._watchdog, True
+        self._timeout_s = timeout.total_seconds()
+        self._watchdog = Watchdog(timeout, where, raises_on_sigterm=self._patch_sigterm())
+        _process.watchdogs.append(self._watchdog)
+        _process.has_joined, first_rank.run_channel = True, self._watchdog.channel
         self._watchdog.start()
-        if Supervisor._ended is not None:
-            self._watchdog.report_end(*Supervisor._ended)
+        if _process.ended is not None:
+            self._watchdog.report_end(*_process.ended)
 
     def begin_step(self, step: int, is_training: bool) -> bool:
         """Begin a step that every rank takes.
@@ -137,51 +128,24 @@ class Supervisor:
         if self._watchdog is not None:
             self._watchdog.stop.ask(REQUEUE)
 
-    @classmethod
-    def report_end(cls, rank: int, how: str) -> bool:
-        """Post that the process of ``rank`` ended, unless it has posted why; False before this process has joined.
-
-        Between two runs, it is posted when the next one begins.
-        """
-        watchdog = cls._current
-        if watchdog is not None:
-            watchdog.report_end(rank, how)
-        elif cls._ended is None:
-            cls._ended = rank, how
-        return cls._has_joined
-
     @property
     def has_failed(self) -> bool:
         """Whether this rank is leaving after a failure, of itself or of another rank."""
-        return self._has_failed
-
-    @classmethod
-    def report_launcher(cls, how: str) -> bool:
-        """Post that what started the ranks is gone or gives up; False before this process has joined."""
-        watchdog = cls._current
-        if watchdog is not None:
-            watchdog.report_launcher(how)
-        return cls._has_joined
-
-    @classmethod
-    def forget_inherited_runs(cls) -> None:
-        """In a forked process: what its parent has run, it has not."""
-        cls._current, cls._has_joined, cls._ended, cls._unclosed = None, False, None, None
-        first_rank.run_channel = None
+        return self._failed_at is not None
 
     def close(self) -> None:
         """After a failure, end the watch and leave what this package made of process groups, in half a minute at most.
 
         Where nothing failed, :meth:`run` ends the watch itself, after the last hook.
         """
-        if self._is_running and not self._has_failed:
+        if self._is_running and not self.has_failed:
             return
-        if self._has_failed and self._watchdog is not None:
+        if self.has_failed and self._watchdog is not None:
             self._watchdog.wait_until_failure_is_known(LINGER_AFTER_FAILURE_S)
         self._end()
-        if Supervisor._unclosed is self:
-            Supervisor._unclosed = None
-        if self._has_failed and process_group.group_size() > 1:
+        if _process.unclosed is self:
+            _process.unclosed = None
+        if self.has_failed and process_group.group_size() > 1:
             process_group.call_leaving_hooks()
             last_resort = threading.Timer(LONGEST_LEAVING_S, os._exit, (1,))
             last_resort.daemon = True
@@ -192,7 +156,9 @@ class Supervisor:
     def _end(self) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
-            Supervisor._current, self._watchdog, self._enclosing = self._enclosing, None, None
+            _process.watchdogs.remove(self._watchdog)
+            first_rank.run_channel = _process.watchdogs[-1].channel if _process.watchdogs else None
+            self._watchdog = None
         self._restore_sigterm()
 
     def _raise_what_came_late(self) -> None:
@@ -211,21 +177,19 @@ class Supervisor:
         watchdog = self._watchdog
         if isinstance(exception, lightning_internals.SIGTERMException):
             exception.code = exception.code or SIGTERM_STATUS
-            if watchdog is not None and watchdog.stop.is_decided:
+            if watchdog is not None and watchdog.stop.last_step is not None:
                 watchdog.acknowledge()
                 return
         if watchdog is None:
             return
-        failure = watchdog.explain(exception, lightning_internals.failing_hook(exception) or self._where())
+        failure = watchdog.explain(exception, lightning_internals.failing_hook(exception))
         if failure is not None:
             log.error("This rank leaves, since %s.", failure)
+            if failure.error == KeyboardInterrupt.__name__:
+                # Ctrl-C reaches all ranks of a terminal, but one that waits for another in a collective hears of that
+                # one's interrupt first: on both it is the user's wish, not a failure with a traceback.
+                raise KeyboardInterrupt from exception
             raise RankFailedError(failure) from exception
-        if watchdog.failed_alike and multiprocessing.parent_process() is None:
-            # The mistake is in the code or in all data, and one traceback is enough. Workers send theirs to the
-            # launching process, which chooses one.
-            exception.add_note("Another rank raised the same before, in the same line: its traceback is printed whole.")
-            exception.__cause__, exception.__suppress_context__ = None, True
-            raise exception.with_traceback(None)
 
     # --- SIGTERM ------------------------------------------------------------------------------------------------------
 
@@ -248,7 +212,7 @@ class Supervisor:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return
-        if self._has_failed:
+        if self._failed_at is not None:
             # A launcher ends the ranks that are left, by SIGTERM: let this one tell the cause, but not for ever.
             if time.monotonic() - self._failed_at > LONGEST_LEAVING_S:
                 self._restore_sigterm()
@@ -259,16 +223,50 @@ class Supervisor:
             raise RankFailedError(watchdog.failure)
         if callable(self._previous_handler):
             self._previous_handler(signum, frame)
-        if watchdog is None or not watchdog.stop.steps_have_begun:
+        if watchdog is None or watchdog.stop.step == 0:
             raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
         watchdog.stop.ask()
 
 
-def _in_set_up() -> str:
-    return "set-up"
+# --- This process, which may have several runs, also one inside another -----------------------------------------------
 
 
-def _interrupt_main_thread() -> None:
-    """Let the main thread run its handler of SIGTERM, also while it sleeps in a system call."""
-    if hasattr(signal, "pthread_kill"):
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+@dataclass
+class _Process:
+    """What outlasts a run.
+
+    Attributes:
+        watchdogs: Those of the runs that it is in, innermost last.
+        has_joined: Whether it ever was in one.
+        ended: The process that was the first to end between two runs, and how.
+        unclosed: A run that failed and was not torn down.
+    """
+
+    watchdogs: list[Watchdog] = field(default_factory=list)
+    has_joined: bool = False
+    ended: tuple[int, str] | None = None
+    unclosed: Supervisor | None = None
+
+
+_process = _Process()
+
+
+def report_end(rank: int, how: str) -> bool:
+    """Post that the process of ``rank``, or of ``LAUNCHER``, ended, unless it has posted why.
+
+    Between two runs, it is posted when the next one begins.
+
+    Returns:
+        False before this process has joined the others.
+    """
+    if _process.watchdogs:
+        _process.watchdogs[-1].report_end(rank, how)
+    elif _process.ended is None:
+        _process.ended = rank, how
+    return _process.has_joined
+
+
+def forget_inherited_runs() -> None:
+    """In a forked process: what its parent has run, it has not."""
+    global _process
+    _process, first_rank.run_channel = _Process(), None

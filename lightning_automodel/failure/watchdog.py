@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed import connections, first_rank
+from lightning_automodel.distributed import connections
 from lightning_automodel.distributed.failures import (
     LAUNCHER,
     MISSED_HEARTBEATS,
@@ -54,34 +55,30 @@ class Watchdog:
         timeout: Within which this rank leaves when another misses its heartbeats: they may be missing for some seconds
             less, at least for half of it.
         where: Tells the hook that this rank is in; called by a thread.
-        interrupt: Makes the main thread raise; None where nothing can.
+        raises_on_sigterm: Whether the main thread has a handler of SIGTERM that raises where there is a failure.
 
     Attributes:
+        channel: The run's channel between ranks.
         stop: Settles after which step all ranks stop.
         training_step: Number of the newest training step that this rank began; all ranks take the same ones.
-        failed_alike: Whether this rank raised what another one had raised before, in the same line.
     """
 
-    def __init__(
-        self, timeout: timedelta, where: Callable[[], str], interrupt: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, timeout: timedelta, where: Callable[[], str], raises_on_sigterm: bool) -> None:
         world = dist.group.WORLD
         assert world is not None
         self._timeout_s = timeout.total_seconds()
-        self._interrupt = interrupt
+        self._where, self._raises_on_sigterm = where, raises_on_sigterm
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._failure: RankFailure | None = None
         self._has_posted_own = self._has_answered = self._has_keys = False
         self._is_noticed, self._is_closed = threading.Event(), threading.Event()
         self.stop = StopAgreement(self._rank, self._world_size)
         self.training_step = 0
-        self.failed_alike = False
         _runs[world] = _runs.get(world, 0) + 1
         silence_s = max(self._timeout_s / 2, self._timeout_s - TIME_TO_LEAVE_S)
-        self._channel = StoreChannel(f"lightning_automodel/run/{_runs[world]}", silence_s, where, self._exchange)
-        self._channel.watch(RUN)
+        self.channel = StoreChannel(f"lightning_automodel/run/{_runs[world]}", silence_s, where, self._exchange)
+        self.channel.watched[RUN] = None
         self._thread = threading.Thread(target=self._watch, name="lightning_automodel watchdog", daemon=True)
-        self._outer_channel = first_rank.run_channel
 
     def start(self) -> None:
         """Start the threads, and wait for a first answer. Every rank of the default group must do so, equally often.
@@ -89,11 +86,10 @@ class Watchdog:
         Raises:
             RankFailedError: If the store does not answer, or another rank failed already.
         """
-        first_rank.run_channel = self._channel
-        self._channel.start()
+        self.channel.start()
         self._thread.start()
         # The watchdog's limit ends this wait, too.
-        while not self._channel.is_open.wait(self._channel.interval_s) and self.failure is None:
+        while not self.channel.is_open.wait(self.channel.interval_s) and self.failure is None:
             pass
         if self.failure is not None:
             raise RankFailedError(self.failure)
@@ -102,72 +98,43 @@ class Watchdog:
         """Say that this rank is done, and end the threads. Not a collective; may be called twice."""
         if not self._is_closed.is_set() and self.failure is None:
             with contextlib.suppress(RankFailedError):
-                self._channel.call(self.stop.leave, LINGER_S)
+                self.channel.call(self.stop.leave, LINGER_S)
         self._is_closed.set()
-        if first_rank.run_channel is self._channel:
-            first_rank.run_channel = self._outer_channel
-        self._channel.close()
-        self._thread.join(1 + 2 * self._channel.interval_s)
+        self.channel.close()
+        self._thread.join(1 + 2 * self.channel.interval_s)
 
     @property
     def failure(self) -> RankFailure | None:
         """Another rank's failure, once this rank knows of it."""
-        return self._failure or self._channel.failure()
+        return self._failure or self.channel.watched[RUN]
 
     def report_end(self, rank: int, how: str) -> None:
-        """Post that the process of ``rank`` ended, unless it has posted why or was done.
-
-        Args:
-            rank: A rank whose process this one can see.
-            how: What is known, such as ``"ended with exit status 3"``.
-        """
+        """Post that the process of ``rank``, or of the ``LAUNCHER``, ended, unless it has posted why or was done."""
 
         def post(store: dist.Store) -> None:
-            beat = self._channel.read_heartbeats(store, [rank])[rank]
-            if not beat.finished:
-                post_failure(
-                    store, RUN, RankFailure(rank, beat.host, beat.where, MISSED_HEARTBEATS, f"its process {how}")
-                )
+            failure = RankFailure(LAUNCHER, self.channel.host, "", MISSED_HEARTBEATS, how)
+            if rank != LAUNCHER:
+                beat = self.channel.read_heartbeats(store, [rank])[rank]
+                if beat.finished:
+                    return
+                failure = RankFailure(rank, beat.host, beat.where, MISSED_HEARTBEATS, f"its process {how}")
+            post_failure(store, RUN, failure)
 
         with contextlib.suppress(RankFailedError):
-            self._channel.call(post)
-
-    def report_launcher(self, how: str) -> None:
-        """Post that what started the ranks is gone or gives up.
-
-        Args:
-            how: What is known, such as ``"which started the ranks, ended"``.
-        """
-        failure = RankFailure(LAUNCHER, self._channel.host, "", MISSED_HEARTBEATS, how)
-        with contextlib.suppress(RankFailedError):
-            self._channel.call(lambda store: post_failure(store, RUN, failure))
+            self.channel.call(post)
 
     def wait_for_all(self) -> int | None:
         """Wait until every rank is through its last hook, or one has failed. A collective, through the store alone.
 
         Returns:
             A rank that received SIGTERM, whether or not they had agreed on a last step; None where none did, or one
-            failed. The same on all ranks.
+            failed. The same on all ranks, though a signal may come at any time.
         """
-        channel, keys = self._channel, [f"{END}/{rank}" for rank in range(self._world_size)]
-
-        def arrive(store: dist.Store) -> None:
-            store.compare_set(ENDED, NONE.decode(), f"{self._rank}|{channel.host}|{self.training_step}")
-            store.set(keys[self._rank], str(self._rank) if self.stop.is_asked_here else "")
-            if store.add(f"{END}/arrived", 1) == self._world_size:
-                # One of them decides for all: a signal may come at any time.
-                asked_by = [value.decode() for value in store.multi_get(keys) if value]
-                store.set(f"{END}/all", (asked_by or [NONE.decode()])[0])
-
-        def look(store: dist.Store) -> bytes | None:
-            return store.get(f"{END}/all") if store.check([f"{END}/all"]) else None
-
-        def absent(store: dist.Store) -> list[int]:
-            return [rank for rank, key in enumerate(keys) if not store.check([key])]
-
+        channel, last_step = self.channel, f"{self._rank}|{self.channel.host}|{self.training_step}"
+        asked_by = str(self._rank) if self.stop.is_asked_here else ""
         try:
-            channel.call(arrive)
-            asked_by = channel.wait_for(look, absent, RUN, limit_s=self._timeout_s)
+            channel.call(lambda store: store.compare_set(ENDED, NONE.decode(), last_step))
+            told = channel.gather(END, range(self._world_size), asked_by, RUN, self._timeout_s)
         except RankFailedError as error:
             self._failure = self.failure or self._post(error.failure)
             return None
@@ -177,7 +144,7 @@ class Watchdog:
             channel.call(lambda store: store.add(f"{END}/known", 1), LINGER_S)
             if self._rank == 0:
                 channel.wait_until_known(END, self._world_size)
-        return None if asked_by == NONE else int(asked_by)
+        return next((int(rank) for rank in told if rank), None)
 
     def wait_until_failure_is_known(self, limit_s: float) -> None:
         """Say that this rank knows of the failure. Rank 0, whose process may host the store, stays until all do.
@@ -186,9 +153,9 @@ class Watchdog:
             limit_s: Seconds to stay at most.
         """
         with contextlib.suppress(RankFailedError):
-            self._channel.call(self._channel.read_failures, limit_s)
+            self.channel.call(self.channel.read_failures, limit_s)
             if self._rank == 0:
-                self._channel.wait_until_known(RUN, self._world_size, limit_s)
+                self.channel.wait_until_known(RUN, self._world_size, limit_s)
 
     def acknowledge(self) -> None:
         """Say that the main thread leaves already, so that nothing need make it."""
@@ -196,80 +163,71 @@ class Watchdog:
 
     # --- Leaving because of an exception ------------------------------------------------------------------------------
 
-    def explain(self, exception: BaseException, where: str) -> RankFailure | None:
+    def explain(self, exception: BaseException, hook: str | None) -> RankFailure | None:
         """Find the other rank's failure that ``exception`` follows from, else post it as this rank's own.
 
-        Args:
-            exception: What the main thread is about to leave with.
-            where: The hook that raised it.
-
         Returns:
-            The failure of another rank if it is the cause; None if the exception is this rank's own.
+            The failure of another rank if it is the cause; None if the exception, raised in ``hook``, is this rank's.
         """
         try:
             if isinstance(exception, RankFailedError):
                 return exception.failure
-            if not self._channel.is_open.is_set() or self._is_closed.is_set():
+            if not self.channel.is_open.is_set() or self._is_closed.is_set():
                 return self.failure
-            own = RankFailure.from_exception(exception, self._rank, where)
+            own = RankFailure.from_exception(exception, self._rank, hook or self._where())
             self._has_posted_own = True
             if not is_communication_error(exception):
-                first = self._post(own)
-                self.failed_alike = first.rank != self._rank and first.is_like(own)
+                self._post(own)
                 return None
-            culprit = self.failure or self._post(self._search(own) or self._with_positions(own, exception))
+            culprit = self.failure or self._post(self._search(own, exception))
             return None if culprit.rank == self._rank else culprit
         finally:
             self._is_noticed.set()
 
     def _post(self, failure: RankFailure) -> RankFailure:
         try:
-            return self._channel.call(lambda store: post_failure(store, RUN, failure))
+            return self.channel.call(lambda store: post_failure(store, RUN, failure))
         except RankFailedError as error:
             return self.failure or error.failure
 
-    def _search(self, own: RankFailure) -> RankFailure | None:
+    def _search(self, own: RankFailure, exception: BaseException) -> RankFailure:
         """Wait a moment for another rank's failure, or for a rank that misses its heartbeats or is stuck.
 
         A collective failed: the other ranks are asked where they are. One that is in none is the one that was waited
-        for; it is the answer itself that tells it from one that died.
+        for; it is the answer itself that tells it from one that died. Where all are alive and wait, but not in one
+        collective, the failure is this rank's own, with a note of where the others are.
         """
-        channel = self._channel
+        channel, clock = self.channel, AwakeClock()
         search_s = max(SEARCH_S, 6 * channel.interval_s)
         others = [rank for rank in range(self._world_size) if rank != self._rank]
-        clock = AwakeClock()
-        self._positions: dict[int, tuple[bool, str]] = {}
+        positions: dict[int, tuple[bool, str]] = {}
 
         def ask(store: dist.Store) -> list[int]:
             store.set(QUESTION, "?")
             for rank in others:
-                if rank not in self._positions and store.check([f"position/{rank}"]):
-                    self._positions[rank] = json.loads(store.get(f"position/{rank}"))
+                if rank not in positions and store.check([f"position/{rank}"]):
+                    positions[rank] = json.loads(store.get(f"position/{rank}"))
             return channel.silent(store, others, search_s - 2 * channel.interval_s)
 
         try:
-            while clock() < search_s and len(self._positions) < len(others):
+            while clock() < search_s and len(positions) < len(others):
                 silent = channel.call(ask)
                 channel.raise_failure(RUN)
                 time.sleep(channel.interval_s / 2)
         except RankFailedError as error:
             return error.failure
-        stuck = next((rank for rank, (waits, _) in sorted(self._positions.items()) if not waits), None)
-        if stuck is not None:
-            beat = channel.heartbeats[stuck]
-            cause = own.message.partition("\n")[0]
-            message = f"it is at {self._positions[stuck][1]}; rank {self._rank} waited for it in {own.where}: {cause}"
-            return RankFailure(stuck, beat.host, beat.where, STUCK, message)
-        unheard = [rank for rank in silent if rank not in self._positions]
-        return channel.missed_heartbeats(unheard[0]) if unheard else None
-
-    def _with_positions(self, own: RankFailure, exception: BaseException) -> RankFailure:
-        """Add to both where the other ranks are, for all of them are alive and wait, but not in one collective."""
-        beats = self._channel.heartbeats
-        others = ", ".join(
-            f"rank {rank} in {beats[rank].where} at {at}" for rank, (_, at) in sorted(self._positions.items())
+        beats = channel.heartbeats
+        for rank, (waits, at) in sorted(positions.items()):
+            if not waits:
+                cause = own.message.partition("\n")[0]
+                message = f"it is at {at}; rank {self._rank} waited for it in {own.where}: {cause}"
+                return RankFailure(rank, beats[rank].host, beats[rank].where, STUCK, message)
+        if unheard := [rank for rank in silent if rank not in positions]:
+            return channel.missed_heartbeats(unheard[0])
+        all_wait = ", ".join(
+            f"rank {rank} in {beats[rank].where} at {at}" for rank, (_, at) in sorted(positions.items())
         )
-        note = f"All ranks are alive and wait for each other. When this was raised on rank {self._rank}: {others}."
+        note = f"All ranks are alive and wait for each other. When this was raised on rank {self._rank}: {all_wait}."
         exception.add_note(note)
         return replace(own, message=f"{own.message}\n{note}")
 
@@ -287,42 +245,39 @@ class Watchdog:
         if question != NONE and not self._has_answered:
             store.set(f"position/{self._rank}", json.dumps(main_thread_position()))
             self._has_answered = True
-        if self._is_closed.is_set() or self._channel.failure() is not None:
+        if self._is_closed.is_set() or self.channel.watched[RUN] is not None:
             return
-        if ended != NONE and (failure := self._left_alone(ended)) is not None:
-            post_failure(store, RUN, failure)
-        # Each rank is watched by the one before it, so that no rank reads all heartbeats; and rank 0 by all, because
-        # it may host the store, and its death is then no longer to be told.
-        for rank in self._channel.silent(store, sorted({0, self._next_rank()} - {self._rank})):
-            post_failure(store, RUN, self._channel.missed_heartbeats(rank))
-
-    def _next_rank(self) -> int:
-        """The first rank after this one that is not known to be done."""
-        beats = self._channel.heartbeats
+        if ended != NONE:
+            self._post_if_left_alone(store, *ended.decode().split("|"))
+        # Each rank is watched by the one before it that is not known to be done, so that no rank reads all heartbeats;
+        # and rank 0 by all, because it may host the store, and its death is then no longer to be told.
+        beats = self.channel.heartbeats
         following = ((self._rank + offset) % self._world_size for offset in range(1, self._world_size))
-        return next((rank for rank in following if rank not in beats or not beats[rank].finished), self._rank)
+        watched = next((rank for rank in following if rank not in beats or not beats[rank].finished), self._rank)
+        for rank in self.channel.silent(store, sorted({0, watched} - {self._rank})):
+            post_failure(store, RUN, self.channel.missed_heartbeats(rank))
 
-    def _left_alone(self, ended: bytes) -> RankFailure | None:
-        """The fault of the rank that came first to its end, if this rank takes steps that it did not take."""
-        rank, host, last_step = ended.decode().split("|")
-        if self.training_step <= int(last_step):
-            return None
-        message = (
-            f"it ended its run after training step {last_step}, but rank {self._rank} is in step {self.training_step}: "
-            "give all ranks equally many batches, and set trainer.should_stop on all of them or on none"
-        )
-        return RankFailure(int(rank), host, "fit", "RuntimeError", message)
+    def _post_if_left_alone(self, store: dist.Store, rank: str, host: str, last_step: str) -> None:
+        """Post the fault of the rank that came first to its end, if this rank takes steps that it did not take."""
+        if self.training_step > int(last_step):
+            message = (
+                f"it ended its run after training step {last_step}, but rank {self._rank} is in step "
+                f"{self.training_step}: give all ranks equally many batches, and set trainer.should_stop on all of "
+                "them or on none"
+            )
+            post_failure(store, RUN, RankFailure(int(rank), host, "fit", "RuntimeError", message))
 
     # --- The second thread --------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Make this rank leave once there is a failure, or no answer from the store."""
-        channel, clock = self._channel, AwakeClock()
+        channel, clock = self.channel, AwakeClock()
         beats, answered_s = 0, 0.0
         while not self._is_closed.wait(min(channel.interval_s, 1.0)) and self.failure is None:
             if channel.beats != beats:
                 beats, answered_s = channel.beats, clock()
-            if channel.lost is not None and not self._host_is_done():
+            host_is_done = 0 in channel.heartbeats and channel.heartbeats[0].finished
+            if channel.lost is not None and not host_is_done:
                 self._failure = channel.lost
             elif clock() - answered_s > channel.timeout_s:
                 self._failure = channel.lost_store("does not answer")
@@ -332,29 +287,24 @@ class Watchdog:
             return
         self._leave(failure)
 
-    def _host_is_done(self) -> bool:
-        return 0 in self._channel.heartbeats and self._channel.heartbeats[0].finished
-
     def _leave(self, failure: RankFailure) -> None:
         """Make the main thread leave: gently, then by a signal, then by ending the process."""
         if self._is_noticed.is_set():
             return
         world = dist.group.WORLD
         connections.abort_connections(None if world is None else world.get_group_store())
-        if self._is_noticed_within(INTERRUPT_AFTER_S):
+        if self._is_noticed.wait(INTERRUPT_AFTER_S) or self._is_closed.is_set():
             return
-        if self._interrupt is not None:
-            self._interrupt()
-        if self._is_noticed_within(KILL_AFTER_S - INTERRUPT_AFTER_S):
+        if self._raises_on_sigterm and hasattr(signal, "pthread_kill"):
+            # The handler then runs also while that thread sleeps in a system call.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        if self._is_noticed.wait(KILL_AFTER_S - INTERRUPT_AFTER_S) or self._is_closed.is_set():
             return
         try:
-            print(f"rank {self._rank} on {self._channel.host} leaves, since {failure}. It stood at:", file=sys.stderr)
+            print(f"rank {self._rank} on {self.channel.host} leaves, since {failure}. It stood at:", file=sys.stderr)
             faulthandler.dump_traceback(all_threads=True)
         finally:
             os._exit(1)
-
-    def _is_noticed_within(self, seconds: float) -> bool:
-        return self._is_noticed.wait(seconds) or self._is_closed.is_set()
 
 
 def main_thread_position() -> tuple[bool, str]:

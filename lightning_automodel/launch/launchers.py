@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 import torch.multiprocessing
 from lightning.fabric.plugins import ClusterEnvironment
@@ -24,28 +22,19 @@ from typing_extensions import override
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.distributed import process_group, rendezvous
-from lightning_automodel.distributed.failures import RankFailedError
+from lightning_automodel.failure import supervisor
 from lightning_automodel.failure.supervisor import Supervisor
-from lightning_automodel.launch.pickling import ByValue, find_unpicklable
+from lightning_automodel.launch.pickling import ByValue
 from lightning_automodel.launch.results import collect, restore
 from lightning_automodel.launch.workers import (
     WorkerReport,
     Workers,
     describe_exit,
     follow_launching_process,
-    report_end,
+    tell_guard,
 )
 
 POLL_S = 0.25
-
-# What decides what a run computes, and a process that is no fork begins without: how to get it, and how to set it.
-GLOBAL_STATE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (lambda: torch.backends.cudnn.benchmark, partial(setattr, torch.backends.cudnn, "benchmark")),
-    (torch.get_rng_state, torch.set_rng_state),
-    (random.getstate, random.setstate),
-    (np.random.get_state, np.random.set_state),
-)
 
 
 class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
@@ -80,8 +69,8 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
                 rendezvous.share_secret()
             self._call_children_scripts()
             threading.Thread(target=self._observe, name="lightning_automodel launcher", daemon=True).start()
-        share_cores(self.num_processes)
-        return run_guarded(self._guard, function, *args, **kwargs)
+        lightning_internals.share_cores(self.num_processes)
+        return self._guard.run(function, *args, **kwargs)
 
     def _observe(self) -> None:
         """Tell the guard of each process that ends, which knows whether it was done; end with the last one."""
@@ -91,7 +80,7 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     status = process.wait(POLL_S / len(running))
                     del running[rank]
-                    if not report_end(rank, describe_exit(status)):
+                    if not tell_guard(rank, describe_exit(status)):
                         self.kill(signal.SIGTERM)
                         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -102,14 +91,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
     Lightning's launcher gathers no shards, calls no ``on_exception`` hooks in the workers, and ends them all when it
     misses one; here the ranks leave together as under any other launcher, each through its own hooks.
 
-    Args:
-        strategy: The strategy of the Trainer.
-        start_method: How Python starts the workers.
-        num_processes: Ranks on this node.
-        num_nodes: Nodes, on each of which this launcher runs.
-        guard: In which each rank runs.
-        get_report: Tells in the first rank what the strategy wants to have in the launching process.
-        set_report: Takes it there.
+    Each rank runs in the guard. What ``get_report`` tells in the first rank, ``set_report`` takes in this process.
     """
 
     def __init__(
@@ -136,7 +118,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
             def run_and_collect(*args: Any, **kwargs: Any) -> bytes | None:
                 return collect(trainer, function(*args, **kwargs), self._get_report())
 
-            return run_guarded(self._guard, run_and_collect, *args, **kwargs)
+            return self._guard.run(run_and_collect, *args, **kwargs)
         if self._already_fit and trainer.state.fn == TrainerFn.FITTING:
             raise NotImplementedError(
                 f"trainer.fit() ran already, in workers of start_method={self._start_method!r} that have ended, and"
@@ -167,7 +149,11 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         variables = {**os.environ, "MASTER_PORT": str(environment.main_port)}
         context = torch.multiprocessing.get_context(self._start_method)
         ours, theirs = zip(*(context.Pipe() for _ in range(self._num_processes)), strict=True)
-        global_state = None if self._start_method == "fork" else [get() for get, _ in GLOBAL_STATE]
+        global_state = None
+        if self._start_method != "fork":
+            # What decides what a run computes, and a process that is no fork begins without.
+            random_states = lightning_internals.collect_rng_states(include_cuda=False)
+            global_state = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, random_states
         try:
             started = torch.multiprocessing.start_processes(
                 _be_worker,
@@ -191,15 +177,16 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         parts = {"the module" if isinstance(value, pl.LightningModule) else "the data": value for value in data}
         parts |= {f"the callback {type(callback).__name__}": callback for callback in trainer.callbacks}  # type: ignore[attr-defined]
         parts |= {f"the logger {type(logger).__name__}": logger for logger in trainer.loggers}
-        found = find_unpicklable({**parts, "the strategy": trainer.strategy, "the Trainer": trainer})
-        if found is not None:
-            where, value, cause = found
-            raise TypeError(
-                f"start_method={self._start_method!r} sends the Trainer, the module and its data to new processes, but"
-                f" {where} ({type(value).__name__}) cannot be pickled: {str(cause).rstrip('.')}. Define it at the top"
-                " level of a module that can be imported, make it in setup(), or pass start_method='fork', or 'popen'"
-                " in a script."
-            ) from error
+        for where, value in {**parts, "the strategy": trainer.strategy, "the Trainer": trainer}.items():
+            try:
+                ByValue(value).__reduce__()
+            except Exception as cause:
+                raise TypeError(
+                    f"start_method={self._start_method!r} sends the Trainer, the module and its data to new processes,"
+                    f" but {where} ({type(value).__name__}) cannot be pickled: {str(cause).rstrip('.')}. Define that at"
+                    " the top level of a module that can be imported, make it in setup(), or pass start_method='fork',"
+                    " or 'popen' in a script."
+                ) from error
 
 
 def _be_worker(local_rank: int, connections: Sequence[Connection], variables: Mapping[str, str], run: ByValue) -> None:
@@ -210,7 +197,7 @@ def _be_worker(local_rank: int, connections: Sequence[Connection], variables: Ma
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if global_state is None:
         process_group.forget_inherited_groups()
-        Supervisor.forget_inherited_runs()
+        supervisor.forget_inherited_runs()
     connection, status = connections[local_rank], 0
     threading.Thread(target=follow_launching_process, args=(connection,), daemon=True).start()
     os.environ.update(variables, LOCAL_RANK=str(local_rank))
@@ -218,9 +205,10 @@ def _be_worker(local_rank: int, connections: Sequence[Connection], variables: Ma
         # OpenMP's threads do not survive a fork: where the parent has used them, this process would wait for them.
         torch.set_num_threads(1)
     else:
-        for (_, set_state), state in zip(GLOBAL_STATE, global_state, strict=True):
-            set_state(state)
-        share_cores(trainer.strategy.num_processes)
+        deterministic, torch.backends.cudnn.benchmark, random_states = global_state
+        torch.set_deterministic_debug_mode(deterministic)
+        lightning_internals.set_rng_states(random_states)
+        lightning_internals.share_cores(trainer.strategy.num_processes)
     try:
         # Calls `on_exception` hooks as well, and the launcher, which then runs the function.
         results = lightning_internals.call_and_handle_interrupt(
@@ -235,31 +223,6 @@ def _be_worker(local_rank: int, connections: Sequence[Connection], variables: Ma
         connection.send(report)
     # Rather than the exception, whose traceback torch would print: the launching process does.
     sys.exit(status)
-
-
-# --- In every rank ----------------------------------------------------------------------------------------------------
-
-
-def run_guarded(guard: Supervisor, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Run the Trainer's function inside of the guard.
-
-    Ctrl-C reaches all ranks of a terminal, but one that waits for another in a collective hears of that one's
-    interrupt first: on both it is the user's wish, not a failure with a traceback.
-    """
-    try:
-        return guard.run(function, *args, **kwargs)
-    except RankFailedError as error:
-        if error.failure.error == KeyboardInterrupt.__name__:
-            raise KeyboardInterrupt from error
-        raise
-
-
-def share_cores(num_processes: int) -> None:
-    """Give each rank of the node its part of the cores, unless OMP_NUM_THREADS says how many threads it has."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // num_processes))
-        os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
 
 
 def make_launcher(

@@ -24,19 +24,18 @@ def collect(trainer: "pl.Trainer", returned: Any, report: Mapping[str, Any]) -> 
     After a fit, sharded weights are gathered, one tensor after the other, into the host memory of the first rank of
     each node, which writes them to a file in the folder for temporary files: both hold the whole weights for a while.
 
-    Args:
-        trainer: This rank's Trainer, after its run.
-        returned: What the run returned.
-        report: What the strategy wants to find in the launching process.
-
     Returns:
-        The results, for :func:`restore`; None on all ranks but the first of each node.
+        What the run returned, the strategy's report and the rest, for :func:`restore`; None on all ranks but the first
+        of each node.
     """
     is_first = trainer.strategy.local_rank == 0  # type: ignore[attr-defined]
     weights = None
     if trainer.state.fn == TrainerFn.FITTING:
         state = checkpoints.whole(checkpoints.model_state(trainer.lightning_module), keep=is_first)
-        weights = write_weights(state) if is_first else None
+        if is_first:
+            # Apart from the other results, as a pipe is no place for gigabytes.
+            weights = Path(tempfile.mkdtemp(prefix="lightning_automodel-")) / "weights.pt"
+            torch.save(state, weights)
     if not is_first:
         return None
     # As bytes: a pipe would pass tensors in shared memory, which is gone once this process ends.
@@ -54,20 +53,6 @@ def collect(trainer: "pl.Trainer", returned: Any, report: Mapping[str, Any]) -> 
     }
     torch.save(results, buffer)
     return buffer.getvalue()
-
-
-def write_weights(state: dict[str, Any]) -> Path:
-    """Write whole weights to a file of their own; if that fails, nothing is left behind."""
-    folder = Path(tempfile.mkdtemp(prefix="lightning_automodel-"))
-    try:
-        torch.save(state, folder / "weights.pt")
-    except Exception as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise RuntimeError(
-            f"The trained weights could not be written to {folder.parent}, from where the launching process reads them:"
-            " set TMPDIR to a folder with space for the whole model, and save checkpoints in training."
-        ) from error
-    return folder / "weights.pt"
 
 
 def restore(results: bytes, trainer: "pl.Trainer") -> tuple[Any, Mapping[str, Any]]:

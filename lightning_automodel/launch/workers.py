@@ -8,10 +8,9 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -21,7 +20,9 @@ from torch.multiprocessing import ProcessRaisedException
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.distributed.failures import LAUNCHER, MISSED_HEARTBEATS, RankFailedError, RankFailure
-from lightning_automodel.failure.supervisor import SIGTERM_STATUS, Supervisor
+from lightning_automodel.distributed.process_group import patched_signal
+from lightning_automodel.failure import supervisor
+from lightning_automodel.failure.supervisor import SIGTERM_STATUS
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +67,9 @@ def describe_exit(status: int) -> str:
     return f"ended with exit status {status}"
 
 
-def report_end(rank: int, how: str) -> bool:
+def tell_guard(rank: int, how: str) -> bool:
     """Tell the guard that the process of another rank, or of ``LAUNCHER``, ended; False before this one has joined."""
-    if Supervisor.report_launcher(how) if rank == LAUNCHER else Supervisor.report_end(rank, how):
+    if supervisor.report_end(rank, how):
         return True
     who = "the launching process," if rank == LAUNCHER else f"rank {rank}"
     with contextlib.suppress(OSError):
@@ -77,11 +78,7 @@ def report_end(rank: int, how: str) -> bool:
 
 
 def follow_launching_process(connection: Connection) -> None:
-    """In a thread of a worker: leave when another one ends badly, or the launching process does.
-
-    Args:
-        connection: This worker's end of its pipe to the launching process.
-    """
+    """In a thread of a worker: leave when another one ends badly, or the launching process, which tells of it."""
     parent, rank = multiprocessing.parent_process(), None
     assert parent is not None
     while rank != LAUNCHER:
@@ -91,18 +88,12 @@ def follow_launching_process(connection: Connection) -> None:
         with contextlib.suppress(EOFError, OSError):
             if connection in ready:
                 rank, how = connection.recv()
-        if not report_end(rank, how):
+        if not tell_guard(rank, how):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Workers:
-    """The ranks of this node, seen from the launching process.
-
-    Args:
-        processes: One for each local rank.
-        connections: This process's ends of the pipes to them, in the same order.
-        first_rank: Global rank of the first.
-    """
+    """The ranks of this node, from global rank ``first_rank`` on, seen from the launching process."""
 
     def __init__(self, processes: Sequence[BaseProcess], connections: Sequence[Connection], first_rank: int) -> None:
         self._process_ids = [process.pid or 0 for process in processes]
@@ -112,6 +103,7 @@ class Workers:
         self._reports: dict[int, WorkerReport] = {}
         self._first_bad_end: tuple[int, str] | None = None
         self._kill_at = math.inf
+        self._is_asked_to_stop = False
 
     def wait(self) -> bytes | None:
         """Wait until all have ended. When one ends badly, the others learn of it at once.
@@ -127,7 +119,7 @@ class Workers:
             SIGTERMException: If all ranks stopped together since one of them received SIGTERM.
         """
         try:
-            with self._sigterm_passed_on():
+            with patched_signal(signal.SIGTERM, self._pass_sigterm_on):
                 self._wait_for_all()
         except BaseException as exception:
             is_interrupt = isinstance(exception, KeyboardInterrupt)
@@ -183,26 +175,13 @@ class Workers:
             with contextlib.suppress(OSError, KeyError):
                 self._connections[index].send((rank, how))
 
-    @contextlib.contextmanager
-    def _sigterm_passed_on(self) -> Iterator[None]:
+    def _pass_sigterm_on(self, signum: int, frame: Any) -> None:
         """Let the ranks agree on their last step instead of leaving them behind; asked twice, leave with them now."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        is_asked = threading.Event()
-
-        def pass_on(signum: int, frame: Any) -> None:
-            if is_asked.is_set():
-                raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
-            is_asked.set()
-            for process in self._running.values():
-                process.terminate()
-
-        previous = signal.signal(signal.SIGTERM, pass_on)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, previous if previous is not None else signal.SIG_DFL)
+        if self._is_asked_to_stop:
+            raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
+        self._is_asked_to_stop = True
+        for process in self._running.values():
+            process.terminate()
 
     def _raise_failure(self) -> None:
         if self._first_bad_end is None:

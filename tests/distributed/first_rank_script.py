@@ -23,7 +23,7 @@ def repeat() -> None:
     num_threads = threading.active_count()
     if os.environ["RANK"] == "0":
         destroy = dist.destroy_process_group
-        dist.destroy_process_group = lambda group=None: (time.sleep(0.5), destroy(group))
+        dist.destroy_process_group = lambda group=None: (time.sleep(0.2), destroy(group))
     for _ in range(3):
         with FirstRankPerNode() as is_first:
             print(f"first={is_first} inside={dist.is_initialized()}")
@@ -36,7 +36,7 @@ def fail(failing_rank: int) -> None:
     try:
         with FirstRankPerNode():
             if dist.get_rank() == failing_rank:
-                time.sleep(2.5)
+                time.sleep(1.5)
                 raise OSError("disk full")
     except Exception as error:
         print(f"{type(error).__name__}: {error}, initialised: {dist.is_initialized()}", flush=True)
@@ -56,9 +56,9 @@ def lose(fault: str) -> None:
     """Stop or kill rank 0 in its block, once the other rank waits for it."""
     dist.init_process_group("gloo")
     try:
-        with FirstRankPerNode(timeout=timedelta(seconds=3)) as is_first:
+        with FirstRankPerNode(timeout=timedelta(seconds=2)) as is_first:
             if is_first:
-                time.sleep(1)
+                time.sleep(0.5)
                 os.kill(os.getpid(), getattr(signal, fault))
     except Exception as error:
         print(f"{type(error).__name__}: {error}", flush=True)

@@ -13,12 +13,12 @@ from lightning_automodel.distributed.collectives import named_barrier
 from lightning_automodel.distributed.mesh import MeshSizes, build_mesh
 from tests.rank_pool import RankError, RankPool
 
-SHORT = timedelta(seconds=1)
+SHORT = timedelta(seconds=0.5)
 
 
 def _rank_1_comes_too_late() -> None:
     if dist.get_rank() == 1:
-        time.sleep(3)
+        time.sleep(1)
         return
     named_barrier("pre_setup", SHORT)
 
@@ -28,7 +28,7 @@ def test_barrier_names_the_hook_and_who_is_missing(pool2: RankPool) -> None:
     with pytest.raises(RankError) as caught:
         pool2.run(_rank_1_comes_too_late)
     message = caught.value.failures[0].splitlines()[-1]
-    assert "Rank 0 of 2 waited in barrier 'pre_setup', at most 1 s: " in message
+    assert "Rank 0 of 2 waited in barrier 'pre_setup', at most 0.5 s: " in message
     assert "Ranks 1 failed to pass" in message
 
 
@@ -47,18 +47,15 @@ def test_barrier_without_a_group() -> None:
     named_barrier("pre_setup", SHORT)
 
 
-def _shard_group_waits(seconds: float) -> float:
+def _shard_group_waits(seconds: float) -> None:
     mesh = build_mesh("cpu", MeshSizes(replicate=2, shard=2), timedelta(seconds=seconds))
-    begun = time.monotonic()
     if dist.get_rank() % 2 == 1:
-        time.sleep(3)
-        return 0.0
-    with pytest.raises(RuntimeError, match="Timed out waiting 1000ms"):
+        time.sleep(1)
+        return
+    with pytest.raises(RuntimeError, match="Timed out waiting 300ms"):
         dist.all_reduce(torch.ones(1), group=mesh.mesh["data_parallel_shard"].get_group())
-    return time.monotonic() - begun
 
 
 def test_timeout_reaches_the_groups_of_the_mesh(pool4: RankPool) -> None:
     """Not only the default group, which has the timeout of whoever made it."""
-    waited = pool4.run(_shard_group_waits, 1.0)
-    assert all(waited[rank] < 3 for rank in (0, 2))
+    pool4.run(_shard_group_waits, 0.3)

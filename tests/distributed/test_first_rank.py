@@ -126,23 +126,19 @@ def test_decorator_and_one_object_for_nested_blocks(pool4: RankPool) -> None:
 
 def firsts_in_subgroups() -> dict[str, Any]:
     rank = play_two_nodes()
-    last_three, odd = dist.new_group([1, 2, 3]), dist.new_group([1, 3])
+    last_three = dist.new_group([1, 2, 3])
     result: dict[str, Any] = {}
     try:
         with FirstRankPerNode(last_three) as first_on_node, FirstRankPerNode(last_three, scope="global") as first:
             result["last three"] = first_on_node, first
     except ValueError as error:
         result["error"] = str(error)
-    with FirstRankPerNode():
-        if rank % 2 == 1:
-            with FirstRankPerNode(odd, scope="global") as first:
-                result["odd, inside"] = first
     if rank != 0:
         try:
             with FirstRankPerNode(last_three), FirstRankPerNode():
                 pass
         except (ValueError, RankFailedError) as error:
-            result["larger inside"] = str(error)
+            result["another inside"] = str(error)
         dist.destroy_process_group(last_three)
         result["destroyed"] = outcome_of(last_three)
     return result
@@ -153,9 +149,8 @@ def test_subgroups(pool4: RankPool) -> None:
     zero, *members = pool4.run(firsts_in_subgroups)
     assert zero == {"error": "Rank 0 is not in the group that FirstRankPerNode was given; let only its members enter."}
     assert [result["last three"] for result in members] == [(True, True), (True, False), (False, False)]
-    assert [result.get("odd, inside") for result in members] == [True, None, False]
     for result in members:
-        assert "cannot wait for ranks [0]" in result["larger inside"]
+        assert "cannot be inside a block of another group, for ranks [1, 2, 3]" in result["another inside"]
         assert "was destroyed" in result["destroyed"][1][1]
 
 
@@ -257,9 +252,9 @@ def follow_plans(seeds: range, folder: str) -> list[Record]:
     return [follow(draw(seed), rank) for seed in seeds]
 
 
-@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 200), marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("seeds", [range(50), pytest.param(range(50, 250), marks=pytest.mark.sweep)])
 def test_random_interleavings(pool4: RankPool, seeds: range, tmp_path: Path) -> None:
-    """A hundred plans of delays and exceptions around nested blocks: no deadlock, no lost error, no wrong order."""
+    """Many plans of delays and exceptions around nested blocks: no deadlock, no lost error, no wrong order."""
     by_rank = pool4.run(follow_plans, seeds, str(tmp_path), timeout_s=120)
     plans = [draw(seed) for seed in seeds]
     wrong = {}
@@ -267,7 +262,7 @@ def test_random_interleavings(pool4: RankPool, seeds: range, tmp_path: Path) -> 
         if found := contradictions(plan, records):
             wrong[plan.name] = found
     assert wrong == {}
-    assert 20 < sum(expected(plan)[1] for plan in plans) < 80
+    assert 0.2 < sum(expected(plan)[1] for plan in plans) / len(plans) < 0.8
     assert any(caught_something(plan) for plan in plans)
 
 
@@ -319,7 +314,7 @@ def work_longer_than_the_timeout(folder: str) -> tuple[bool, tuple[str, str] | N
     try:
         with FirstRankPerNode(scope="global", timeout=SILENCE):
             if dist.get_rank() in (0, 3):
-                time.sleep(2 * SILENCE.total_seconds())
+                time.sleep(1.5 * SILENCE.total_seconds())
     except RankFailedError as error:
         return False, describe(error)
     return True, None
@@ -445,7 +440,7 @@ def test_group_is_made_from_the_environment_and_destroyed(tmp_path: Path) -> Non
         assert output.split() == [f"first={rank == 0}", "inside=True", "after=False"] * 3 + ["left_over=0"]
 
 
-@pytest.mark.parametrize("failing_rank", [0, 1])
+@pytest.mark.parametrize("failing_rank", [0, pytest.param(1, marks=pytest.mark.sweep)])
 def test_failure_reaches_the_others_before_the_store_is_gone(tmp_path: Path, failing_rank: int) -> None:
     """The failing rank ends at once after its block, and the group is destroyed on both."""
     with ranks_without_a_group(tmp_path, "fail", failing_rank) as processes:
@@ -476,7 +471,7 @@ def test_group_without_all_ranks_is_an_error_that_names_them(tmp_path: Path, ran
 
 
 @pytest.mark.parametrize(
-    ("fault", "text"), [("SIGSTOP", "has not answered for 3 s"), ("SIGKILL", "ended or is out of reach (Dist")]
+    ("fault", "text"), [("SIGSTOP", "has not answered for 2 s"), ("SIGKILL", "ended or is out of reach (Dist")]
 )
 def test_lost_store_is_an_error_that_says_so(tmp_path: Path, fault: str, text: str) -> None:
     """The host of the store stops or dies in its block."""

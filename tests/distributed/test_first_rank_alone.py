@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_automodel.distributed import first_rank as nodes
-from lightning_automodel.distributed.first_rank import FirstRankPerNode, Place, node_of
+from lightning_automodel.distributed.first_rank import FirstRankPerNode, first_rank, node_of
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
 
@@ -92,22 +91,10 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], mess
 @pytest.mark.parametrize(
     ("environments", "first_ranks"),
     [
-        # torchrun, two nodes of two: all of its variables agree.
-        (
-            [
-                {"LOCAL_RANK": rank % 2, "GROUP_RANK": rank // 2, "LOCAL_WORLD_SIZE": 2, "NODE_RANK": rank // 2}
-                for rank in range(4)
-            ],
-            [0, 0, 2, 2],
-        ),
-        # Set by hand on one machine, below a launcher that knows of one node.
-        ([{"LOCAL_RANK": rank % 2, "GROUP_RANK": 0, "NODE_RANK": 0} for rank in range(4)], [0, 0, 2, 2]),
+        # Two nodes of two.
+        ([{"LOCAL_RANK": rank % 2} for rank in range(4)], [0, 0, 2, 2]),
         # Nodes of one, two and one rank.
         ([{"LOCAL_RANK": local_rank} for local_rank in (0, 0, 1, 0)], [0, 1, 1, 3]),
-        # No local rank: the node's number, also where the ranks of a node are not consecutive.
-        ([{"SLURM_NODEID": rank % 2} for rank in range(4)], [0, 1, 0, 1]),
-        ([{"NODE_RANK": rank // 2, "LOCAL_WORLD_SIZE": 4} for rank in range(4)], [0, 0, 2, 2]),
-        ([{"LOCAL_WORLD_SIZE": 2}] * 4, [0, 0, 2, 2]),
         # Nothing is known but the host.
         ([{}] * 4, [0, 0, 0, 0]),
     ],
@@ -115,27 +102,25 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], mess
 def test_first_rank_of_a_node(
     environments: list[dict[str, int]], first_ranks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = {}
+    nodes = {}
     for rank, environment in enumerate(environments):
         with monkeypatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, str(value))
-            places[rank] = Place("host", node_of(rank))
-    assert [nodes.first_rank(list(places), rank, places, "node") for rank in places] == first_ranks
-    assert [nodes.first_rank(list(places), rank, places, "global") for rank in places] == [0, 0, 0, 0]
+            nodes[rank] = node_of(rank)
+    assert [first_rank(rank, nodes, "node") for rank in nodes] == first_ranks
+    assert [first_rank(rank, nodes, "global") for rank in nodes] == [0, 0, 0, 0]
 
 
 def test_first_rank_of_a_subgroup_and_of_several_hosts() -> None:
-    """Only members count, and ranks with different host names are never on one node."""
-    places = {1: Place("a", "0"), 2: Place("b", "0"), 3: Place("b", "0"), 5: Place("a", "0"), 6: Place("a", "1")}
-    assert [nodes.first_rank([6, 5, 3, 2, 1], rank, places, "node") for rank in places] == [1, 2, 2, 1, 6]
-    assert nodes.first_rank([6, 5, 3], 6, places, "global") == 3
+    """Only members count, in any order."""
+    nodes = {6: "a 1", 5: "a 0", 3: "b 0", 2: "b 0", 1: "a 0"}
+    assert [first_rank(rank, nodes, "node") for rank in (1, 2, 3, 5, 6)] == [1, 2, 2, 1, 6]
+    assert first_rank(6, nodes, "global") == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("LOCAL_RANK", "one"), ("LOCAL_RANK", "-1"), ("NODE_RANK", "a"), ("LOCAL_WORLD_SIZE", "0")]
-)
-def test_wrong_environment(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=rf"{name} is '{value}': it must be a whole number, [01] or more"):
+@pytest.mark.parametrize("value", ["one", "-1"])
+def test_wrong_environment(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", value)
+    with pytest.raises(ValueError, match=rf"LOCAL_RANK is '{value}': it must be a whole number, 0 or more"):
         node_of(3)

@@ -36,7 +36,7 @@ from tests.rank_pool import LOOPBACK, LOOPBACK_INTERFACE, _free_port
 
 PATIENCE_S = 60.0
 TIMEOUT = timedelta(seconds=PATIENCE_S)
-BRIEF = timedelta(seconds=4)
+BRIEF = timedelta(seconds=3)
 
 
 # --- Processes, forked from a server that has imported all of this once -----------------------------------------------
@@ -150,7 +150,7 @@ def test_all_come(way: str, tmp_path: Path) -> None:
     ranks = []
     for rank in range(3):
         by_argument: dict[str, Any] = {"rank": rank, "world_size": 3}
-        delay_s = 0.5 * (rank == 1)
+        delay_s = 0.2 * (rank == 1)
         if way == "environment":
             ranks.append(Launched(_join_by, {}, delay_s, **_place(port, rank, 3)))
         elif way == "tcp":
@@ -319,24 +319,6 @@ def _claim_and_die() -> None:
         initialize_distributed("gloo", timedelta(seconds=PATIENCE_S))
 
 
-@pytest.mark.parametrize("delays", [(0.0, 1.0), (1.0, 0.0)], ids=["restarted-first", "restarted-last"])
-def test_a_restarted_rank_is_no_twin_of_its_dead_self(delays: tuple[float, float]) -> None:
-    """A launcher's store outlives a rank that was killed while it waited for the others."""
-    store = _host_store()
-    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    killed = Launched(_claim_and_die, **_place(store.port, 0, 2), **agent)
-    store.wait(["lightning_automodel/joining/0/terms"], timedelta(seconds=PATIENCE_S))
-    os.kill(killed.process.pid, signal.SIGKILL)
-    killed.process.join()
-    outcomes = [
-        launched.outcome()
-        for launched in [
-            Launched(_join_by, {}, delays[rank], **_place(store.port, rank, 2), **agent) for rank in (0, 1)
-        ]
-    ]
-    assert [(outcome.error, outcome.value and outcome.value[1]) for outcome in outcomes] == [("", 1.0)] * 2
-
-
 def test_a_stopped_host_is_told_from_one_that_is_late() -> None:
     """The system accepts connections in its place, and nobody answers on them."""
     port = _free_port()
@@ -382,7 +364,8 @@ def _leftovers() -> tuple[int, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads and descriptors in /proc")
 @pytest.mark.parametrize(
-    ("host", "cycles"), [("rank 0", 5), ("launcher", 5), pytest.param("rank 0", 20, marks=pytest.mark.sweep)]
+    ("host", "cycles"),
+    [("rank 0", 3), *(pytest.param(host, 20, marks=pytest.mark.sweep) for host in ("rank 0", "launcher"))],
 )
 def test_nothing_is_left_after_many_groups(host: str, cycles: int) -> None:
     store = _host_store()
@@ -401,14 +384,17 @@ def test_nothing_is_left_after_many_groups(host: str, cycles: int) -> None:
 
 
 def _read_late(linger_s: float) -> str:
-    """Rank 0 leaves at once, rank 1 reads from the store that lives in rank 0 some seconds later."""
+    """Rank 0 leaves at once, rank 1 reads from the store that lives in rank 0 some time later."""
     info = initialize_distributed("gloo", TIMEOUT)
     if info.is_main:
         destroy_global_state(linger_s)
         return ""
-    time.sleep(3.0)
+    time.sleep(1.0 if linger_s else 0.0)
     store = dist.distributed_c10d._get_default_store()
-    store.set("last", "words")
+    for _ in range(1 if linger_s else 50):
+        # Where rank 0 does not linger, its store is soon gone.
+        store.set("last", "words")
+        time.sleep(0.0 if linger_s else 0.1)
     value = store.get("last").decode()
     destroy_global_state()
     return value
@@ -484,6 +470,7 @@ raise KeyError("mine")
 """
 
 
+@pytest.mark.sweep  # an interpreter of its own, for what a multiprocessing child shows as well
 def test_a_program_leaves_at_exit_also_after_an_exception() -> None:
     ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
     assert ended.stdout.splitlines() == ["in a group: True", "in a group at exit: False"]

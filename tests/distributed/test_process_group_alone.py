@@ -61,8 +61,8 @@ PLACE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 @pytest.mark.parametrize(
     ("environment", "parts"),
     [
-        ({"RANK": "1"}, ["RANK is 1 but WORLD_SIZE is not set", "torchrun"]),
-        ({"WORLD_SIZE": "2"}, ["WORLD_SIZE is 2 but RANK is not set", "torchrun"]),
+        ({"RANK": "1"}, ["RANK is 1, WORLD_SIZE is not set", "torchrun"]),
+        ({"WORLD_SIZE": "2"}, ["RANK is not set, WORLD_SIZE is 2", "torchrun"]),
         ({"RANK": "0", "WORLD_SIZE": "2"}, ["MASTER_ADDR and MASTER_PORT must be set"]),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}, ["MASTER_PORT must be set"]),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}, ["MASTER_ADDR must be set"]),
@@ -88,13 +88,13 @@ def test_mistakes_in_the_environment(
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ({"init_method": "env://"}, "neither is known"),
+        ({"init_method": "env://"}, "RANK is not set, WORLD_SIZE is not set"),
         ({"init_method": "tcp://10.0.0.1", "rank": 0, "world_size": 2}, "must be tcp://address:port"),
         ({"init_method": "tcp://10.0.0.1:70000", "rank": 0, "world_size": 2}, "must be tcp://address:port"),
-        ({"init_method": "tcp://10.0.0.1:1?rank=x&world_size=2"}, "rank in init_method="),
+        ({"init_method": "tcp://10.0.0.1:1?rank=0&world_size=2"}, "pass rank= and world_size="),
         ({"init_method": "file:///no/such/folder/file", "rank": 0, "world_size": 2}, "/no/such/folder does not exist"),
         ({"init_method": "env://", "store": dist.HashStore()}, "not both"),
-        ({"store": dist.HashStore()}, "neither is known"),
+        ({"store": dist.HashStore()}, "RANK is not set, WORLD_SIZE is not set"),
         ({"store": dist.HashStore(), "rank": 3, "world_size": 2}, "Rank 3 does not exist"),
         ({"rank": 0}, "WORLD_SIZE is not set"),
     ],
@@ -105,12 +105,10 @@ def test_mistakes_in_the_arguments(arguments: dict[str, Any], part: str) -> None
     assert part in str(caught.value)
 
 
-def test_the_url_and_the_environment_tell_what_the_arguments_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_tells_what_the_arguments_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     _set(monkeypatch, RANK="1", WORLD_SIZE="4", **PLACE)
     assert rendezvous.locate() == rendezvous.Rendezvous(1, 4, "env://")
     assert rendezvous.locate(rank=2) == rendezvous.Rendezvous(2, 4, "env://")
-    by_url = rendezvous.locate("tcp://10.0.0.2:7?rank=3&use_libuv=0&world_size=5")
-    assert by_url == rendezvous.Rendezvous(3, 5, "tcp://10.0.0.2:7?use_libuv=0")
     assert rendezvous.locate().place == "10.0.0.1:29500 (env://)"
     assert rendezvous.locate("tcp://[::1]:7").address == ("::1", 7)
 
@@ -240,7 +238,7 @@ def test_store_listens_on_the_address_alone_where_that_is_certain(address: str, 
     """The name of a machine may mean another interface elsewhere."""
     found = rendezvous.Rendezvous(0, 2, f"tcp://{address}:{_free_port()}")
     assert found.address is not None
-    store = rendezvous.open_store(found, "gloo", timedelta(seconds=10), 0.0)
+    store = rendezvous.open_store(found, timedelta(seconds=10), 0.0)
     loopback = ["0100007F"]
     assert (_listens_on(found.address[1]) == loopback) is is_bound
     store.set("key", "value")
@@ -383,7 +381,7 @@ def _leftovers() -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads and descriptors in /proc")
-@pytest.mark.parametrize("worlds", [5, pytest.param(20, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("worlds", [3, pytest.param(20, marks=pytest.mark.sweep)])
 def test_nothing_is_left_after_many_worlds_of_one(worlds: int) -> None:
     counts = []
     for _ in range(worlds + 1):

@@ -49,9 +49,9 @@ def test_last_step_is_the_same_and_nobody_has_passed_it(seed: int) -> None:
     last_steps: dict[int, int] = {}
 
     def take_steps(rank: int, agreement: StopAgreement) -> None:
-        while not agreement.begin_step(agreement._step + 1, WAIT_S):
+        while not agreement.begin_step(agreement.step + 1, WAIT_S):
             pass
-        last_steps[rank] = agreement._step
+        last_steps[rank] = agreement.step
 
     threads = [threading.Thread(target=take_steps, args=entry) for entry in enumerate(agreements)]
     for thread in threads:
@@ -74,7 +74,7 @@ def test_waiting_step_goes_on_when_released() -> None:
     released.start()
     assert not agreement.begin_step(2, WAIT_S)
     released.join()
-    assert not agreement.is_decided
+    assert agreement.last_step is None
 
 
 def test_rank_that_is_done_holds_nobody_up() -> None:

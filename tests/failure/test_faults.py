@@ -58,10 +58,10 @@ CELLS = [
 
 BY_DEFAULT = {
     *(Cell(hook, "exception", rank=0) for hook in ("prepare_data", "validation_step")),
-    *(Cell(hook, "exception") for hook in ("setup", "on_train_start", "__getitem__", "training_step", "teardown")),
+    *(Cell(hook, "exception") for hook in ("setup", "__getitem__", "training_step", "teardown")),
     Cell("on_before_optimizer_step", "exception", data_parallel="ddp"),
     Cell("training_step", "sys.exit"),
-    *(Cell("training_step", "os._exit", rank=rank) for rank in (0, 1)),
+    Cell("training_step", "os._exit", rank=0),
     *(Cell(hook, "SIGTERM") for hook in ("setup", "training_step")),
     *(Cell(hook, "SIGKILL") for hook in ("on_before_optimizer_step", "on_fit_end")),
     *(Cell("training_step", "SIGSTOP", rank=rank) for rank in (0, 1)),
@@ -78,14 +78,15 @@ def cause(cell: Cell, output: str) -> str:
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Cell, Future]]:
-    """Outcome of each selected cell, two at a time; with --fault-table, they are written as a table as well."""
+    """Outcome of each selected cell, three at a time; with --fault-table, two, and they are written as a table."""
     cells = [
         item.callspec.params["cell"] for item in request.session.items if item.name.startswith("test_others_leave")
     ]
-    with ThreadPoolExecutor(max_workers=2) as executor:
+    path = request.config.getoption("--fault-table")
+    with ThreadPoolExecutor(max_workers=2 if path else 3) as executor:
         found = {cell: executor.submit(run, cell, tmp_path_factory.mktemp("cell")) for cell in cells}
         yield found
-    if path := request.config.getoption("--fault-table"):
+    if path:
         Path(path).write_text(table({cell: future.result() for cell, future in found.items()}))
 
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from lightning_automodel import AutomodelStrategy
-from tests.processes import run_anew
 from tests.rank_pool import RankPool
 from tests.trainer.runs import LabelledModule, loader, make_trainer
 
@@ -68,10 +65,12 @@ class Forks(LabelledModule):
             ours, theirs = context.Pipe()
             child = context.Process(target=_say_ready_and_sleep, args=(theirs,))
             child.start()
-            # CPython drops a signal that reaches a child before it has finished forking.
+            # CPython drops a signal that reaches a child before it has finished forking, so a second one may follow; a
+            # handler that speaks for this process would swallow them all.
             assert ours.poll(20)
-            child.terminate()
-            child.join(20)
+            for _ in range(2):
+                child.terminate()
+                child.join(5)
             self.exit_code = child.exitcode
             child.kill()
 
@@ -92,43 +91,15 @@ class Slow(LabelledModule):
 
     def on_fit_end(self) -> None:
         if dist.get_rank() == 0:
-            time.sleep(4)
+            time.sleep(2.5)
 
 
 def _slow_end() -> float:
     begun = time.monotonic()
-    make_trainer(AutomodelStrategy(timeout=7 / 60), max_steps=1).fit(Slow(), loader())
+    make_trainer(AutomodelStrategy(timeout=4 / 60), max_steps=1).fit(Slow(), loader())
     return time.monotonic() - begun
 
 
 def test_silence_is_not_work(pool2: RankPool) -> None:
     """A rank that works sends heartbeats meanwhile, and the other waits for it, up to `timeout`."""
-    assert all(seconds > 4 for seconds in pool2.run(_slow_end))
-
-
-ALIKE = """
-import lightning.pytorch as pl
-from torch.utils.data import DataLoader
-
-from lightning_automodel import AutomodelStrategy
-from tests.failure.faults import Model, Ragged
-from tests.trainer.runs import SILENT
-
-
-class Broken(Model):
-    def training_step(self, batch, batch_idx):
-        raise ValueError("no labels here")
-
-
-trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=AutomodelStrategy(), **SILENT)
-trainer.fit(Broken(), DataLoader(Ragged(lambda: None), 2))
-"""
-
-
-def test_one_traceback_where_all_ranks_raise_the_same(tmp_path: Path) -> None:
-    """Every rank still raises it, and one says where."""
-    (tmp_path / "train.py").write_text(ALIKE)
-    status, printed = run_anew([sys.executable, "train.py"], tmp_path, timeout_s=120)
-    assert status == 1
-    assert printed.count("ValueError: no labels here") >= 1
-    assert printed.count('raise ValueError("no labels here")') == 1, printed
+    assert all(seconds > 2.5 for seconds in pool2.run(_slow_end))

@@ -127,7 +127,7 @@ def train(folder: Path, engines: Iterable[str], tests: bool, **options: Any) -> 
     found = {}
     torch.set_num_threads(2)
     use_threads()
-    for engine in engines:
+    for index, engine in enumerate(engines):
         module, trainer = Launched(folder), make_trainer(folder / engine, data_parallel=engine, **options)
         trainer.fit(module)
         found[engine] = {
@@ -138,7 +138,7 @@ def train(folder: Path, engines: Iterable[str], tests: bool, **options: Any) -> 
             "mesh": trainer.strategy.describe()["mesh"],
             "best_model_path": trainer.checkpoint_callback.best_model_path,
         }
-        if tests:
+        if tests and index == 0:
             found[engine]["tested"] = _test(module, trainer)
             found[engine]["metrics"] = list(trainer.callback_metrics)
     if is_launching():
@@ -200,7 +200,9 @@ def reference() -> tuple[dict[str, torch.Tensor], float]:
     return full_weights(model), loss
 
 
-def _as_program(function: Callable[..., None], folder: Path, options: dict[str, Any], terminal: str | None) -> None:
+def _as_program(
+    function: Callable[..., None], folder: Path, options: dict[str, Any], terminal: str | None, is_script: bool
+) -> None:
     if terminal is not None:
         os.setsid()  # so that the terminal that is opened next becomes this program's
     # A terminal that is only written to would not.
@@ -217,19 +219,28 @@ def _as_program(function: Callable[..., None], folder: Path, options: dict[str, 
         os.environ.pop(name, None)
     # Python 3.11 does not tell a fork server the import path, which it needs to import this module beforehand.
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    if is_script:
+        # What the other ranks run anew; this one has imported everything.
+        (folder / "script.py").write_text(SCRIPT)
+        sys.argv = ["script.py", function.__name__, json.dumps(options)]
     function(folder, **options)
 
 
 @contextlib.contextmanager
 def program(
-    function: Callable[..., None], folder: Path, terminal: str | None = None, **options: Any
+    function: Callable[..., None],
+    folder: Path,
+    terminal: str | None = None,
+    *,
+    is_script: bool = False,
+    **options: Any,
 ) -> Iterator[BaseProcess]:
     """Run `function(folder, **options)` as a program; its output goes to `folder / "log"`, or to a terminal.
 
-    Killed at the end.
+    Killed at the end. Where it is a script, ranks that it starts run that script.
     """
     context = forked()
-    process = context.Process(target=_as_program, args=(function, folder, options, terminal))
+    process = context.Process(target=_as_program, args=(function, folder, options, terminal, is_script))
     process.start()
     try:
         yield process
@@ -247,22 +258,16 @@ def run(function: Callable[..., None], folder: Path, **options: Any) -> int | No
 
 
 SCRIPT = """
-import json, os, sys
-if sys.argv[3:] == ["broken"] and os.environ.get("LOCAL_RANK") == "1":
-    raise ImportError("no such module")
+import json, sys
 from pathlib import Path
+options = json.loads(sys.argv[2])
+if options.get("fault") == "broken":
+    raise ImportError("no such module")
 from tests.launch import launched
 if __name__ == "__main__":
     launched.torch.set_num_threads(1)
-    getattr(launched, sys.argv[1])(Path.cwd(), **json.loads(sys.argv[2]))
+    getattr(launched, sys.argv[1])(Path.cwd(), **options)
 """
-
-
-def script(folder: Path, function: Callable[..., None], **options: Any) -> list[str]:
-    """Command of a script that does `function(folder, **options)`, to be run in `folder`."""
-    (folder / "script.py").write_text(SCRIPT)
-    # Each rank imports everything anew, which takes longer on a busy machine than forked ranks ever wait.
-    return [sys.executable, "script.py", function.__name__, json.dumps({"timeout": PATIENCE_S / 60, **options})]
 
 
 class Terminal:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +137,14 @@ def run_both(folder: Path, name: str, extra: dict[str, str] | None = None, **opt
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, Future]]]:
-    """Both ranks of every environment; one environment after the other."""
-    with ThreadPoolExecutor(max_workers=1) as executor:
-        folders = {name: tmp_path_factory.mktemp(name) for name in CASES}
-        yield {name: (folder, executor.submit(run_both, folder, name)) for name, folder in folders.items()}
+    """Both ranks of every environment, and of the jobs under SLURM that a signal stops; two at a time."""
+    with ThreadPoolExecutor(max_workers=2) as executor:
+        folders = {name: tmp_path_factory.mktemp(name) for name in ("requeued", "stopped", *CASES)}
+        what = {"requeued": requeue_under_slurm, "stopped": stop_under_slurm}
+        yield {
+            name: (folder, executor.submit(what.get(name, partial(run_both, name=name)), folder))
+            for name, folder in folders.items()
+        }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -167,37 +172,49 @@ def test_torchrun_on_one_node(tmp_path: Path) -> None:
     assert_exact(tmp_path)
 
 
-def test_sigterm_under_slurm(tmp_path: Path) -> None:
-    """Lightning's handlers for requeueing run before the guard's: all ranks stop after the same step, whoever asked."""
+def stop_under_slurm(folder: Path) -> list[int | None]:
+    """Send SIGTERM to a rank while both train; returns the statuses."""
     with ExitStack() as stack:
-        ranks = start_both(stack, tmp_path, "slurm", repeat=100000)
-        wait_until(lambda: all((tmp_path / f"rank{rank}.on").exists() for rank in range(2)))
+        ranks = start_both(stack, folder, "slurm", repeat=100000)
+        wait_until(lambda: all((folder / f"rank{rank}.on").exists() for rank in range(2)))
         os.kill(ranks[1].pid, signal.SIGTERM)
         for process in ranks:
             process.join(PATIENCE_S)
-        statuses = [process.exitcode for process in ranks]
-    assert statuses == [128 + signal.SIGTERM] * 2, logs(tmp_path)
-    assert "Rank 1 received SIGTERM: all ranks stop after this step." in (tmp_path / "0" / "log").read_text()
+        return [process.exitcode for process in ranks]
 
 
-def test_requeueing_under_slurm(tmp_path: Path) -> None:
-    """Whichever rank receives the signal, all save after the same step, rank 0 requeues the job, and that goes on."""
-    scontrol = tmp_path / "bin" / "scontrol"
+def test_sigterm_under_slurm(runs: dict[str, tuple[Path, Future]]) -> None:
+    """Lightning's handlers for requeueing run before the guard's: all ranks stop after the same step, whoever asked."""
+    folder, statuses = runs["stopped"]
+    assert statuses.result() == [128 + signal.SIGTERM] * 2, logs(folder)
+    assert "Rank 1 received SIGTERM: all ranks stop after this step." in (folder / "0" / "log").read_text()
+
+
+def requeue_under_slurm(folder: Path) -> tuple[list[int | None], str, list[int | None]]:
+    """Send SLURM's signal to a rank, and run the job again: statuses and output of the first, statuses of the other."""
+    scontrol = folder / "bin" / "scontrol"
     scontrol.parent.mkdir()
-    scontrol.write_text(f"#!/bin/sh\necho $@ > {tmp_path / 'requeued'}\n")
+    scontrol.write_text(f"#!/bin/sh\necho $@ > {folder / 'requeued'}\n")
     scontrol.chmod(0o755)
     variables = {"PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
     # Slow steps: the ranks agree on one within a second or two.
-    stopped = run_both(tmp_path, "slurm", variables, fault="SIGUSR1", repeat=REPEAT, pause_s=0.5)
-    assert stopped == [128 + signal.SIGTERM] * 2, logs(tmp_path)
-    told = "Rank 1 was told to save and requeue: all ranks stop after this step."
-    assert all(told in (tmp_path / str(rank) / "log").read_text() for rank in range(2)), logs(tmp_path)
-    assert (tmp_path / "requeued").read_text().strip() == "requeue 4711"
-    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt" / "meta.pt", weights_only=False)
+    stopped = run_both(folder, "slurm", variables, fault="SIGUSR1", repeat=REPEAT, pause_s=0.4)
+    told = logs(folder)
+    return stopped, told, run_both(folder, "slurm", repeat=REPEAT)
+
+
+def test_requeueing_under_slurm(runs: dict[str, tuple[Path, Future]]) -> None:
+    """Whichever rank receives the signal, all save after the same step, rank 0 requeues the job, and that goes on."""
+    folder, outcome = runs["requeued"]
+    stopped, told, went_on = outcome.result()
+    assert stopped == [128 + signal.SIGTERM] * 2, told
+    assert told.count("Rank 1 was told to save and requeue: all ranks stop after this step.") == 2, told
+    assert (folder / "requeued").read_text().strip() == "requeue 4711"
+    saved = torch.load(folder / "hpc_ckpt_1.ckpt" / "meta.pt", weights_only=False)
     assert 0 < saved["global_step"] < REPEATED // ACCUMULATE
-    assert run_both(tmp_path, "slurm", repeat=REPEAT) == [0, 0], logs(tmp_path)
-    assert "hpc_ckpt_1.ckpt" in logs(tmp_path), "the second job began anew"
-    found = torch.load(tmp_path / "weights.pt")
+    assert went_on == [0, 0], logs(folder)
+    assert "hpc_ckpt_1.ckpt" in logs(folder), "the second job began anew"
+    found = torch.load(folder / "weights.pt")
     windows = [list(range(REPEATED))[start : start + ACCUMULATE] for start in range(0, REPEATED, ACCUMULATE)]
     expected = train_plainly([[index % CASE.num_batches for index in window] for window in windows])
     assert max(relative_error(found[name], weight) for name, weight in expected.items()) < TOLERANCE

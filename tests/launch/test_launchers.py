@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -27,13 +26,11 @@ from tests.launch.launched import (
     ranks,
     reference,
     run,
-    script,
     train,
     train_alone_before,
     train_and_fail,
     wait_until,
 )
-from tests.processes import fresh_environment, run_anew
 from tests.trainer.exactness import relative_error
 from tests.trainer.runs import CASE, SILENT, TOLERANCE
 
@@ -51,19 +48,39 @@ SCRIPT_FAILS = {
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
-    """Every selected start method, two at a time: its status, and its folder."""
+    """Every selected program, three at a time, as what they start imports for long: its status, and its folder."""
 
-    def start(method: str, engines: list[str]) -> tuple[int | None, Path]:
+    def train_by(method: str, engines: list[str]) -> tuple[int | None, Path]:
         folder = tmp_path_factory.mktemp("program")
         # Testing starts ranks just as training does.
         return run(train, folder, engines=engines, tests=method == "fork", start_method=method), folder
 
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    def fail_in_script(fault: str) -> tuple[int | None, Path]:
+        folder = tmp_path_factory.mktemp("program")
+        # Each rank imports everything anew, which takes longer on a busy machine than forked ranks ever wait.
+        return run(train_and_fail, folder, is_script=True, fault=fault, timeout=PATIENCE_S / 60), folder
+
+    cases = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec") and "runs" in item.fixturenames
+    ]
     engines: dict[str, list[str]] = {}
-    for wanted in (item.callspec.params for item in items if "engine" in item.callspec.params):
-        engines.setdefault(wanted["method"], []).append(wanted["engine"])
-    with ThreadPoolExecutor(max_workers=2) as executor:
-        yield {method: executor.submit(start, method, chosen) for method, chosen in engines.items()}
+    for case in cases:
+        if "engine" in case:
+            engines.setdefault(case["method"], []).append(case["engine"])
+    with ThreadPoolExecutor(max_workers=3) as executor:
+        programs = {f"{fault} in script": executor.submit(fail_in_script, fault) for fault in _all(cases, "fault")}
+        folder = tmp_path_factory.mktemp
+        programs |= {
+            f"ctrl-c {method}": executor.submit(_interrupt, method, folder("program"))
+            for method in _all(cases, "interrupted")
+        }
+        yield programs | {method: executor.submit(train_by, method, chosen) for method, chosen in engines.items()}
+
+
+def _all(cases: list[dict[str, Any]], name: str) -> list[str]:
+    return [case[name] for case in cases if name in case]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +93,7 @@ def test_results_of_workers(runs: dict[str, Future], method: str, engine: str) -
     found = assert_exact(folder, engine)
     _, test_loss = reference()
     assert all(relative_error(loss, test_loss) < TOLERANCE for loss in found.get("tested", []))
-    assert found.get("metrics") == (["test_loss"] if method == "fork" else None)
+    assert found.get("metrics") == (["test_loss"] if (method, engine) == ("fork", "fsdp2") else None)
 
 
 def assert_exact(folder: Path, engine: str = "fsdp2") -> dict[str, Any]:
@@ -103,61 +120,51 @@ def test_after_a_run_on_one_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fault", [name if name == "SIGKILL" else pytest.param(name, marks=pytest.mark.sweep) for name in SCRIPT_FAILS]
 )
-def test_script_fails(tmp_path: Path, fault: str) -> None:
+def test_script_fails(runs: dict[str, Future], fault: str) -> None:
     """The launching rank, which has trained exactly before, leaves with the cause, also where the other never came."""
-    command = script(tmp_path, train_and_fail, fault=fault)
-    status, output = run_anew([*command, fault], tmp_path, timeout_s=PATIENCE_S)
+    status, folder = runs[f"{fault} in script"].result()
+    output = (folder / "log").read_text()
     expected, message = SCRIPT_FAILS[fault]
     assert status == expected, output
     assert message in output
     if fault != "broken":
-        assert_exact(tmp_path)
-        assert_gone(tmp_path)
+        assert_exact(folder)
+        assert_gone(folder)
 
 
-@pytest.mark.parametrize("method", ["popen", "fork", pytest.param("forkserver", marks=pytest.mark.sweep)])
-def test_ctrl_c(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("interrupted", ["popen", "fork", pytest.param("forkserver", marks=pytest.mark.sweep)])
+def test_ctrl_c(runs: dict[str, Future], interrupted: str) -> None:
     """One rank waits in a collective, one sleeps: both leave at once, without a traceback, as under Lightning."""
-    terminal = Terminal()
-    options = {"fault": "slow", "start_method": method}
-    if method == "popen":
-        process = subprocess.Popen(
-            ["setsid", "--ctty", "--wait", *script(tmp_path, fail, **options)],
-            env=fresh_environment(),
-            cwd=tmp_path,
-            **dict.fromkeys(("stdin", "stdout", "stderr"), terminal.slave),
-        )
-        status = _press_ctrl_c(tmp_path, terminal, process.poll, process.wait)
-    else:
-        with program(fail, tmp_path, terminal.name, **options) as launching:
-            _press_ctrl_c(tmp_path, terminal, lambda: launching.exitcode, launching.join)
-            status = launching.exitcode
-    output = terminal.close()
+    status, output, seconds = runs[f"ctrl-c {interrupted}"].result()
     assert status == 1, output
     assert "Detected KeyboardInterrupt" in output
     assert "Traceback" not in output
     assert "Error" not in output
-
-
-def _press_ctrl_c(folder: Path, terminal: Terminal, poll: Any, wait: Any) -> Any:
-    wait_until(lambda: len(list(folder.glob("rank*.on"))) == 2 or poll() is not None)
-    assert poll() is None, terminal.close()
-    pressed_at = time.monotonic()
-    terminal.press_ctrl_c()
-    status = wait(PATIENCE_S)
     # Some three seconds on an idle machine; any of the limits for a rank that does not answer would be longer.
-    assert time.monotonic() - pressed_at < 60
-    wait_until(lambda: not any(is_running(pid) for pid in ranks(folder)))
-    return status
+    assert seconds < 60
+
+
+def _interrupt(method: str, folder: Path) -> tuple[int | None, str, float]:
+    """Press Ctrl-C once both ranks train: the program's status, what it printed, and how long it took to leave."""
+    terminal = Terminal()
+    options = {"fault": "slow", "start_method": method, "timeout": PATIENCE_S / 60}
+    with program(fail, folder, terminal.name, is_script=method == "popen", **options) as launching:
+        wait_until(lambda: len(list(folder.glob("rank*.on"))) == 2 or not launching.is_alive())
+        assert launching.is_alive(), terminal.close()
+        pressed_at = time.monotonic()
+        terminal.press_ctrl_c()
+        launching.join(PATIENCE_S)
+        seconds = time.monotonic() - pressed_at
+        wait_until(lambda: not any(is_running(pid) for pid in ranks(folder)))
+        return launching.exitcode, terminal.close(), seconds
 
 
 @pytest.mark.sweep  # that ranks meet at a file is shown faster by test_process_group
 def test_ranks_meet_at_a_file(tmp_path: Path) -> None:
     """`init_method` reaches the process group."""
     meeting = tmp_path / "meeting"
-    command = script(tmp_path, train, engines=["fsdp2"], tests=False, init_method=f"file://{meeting}")
-    status, output = run_anew(command, tmp_path, timeout_s=PATIENCE_S)
-    assert status == 0, output
+    options = {"engines": ["fsdp2"], "tests": False, "init_method": f"file://{meeting}", "timeout": PATIENCE_S / 60}
+    assert run(train, tmp_path, is_script=True, **options) == 0, (tmp_path / "log").read_text()
     assert_exact(tmp_path)
     assert meeting.exists()
 

@@ -30,15 +30,16 @@ class Counts:
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_unpicklable_attribute_is_found(start_method: str) -> None:
-    """By its place in the module, not as an error of pickle alone."""
+def test_unpicklable_part_is_named(start_method: str) -> None:
+    """With what pickle says of it."""
     module = LabelledModule()
     module.counts = {"words": Counts(lambda batch: 1)}
     with pytest.raises(TypeError) as raised:
         make_trainer(start_method).fit(module, DataLoader([1]))
     message = str(raised.value)
     assert message.startswith(f"start_method='{start_method}' sends the Trainer, the module and its data")
-    assert "the module.counts (dict) cannot be pickled: Can't pickle local object" in message
+    assert "but the module (LabelledModule) cannot be pickled: Can't pickle local object" in message
+    assert "test_unpicklable_part_is_named.<locals>.<lambda>" in message
     assert "pass start_method='fork', or 'popen' in a script." in message
 
 
@@ -53,7 +54,7 @@ def test_whatever_pickling_raises_is_explained() -> None:
     """A class that refuses raises other errors than pickle's own."""
     module = LabelledModule()
     module.last = Unspeakable()
-    with pytest.raises(TypeError, match=r"but the module\.last \(Unspeakable\) cannot be pickled: no state\. Define"):
+    with pytest.raises(TypeError, match=r"but the module \(LabelledModule\) cannot be pickled: no state\. Define"):
         make_trainer("spawn").fit(module, DataLoader([1]))
 
 

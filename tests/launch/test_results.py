@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 
-from lightning_automodel.launch.results import load_trained_weights, write_weights
+from lightning_automodel.launch.results import load_trained_weights
 
 
 class Late(pl.LightningModule):
@@ -74,17 +72,3 @@ def test_weights_of_another_shape(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"no place for 2 of the 2 trained tensors") as raised:
         load_trained_weights(module, path)
     assert str(path) in str(raised.value)
-
-
-def test_no_space_for_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Says where, and leaves nothing there."""
-
-    def save(state: Any, path: Path) -> None:
-        path.write_bytes(b"half of it")
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(RuntimeError, match=f"could not be written to {tmp_path}, from where .* set TMPDIR to a folder"):
-        write_weights({})
-    assert list(tmp_path.iterdir()) == []

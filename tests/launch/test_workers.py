@@ -43,15 +43,20 @@ FAILED_IN_THE_SWEEP = [("fork", "exit"), ("forkserver", "exception"), ("spawn", 
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, Future]]:
-    """Every selected fault, two at a time: the status of the launching process, and its folder."""
-
-    def start(method: str, fault: str) -> tuple[int | None, Path]:
-        folder = tmp_path_factory.mktemp("program")
-        return run(fail, folder, start_method=method, fault=fault), folder
-
+    """What happens in each selected case, three at a time; it is looked at in the case's folder."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    cases = [tuple(item.callspec.params.values()) for item in items if "fault" in item.callspec.params]
-    with ThreadPoolExecutor(max_workers=2) as executor:
+    cases = [(item.originalname, *item.callspec.params.values()) for item in items if "runs" in item.fixturenames]
+    what: dict[str, Callable[..., Any]] = {
+        "test_rank_fails": lambda folder, method, fault: run(fail, folder, start_method=method, fault=fault),
+        "test_launching_process_is_ended": end_launching_process,
+        "test_second_sigterm": send_sigterm_twice,
+    }
+
+    def start(name: str, *args: str) -> tuple[Any, Path]:
+        folder = tmp_path_factory.mktemp("program")
+        return what[name](folder, *args), folder
+
+    with ThreadPoolExecutor(max_workers=3) as executor:
         yield {case: executor.submit(start, *case) for case in cases}
 
 
@@ -60,7 +65,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 )
 def test_rank_fails(runs: dict[Any, Future], method: str, fault: str) -> None:
     """All leave, and the launching process raises what names the rank and tells why."""
-    status, folder = runs[method, fault].result()
+    status, folder = runs["test_rank_fails", method, fault].result()
     expected, beginning, ending = FAULTS[fault]
     error = (folder / "error").read_text()
     assert status == expected, (folder / "log").read_text()
@@ -71,40 +76,52 @@ def test_rank_fails(runs: dict[Any, Future], method: str, fault: str) -> None:
     assert_gone(folder)
 
 
+def end_launching_process(folder: Path, method: str, name: str) -> int | None:
+    """Send it a signal while both ranks train; returns its status."""
+    with program(fail, folder, start_method=method) as launching:
+        wait_until(lambda: all((folder / f"rank{rank}.on").exists() for rank in range(2)))
+        os.kill(launching.pid, signal.Signals[name])
+        launching.join(60)
+        wait_until(lambda: not any(is_running(pid) for pid in ranks(folder)))
+        return launching.exitcode
+
+
 @pytest.mark.parametrize(
     ("method", "name"),
     [("fork", "SIGTERM"), ("fork", "SIGKILL"), pytest.param("forkserver", "SIGKILL", marks=pytest.mark.sweep)],
 )
-def test_launching_process_is_ended(tmp_path: Path, method: str, name: str) -> None:
+def test_launching_process_is_ended(runs: dict[Any, Future], method: str, name: str) -> None:
     """It is no rank, but no rank outlives it; SIGTERM stops them all after the same step."""
-    with program(fail, tmp_path, start_method=method) as launching:
-        wait_until(lambda: all((tmp_path / f"rank{rank}.on").exists() for rank in range(2)))
-        os.kill(launching.pid, signal.Signals[name])
-        launching.join(60)
-        assert not launching.is_alive()
-        wait_until(lambda: not any(is_running(pid) for pid in ranks(tmp_path)))
-    log = (tmp_path / "log").read_text()
+    status, folder = runs["test_launching_process_is_ended", method, name].result()
+    log = (folder / "log").read_text()
     if name == "SIGTERM":
-        assert launching.exitcode == 128 + signal.SIGTERM, log
+        assert status == 128 + signal.SIGTERM, log
         assert "received SIGTERM: all ranks stop after this step." in log
     else:
         # To a forked rank, torch has Linux send SIGINT as soon as its parent is gone; the other may hear of it first.
         told = ("This rank leaves, since the launcher, which started the ranks, ", "KeyboardInterrupt")
         assert any(text in log for text in told[: 2 if method == "fork" else 1])
-        assert launching.exitcode == -signal.SIGKILL
+        assert status == -signal.SIGKILL
 
 
-def test_second_sigterm(tmp_path: Path) -> None:
-    """After the first, the ranks wait for one that takes no further step."""
-    with program(fail, tmp_path, start_method="fork", fault="hang") as launching:
-        wait_until((tmp_path / "hanging").exists)
+def send_sigterm_twice(folder: Path, method: str) -> tuple[bool, int | None]:
+    """While a rank hangs: whether the launching process waits after the first, and its status after the second."""
+    with program(fail, folder, start_method=method, fault="hang") as launching:
+        wait_until((folder / "hanging").exists)
         os.kill(launching.pid, signal.SIGTERM)
-        launching.join(2)
-        assert launching.is_alive()
+        launching.join(1)
+        waits = launching.is_alive()
         os.kill(launching.pid, signal.SIGTERM)
         launching.join(60)
-        assert launching.exitcode == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
-    assert_gone(tmp_path)
+        return waits, launching.exitcode
+
+
+@pytest.mark.parametrize("method", ["fork"])
+def test_second_sigterm(runs: dict[Any, Future], method: str) -> None:
+    """After the first, the ranks wait for one that takes no further step."""
+    outcome, folder = runs["test_second_sigterm", method].result()
+    assert outcome == (True, 128 + signal.SIGTERM), (folder / "log").read_text()
+    assert_gone(folder)
 
 
 def test_tuner_is_refused(tmp_path: Path) -> None:
