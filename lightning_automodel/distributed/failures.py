@@ -2,6 +2,7 @@
 
 import json
 import socket
+import traceback
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
@@ -23,6 +24,7 @@ class RankFailure:
         where: The hook or block that it was in.
         error: Type of the exception, ``MISSED_HEARTBEATS``, or ``STUCK`` for a rank that is alive and does not go on.
         message: The exception's message, cut after some thousand characters.
+        line: File and number of the line that raised it, to tell whether ranks failed alike.
     """
 
     rank: int
@@ -30,12 +32,15 @@ class RankFailure:
     where: str
     error: str
     message: str
+    line: str = ""
 
     @classmethod
     def from_exception(cls, exception: BaseException, rank: int, where: str) -> "RankFailure":
         """Describe ``exception``, raised by this process, which is ``rank``, in ``where``."""
         message = f"exit status {exception.code}" if isinstance(exception, SystemExit) else _text(exception)
-        return cls(rank, socket.gethostname(), where, type(exception).__name__, message[:MAX_MESSAGE_CHARACTERS])
+        frames = traceback.extract_tb(exception.__traceback__)
+        line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        return cls(rank, socket.gethostname(), where, type(exception).__name__, message[:MAX_MESSAGE_CHARACTERS], line)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "RankFailure":
@@ -45,6 +50,10 @@ class RankFailure:
     def to_bytes(self) -> bytes:
         """As it is written to a store."""
         return json.dumps(asdict(self)).encode()
+
+    def is_like(self, other: "RankFailure") -> bool:
+        """Whether both ranks raised one error in one line, as all do where the mistake is in the code or the data."""
+        return (self.error, self.message, self.line) == (other.error, other.message, other.line)
 
     def __str__(self) -> str:
         ending = f": {self.message}" if self.message else ""

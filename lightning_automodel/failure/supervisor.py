@@ -1,6 +1,7 @@
 """The Trainer's function runs inside of this, so that all ranks leave together."""
 
 import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -190,6 +191,12 @@ class Supervisor:
                 # one's interrupt first: on both it is the user's wish, not a failure with a traceback.
                 raise KeyboardInterrupt from exception
             raise RankFailedError(failure) from exception
+        if watchdog.failed_alike and multiprocessing.parent_process() is None:
+            # The mistake is in the code or in all data, and one traceback is enough. Workers send theirs to the
+            # launching process, which chooses one.
+            exception.add_note("Another rank raised the same before, in the same line: its traceback is printed whole.")
+            exception.__cause__, exception.__suppress_context__ = None, True
+            raise exception.with_traceback(None)
 
     # --- SIGTERM ------------------------------------------------------------------------------------------------------
 

@@ -61,6 +61,7 @@ class Watchdog:
         channel: The run's channel between ranks.
         stop: Settles after which step all ranks stop.
         training_step: Number of the newest training step that this rank began; all ranks take the same ones.
+        failed_alike: Whether this rank raised what another one had raised before, in the same line.
     """
 
     def __init__(self, timeout: timedelta, where: Callable[[], str], raises_on_sigterm: bool) -> None:
@@ -74,6 +75,7 @@ class Watchdog:
         self._is_noticed, self._is_closed = threading.Event(), threading.Event()
         self.stop = StopAgreement(self._rank, self._world_size)
         self.training_step = 0
+        self.failed_alike = False
         _runs[world] = _runs.get(world, 0) + 1
         silence_s = max(self._timeout_s / 2, self._timeout_s - TIME_TO_LEAVE_S)
         self.channel = StoreChannel(f"lightning_automodel/run/{_runs[world]}", silence_s, where, self._exchange)
@@ -177,7 +179,8 @@ class Watchdog:
             own = RankFailure.from_exception(exception, self._rank, hook or self._where())
             self._has_posted_own = True
             if not is_communication_error(exception):
-                self._post(own)
+                first = self._post(own)
+                self.failed_alike = first.rank != self._rank and first.is_like(own)
                 return None
             culprit = self.failure or self._post(self._search(own, exception))
             return None if culprit.rank == self._rank else culprit

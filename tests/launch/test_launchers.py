@@ -31,6 +31,7 @@ from tests.launch.launched import (
     train_and_fail,
     wait_until,
 )
+from tests.processes import run_anew
 from tests.trainer.exactness import relative_error
 from tests.trainer.runs import CASE, SILENT, TOLERANCE
 
@@ -46,6 +47,26 @@ SCRIPT_FAILS = {
 }
 
 
+ALIKE_TEST = "test_one_traceback_where_all_ranks_raise_the_same"
+ALIKE = """
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from tests.failure.faults import Model, Ragged
+from tests.trainer.runs import SILENT
+
+
+class Broken(Model):
+    def training_step(self, batch, batch_idx):
+        raise ValueError("no labels here")
+
+
+trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=AutomodelStrategy(), **SILENT)
+trainer.fit(Broken(), DataLoader(Ragged(lambda: None), 2))
+"""
+
+
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
     """Every selected program, three at a time, as what they start imports for long: its status, and its folder."""
@@ -54,6 +75,11 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         folder = tmp_path_factory.mktemp("program")
         # Testing starts ranks just as training does.
         return run(train, folder, engines=engines, tests=method == "fork", start_method=method), folder
+
+    def fail_alike() -> tuple[int, str]:
+        folder = tmp_path_factory.mktemp("program")
+        (folder / "train.py").write_text(ALIKE)
+        return run_anew([sys.executable, "train.py"], folder, PATIENCE_S)
 
     def fail_in_script(fault: str) -> tuple[int | None, Path]:
         folder = tmp_path_factory.mktemp("program")
@@ -76,7 +102,10 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             f"ctrl-c {method}": executor.submit(_interrupt, method, folder("program"))
             for method in _all(cases, "interrupted")
         }
-        yield programs | {method: executor.submit(train_by, method, chosen) for method, chosen in engines.items()}
+        if any(item.name == ALIKE_TEST for item in request.session.items):
+            programs["alike"] = executor.submit(fail_alike)
+        programs |= {method: executor.submit(train_by, method, chosen) for method, chosen in engines.items()}
+        yield programs
 
 
 def _all(cases: list[dict[str, Any]], name: str) -> list[str]:
@@ -130,6 +159,14 @@ def test_script_fails(runs: dict[str, Future], fault: str) -> None:
     if fault != "broken":
         assert_exact(folder)
         assert_gone(folder)
+
+
+def test_one_traceback_where_all_ranks_raise_the_same(runs: dict[str, Future]) -> None:
+    """Every rank of a script still raises it, and one says where."""
+    status, printed = runs["alike"].result()
+    assert status == 1
+    assert printed.count("ValueError: no labels here") >= 1
+    assert printed.count('raise ValueError("no labels here")') == 1, printed
 
 
 @pytest.mark.parametrize("interrupted", ["popen", "fork", pytest.param("forkserver", marks=pytest.mark.sweep)])
