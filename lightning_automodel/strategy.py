@@ -1,4 +1,4 @@
-"""The strategy: hooks in the order in which the Trainer calls them, each handing over to the room of its concern."""
+"""The strategy: its hooks in the order in which the Trainer calls them; each hands over to the module that does it."""
 
 import dataclasses
 from collections.abc import Callable, Generator, Mapping
@@ -187,10 +187,10 @@ class AutomodelStrategy(ParallelStrategy):
             is_sharded=data_parallel == "fsdp2", as_directory=options.writes_directories, in_background=async_checkpoint
         )
         self.num_nodes = 1
-        self._guard = Supervisor(before_telling=self._checkpoints.wait_for_pending_save)
+        self._supervisor = Supervisor(before_telling=self._checkpoints.wait_for_pending_save)
         self._trainer_patches = PatchStack()
         self._setup_block: FirstRankPerNode | None = None
-        self._averages = AverageCopies()
+        self._weight_averages = AverageCopies()
         self._evaluation_steps = 0
         self._forward_redirection = lightning_internals.DDPForwardRedirection()
         self._mesh: RunMesh | None = None
@@ -327,7 +327,7 @@ class AutomodelStrategy(ParallelStrategy):
             start_method,
             self.num_processes,
             self.num_nodes,
-            self._guard,
+            self._supervisor,
             get_report=self._worker_report,
             set_report=self._take_worker_report,
         )
@@ -361,7 +361,7 @@ class AutomodelStrategy(ParallelStrategy):
             self._environment, self.process_group_backend, timeout, self.root_device, self._options.init_method
         )
         self._evaluation_steps = 0
-        self._guard.watch(timeout, self._where)
+        self._supervisor.watch(timeout, self._where)
         collectives.host_group(timeout)
         self._mesh = self._make_mesh(timeout)
         self._module._device_mesh = self._mesh.mesh
@@ -386,20 +386,20 @@ class AutomodelStrategy(ParallelStrategy):
 
         Once a rank has failed, nobody waits: ranks leave one by one then.
 
-        The Trainer puts ``"pre_setup"`` and ``"post_setup"`` around the ``setup`` hooks; where ``first_rank_setup``
-        asks for it, the first rank of each node leaves the former alone at first, and the others when it comes to the
-        latter. After ``"run-stage"``, which follows the loading of checkpoints, every parameter must have values.
+        The Trainer puts ``"pre_setup"`` and ``"post_setup"`` around the ``setup`` hooks. With ``first_rank_setup``,
+        each node's first rank passes the former at once, and the others when it reaches the latter. After
+        ``"run-stage"``, which follows the loading of checkpoints, every parameter must have values.
         """
         if name == "post_setup":
-            self._averages.end_setup_hooks()
+            self._weight_averages.end_setup_hooks()
             self._end_setup_block()
-        if self._guard.has_failed:
+        if self._supervisor.has_failed:
             return
         collectives.named_barrier(name or "unnamed", process_group.parse_timeout(self._options.timeout))
         if name == "pre_setup" and self.lightning_module is not None:
             if self._shards_model:
                 weight_averaging.refuse_pruning(self.lightning_module)
-            self._averages.prepare(self.lightning_module, self._shards_model)
+            self._weight_averages.prepare(self.lightning_module, self._shards_model)
         if name == "pre_setup" and self._options.first_rank_setup:
             block = self.first_rank_per_node()
             block.__enter__()
@@ -439,7 +439,7 @@ class AutomodelStrategy(ParallelStrategy):
         module, fitting = self._module, trainer.state.fn == TrainerFn.FITTING
         self._close_run()  # of a run that Lightning did not tear down, since an `on_exception` hook raised
         if self.world_size > 1:
-            lightning_internals.patch_signals(trainer, self._guard.ask_to_requeue, self._trainer_patches)
+            lightning_internals.patch_signals(trainer, self._supervisor.ask_to_requeue, self._trainer_patches)
         self._checkpoints.patch_callbacks(trainer, self._trainer_patches)
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
@@ -457,9 +457,9 @@ class AutomodelStrategy(ParallelStrategy):
         )
         self.model = self._run.model
         if self.world_size > 1:
-            host = collectives.host_group(process_group.parse_timeout(self._options.timeout))
-            self._inputs = UnevenInputs(trainer, host, self._options.uneven_inputs == "pad")
-        self._averages.fill(module)
+            host_group = collectives.host_group(process_group.parse_timeout(self._options.timeout))
+            self._inputs = UnevenInputs(trainer, host_group, self._options.uneven_inputs == "pad")
+        self._weight_averages.fill(module)
         if fitting:
             if self._resume is not None:
                 self._resume.close()
@@ -555,7 +555,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     def _begin_step(self, step: int, is_training: bool) -> None:
         self._checkpoints.check()
-        if self._guard.begin_step(step, is_training):
+        if self._supervisor.begin_step(step, is_training):
             lightning_internals.tell_sigterm(self._module.trainer)
 
     @contextmanager
@@ -596,6 +596,8 @@ class AutomodelStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         """Run the window's last micro-batch, let hooks see the final gradients, clip, step.
+
+        Under automatic optimization ``closure`` holds the last ``training_step`` and ``backward`` of the window.
 
         Every rank must call it, once a window. See :meth:`Strategy.optimizer_step` for the arguments.
 
@@ -654,10 +656,8 @@ class AutomodelStrategy(ParallelStrategy):
         return self._evaluation_step(super().predict_step, *args, **kwargs)
 
     def _evaluation_step(self, step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Evaluate one batch and leave nothing gathered: a callback may be about to swap weights.
-
-        Ranks may evaluate unequal numbers of batches, so a fit stops in training steps alone.
-        """
+        """Evaluate one batch and leave nothing gathered: a callback may be about to swap weights."""
+        # Within a fit, ranks may evaluate unequal numbers of batches, so it stops in training steps alone.
         if self._module.trainer.state.fn != TrainerFn.FITTING:
             self._evaluation_steps += 1
             self._begin_step(self._evaluation_steps, is_training=False)
@@ -717,7 +717,7 @@ class AutomodelStrategy(ParallelStrategy):
             RuntimeError: After the strategy's ``timeout``, if not every rank saves; it names those that do not.
         """
         module = self._module
-        if not self._guard.has_failed:
+        if not self._supervisor.has_failed:
             # Ranks that go on without saving would otherwise meet those that save in one collective.
             collectives.named_barrier("save_checkpoint", process_group.parse_timeout(self._options.timeout))
             if self._run is not None:
@@ -736,7 +736,7 @@ class AutomodelStrategy(ParallelStrategy):
     def _saving_group(self) -> dist.ProcessGroup | None:
         """All ranks, on the host; None for this one alone, where others have left after a failure."""
         if self.world_size == 1 or (
-            self._guard.has_failed and not collectives.everybody_comes(_PATIENCE_AFTER_FAILURE)
+            self._supervisor.has_failed and not collectives.everybody_comes(_PATIENCE_AFTER_FAILURE)
         ):
             return None
         return collectives.host_group(process_group.parse_timeout(self._options.timeout))
@@ -749,7 +749,7 @@ class AutomodelStrategy(ParallelStrategy):
             CheckpointError: On every rank, if any cannot read it.
         """
         self._required_run.engine.release()
-        weights_only = self._guard.weights_only if weights_only is None else weights_only
+        weights_only = self._supervisor.weights_only if weights_only is None else weights_only
         checkpoint = self._checkpoints.open(checkpoint_path, weights_only, self.checkpoint_io, self.local_rank == 0)
         state = checkpoint.pop(CHECKPOINT_KEY, None)
         trainer = self._module.trainer
@@ -782,9 +782,9 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._averages.end_setup_hooks()
+        self._weight_averages.end_setup_hooks()
         self._end_setup_block(exception)
-        if isinstance(exception, lightning_internals.SIGTERMException) and self._guard.requeues:
+        if isinstance(exception, lightning_internals.SIGTERMException) and self._supervisor.requeues:
             lightning_internals.save_and_requeue(self._module.trainer)
         if self._run is not None:
             self._run.interrupt()
@@ -792,12 +792,12 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         try:
-            self._checkpoints.close(was_interrupted=self._guard.has_failed)
+            self._checkpoints.close(was_interrupted=self._supervisor.has_failed)
         finally:
             try:
                 self._teardown_training()
             finally:
-                self._guard.close()
+                self._supervisor.close()
 
     def _teardown_training(self) -> None:
         trainer = None if self.lightning_module is None else self.lightning_module._trainer

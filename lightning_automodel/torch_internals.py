@@ -132,6 +132,20 @@ def is_unsharded(unit: FSDPModule) -> bool:
     return any(group.is_unsharded for group in param_groups(unit))
 
 
+def note_all_gathers(unit: FSDPModule, note: Callable[[], None], patches: PatchStack) -> None:
+    """Have ``note`` called before each all-gather of ``unit``; FSDP2 has a hook for none."""
+    for group in param_groups(unit):
+        patches.set(group, "unshard", partial(_noting, group, group.unshard, note))
+
+
+def _noting(
+    group: FSDPParamGroup, unshard: Callable[..., None], note: Callable[[], None], *args: Any, **kwargs: Any
+) -> None:
+    if not group.is_unsharded:
+        note()
+    unshard(*args, **kwargs)
+
+
 def sharded_and_unsharded(group: FSDPParamGroup) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Sharded parameters, each with its unsharded leaf, where autograd accumulates.
 
@@ -421,8 +435,8 @@ def _probe_group(group: FSDPParamGroup) -> None:
     check = partial(release_probe.check, "torch")
     check(
         group,
-        *("fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "is_sharded", "is_unsharded"),
-        *("_to_unsharded", "post_backward"),
+        *("fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "is_sharded", "is_unsharded", "unshard"),
+        *("_to_unsharded", "post_backward", "device"),
     )
     check(group, "_partial_reduce_output", *_COMMUNICATION, writable=True)
     for param in group.fsdp_params[:1]:

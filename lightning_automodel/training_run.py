@@ -129,12 +129,12 @@ class TrainingRun:
         if not self._is_sharded:
             return DDPEngine(self._mesh, self.device, options)
         policy = precision.resolve_policy(self.plugin, options.mp_policy, module.parameters())
-        is_made_elsewhere = units.is_sharded(module) and not precision.is_applied(policy, module)
-        if is_made_elsewhere and options.mp_policy is not None:
+        has_foreign_policy = units.is_sharded(module) and not precision.is_applied(policy, module)
+        if has_foreign_policy and options.mp_policy is not None:
             self.advice.say_once("mp_policy has no effect on a model that was sharded before, with another policy.")
-        elif is_made_elsewhere:
+        elif has_foreign_policy:
             self.advice.about_units_of_before(str(self.plugin.precision), module, policy)
-        self.policy = None if is_made_elsewhere else policy
+        self.policy = None if has_foreign_policy else policy
         return FSDP2Engine(self._mesh, self.device, options, self._local_ranks, policy)
 
     def _give_values(self) -> None:
@@ -214,8 +214,9 @@ class TrainingRun:
         plugin_loss = plugin.pre_backward(loss, module)
         self.advice.about_half_precision(loss)
         self.advice.about_rounded_count(count)
-        told = objective = self._weighting.objective(loss, count) * accumulate
+        reported = objective = self._weighting.objective(loss, count) * accumulate
         if self._scaling.scaler is None and plugin_loss is not loss:
+            # A plugin may have changed the loss: its own is backpropagated, the user's is reported.
             objective = self._weighting.objective(plugin_loss, count) * accumulate
         if self._is_filler:
             objective = objective * 0
@@ -224,7 +225,7 @@ class TrainingRun:
                 plugin.backward(self._scaling.apply(objective, window.sums), module, optimizer, *args, **kwargs)
                 self.engine.end_backward()
             if not self._is_filler:
-                window.sums.add(told, count)
+                window.sums.add(reported, count)
         if self.module.automatic_optimization:
             self._restore_filler_state()
         return plugin.post_backward(loss, module)
@@ -291,7 +292,7 @@ class TrainingRun:
     # --- What is saved, and how it ends -------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What decides how the next window computes, and is not settled by it."""
+        """What a resumed run needs of earlier windows: state of the engine, range factor, last report."""
         report = self.windows.last_step
         return {
             "engine": self.engine.state(),

@@ -1,4 +1,4 @@
-"""How the ranks' processes come about: Lightning's launchers, with the Trainer's function inside of the guard."""
+"""How the ranks' processes come about: Lightning's launchers, with the Trainer's function inside of the supervisor."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ from lightning_automodel.launch.workers import (
     Workers,
     describe_exit,
     follow_launching_process,
-    tell_guard,
+    tell_supervisor,
 )
 
 POLL_S = 0.25
@@ -41,14 +41,14 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
     """Runs this script again for every further rank of the node, unless something else starts the processes.
 
     Lightning's launcher kills this process some seconds after another one ended badly, whatever it does then. Here the
-    guard hears of it at once, and every rank leaves with the cause.
+    supervisor hears of it at once, and every rank leaves with the cause.
     """
 
     def __init__(
-        self, guard: Supervisor, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
+        self, supervisor: Supervisor, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
-        self._guard = guard
+        self._supervisor = supervisor
 
     @property
     def starts_processes(self) -> bool:
@@ -70,17 +70,17 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
             self._call_children_scripts()
             threading.Thread(target=self._observe, name="lightning_automodel launcher", daemon=True).start()
         lightning_internals.share_cores(self.num_processes)
-        return self._guard.run(function, *args, **kwargs)
+        return self._supervisor.run(function, *args, **kwargs)
 
     def _observe(self) -> None:
-        """Tell the guard of each process that ends, which knows whether it was done; end with the last one."""
+        """Tell the supervisor of each process that ends, which knows whether it was done; end with the last one."""
         running = dict(enumerate(self.procs, start=self.cluster_environment.node_rank() * self.num_processes + 1))
         while running:
             for rank, process in list(running.items()):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     status = process.wait(POLL_S / len(running))
                     del running[rank]
-                    if not tell_guard(rank, describe_exit(status)):
+                    if not tell_supervisor(rank, describe_exit(status)):
                         self.kill(signal.SIGTERM)
                         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -91,7 +91,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
     Lightning's launcher gathers no shards, calls no ``on_exception`` hooks in the workers, and ends them all when it
     misses one; here the ranks leave together as under any other launcher, each through its own hooks.
 
-    Each rank runs in the guard. What ``get_report`` tells in the first rank, ``set_report`` takes in this process.
+    Each rank runs in the supervisor. What ``get_report`` tells in the first rank, ``set_report`` takes in this process.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         start_method: Literal["spawn", "fork", "forkserver"],
         num_processes: int,
         num_nodes: int,
-        guard: Supervisor,
+        supervisor: Supervisor,
         get_report: Callable[[], Mapping[str, Any]],
         set_report: Callable[[Mapping[str, Any]], None],
     ) -> None:
         super().__init__(strategy, start_method)
         self._num_processes, self._num_nodes = num_processes, num_nodes
-        self._guard, self._get_report, self._set_report = guard, get_report, set_report
+        self._supervisor, self._get_report, self._set_report = supervisor, get_report, set_report
         self._is_worker = False
 
     @override
@@ -118,7 +118,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
             def run_and_collect(*args: Any, **kwargs: Any) -> bytes | None:
                 return collect(trainer, function(*args, **kwargs), self._get_report())
 
-            return self._guard.run(run_and_collect, *args, **kwargs)
+            return self._supervisor.run(run_and_collect, *args, **kwargs)
         if self._already_fit and trainer.state.fn == TrainerFn.FITTING:
             raise NotImplementedError(
                 f"trainer.fit() ran already, in workers of start_method={self._start_method!r} that have ended, and"
@@ -230,7 +230,7 @@ def make_launcher(
     start_method: Literal["popen", "spawn", "fork", "forkserver"],
     num_processes: int,
     num_nodes: int,
-    guard: Supervisor,
+    supervisor: Supervisor,
     get_report: Callable[[], Mapping[str, Any]],
     set_report: Callable[[Mapping[str, Any]], None],
 ) -> SubprocessLauncher | WorkerLauncher:
@@ -242,8 +242,8 @@ def make_launcher(
     environment = strategy.cluster_environment
     assert environment is not None
     if start_method != "popen" and not environment.creates_processes_externally:
-        return WorkerLauncher(strategy, start_method, num_processes, num_nodes, guard, get_report, set_report)
-    launcher = SubprocessLauncher(guard, environment, num_processes, num_nodes)
+        return WorkerLauncher(strategy, start_method, num_processes, num_nodes, supervisor, get_report, set_report)
+    launcher = SubprocessLauncher(supervisor, environment, num_processes, num_nodes)
     if (hasattr(sys, "ps1") or sys.flags.interactive) and not launcher.is_interactive_compatible:
         # Lightning would name its own strategies.
         raise MisconfigurationException(

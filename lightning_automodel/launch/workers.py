@@ -67,8 +67,8 @@ def describe_exit(status: int) -> str:
     return f"ended with exit status {status}"
 
 
-def tell_guard(rank: int, how: str) -> bool:
-    """Tell the guard that the process of another rank, or of ``LAUNCHER``, ended; False before this one has joined."""
+def tell_supervisor(rank: int, how: str) -> bool:
+    """Tell the supervisor that a process ended, of another rank or ``LAUNCHER``; False before this one has joined."""
     if supervisor.report_end(rank, how):
         return True
     who = "the launching process," if rank == LAUNCHER else f"rank {rank}"
@@ -88,7 +88,7 @@ def follow_launching_process(connection: Connection) -> None:
         with contextlib.suppress(EOFError, OSError):
             if connection in ready:
                 rank, how = connection.recv()
-        if not tell_guard(rank, how):
+        if not tell_supervisor(rank, how):
             os.kill(os.getpid(), signal.SIGTERM)
 
 

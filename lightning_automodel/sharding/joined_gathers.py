@@ -1,7 +1,7 @@
 """All-gathers that a rank takes part in while others evaluate and it has no data left."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 from torch.distributed.fsdp import FSDPModule
 
@@ -23,17 +23,12 @@ class JoinedGathers:
         self._newest: list[FSDPModule] = []
         self._before: list[FSDPModule] | None = None
         for unit in units:
-            for group in torch_internals.param_groups(unit):
-                self._patches.set(group, "unshard", self._noting(group.unshard, unit, group))
+            torch_internals.note_all_gathers(unit, partial(self._note, unit), self._patches)
         self._is_noting = False
 
-    def _noting(self, unshard: Callable[..., None], unit: FSDPModule, group: Any) -> Callable[..., None]:
-        def unshard_and_note(*args: Any, **kwargs: Any) -> None:
-            if self._is_noting and not group.is_unsharded:
-                self._newest.append(unit)
-            unshard(*args, **kwargs)
-
-        return unshard_and_note
+    def _note(self, unit: FSDPModule) -> None:
+        if self._is_noting:
+            self._newest.append(unit)
 
     def start_step(self) -> None:
         """A step of this rank begins, with everything sharded."""
