@@ -523,11 +523,11 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        if self._inputs is not None:
+            dataloader = self._inputs.without_repeats(dataloader)
         if self._resume is not None:
             self._resume.process_dataloader(dataloader)
-        if self._inputs is not None:
-            return self._inputs.process(dataloader)
-        return dataloader
+        return dataloader if self._inputs is None else self._inputs.process(dataloader)
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 
@@ -551,6 +551,8 @@ class AutomodelStrategy(ParallelStrategy):
             output = super().training_step(*args, **kwargs)
         if self._module.automatic_optimization and output is not None:
             run.end_step(output)
+        else:
+            run.restore_filler_state()
         return output
 
     def _begin_step(self, step: int, is_training: bool) -> None:
@@ -642,6 +644,7 @@ class AutomodelStrategy(ParallelStrategy):
     def on_validation_start(self) -> None:
         self._required_run.engine.release()
         self._required_run.engine.synchronize_buffers()
+        self._required_run.engine.start_evaluation_loop()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -688,6 +691,18 @@ class AutomodelStrategy(ParallelStrategy):
         if self._inputs is not None and collectives.is_mean(reduce_op):
             return reduced * self._inputs.mean_factor()
         return reduced
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Stack a tensor of one shape from every rank. A collective over the group.
+
+        Raises:
+            RuntimeError: Within an evaluation step in which a rank has no data left.
+            ValueError: Within an evaluation step, where the last batches of ranks have different shapes.
+        """
+        if self._inputs is not None:
+            self._inputs.check_gathering(tensor)
+        return super().all_gather(tensor, group, sync_grads)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:

@@ -141,7 +141,7 @@ def note_all_gathers(unit: FSDPModule, note: Callable[[], None], patches: PatchS
 def _noting(
     group: FSDPParamGroup, unshard: Callable[..., None], note: Callable[[], None], *args: Any, **kwargs: Any
 ) -> None:
-    if not group.is_unsharded:
+    if not group.is_unsharded and group._all_gather_result is None:
         note()
     unshard(*args, **kwargs)
 
@@ -435,7 +435,16 @@ def _probe_group(group: FSDPParamGroup) -> None:
     check = partial(release_probe.check, "torch")
     check(
         group,
-        *("fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "is_sharded", "is_unsharded", "unshard"),
+        *(
+            "fsdp_params",
+            "modules",
+            "mesh_info",
+            "gradient_divide_factor",
+            "is_sharded",
+            "is_unsharded",
+            "unshard",
+            "_all_gather_result",
+        ),
         *("_to_unsharded", "post_backward", "device"),
     )
     check(group, "_partial_reduce_output", *_COMMUNICATION, writable=True)

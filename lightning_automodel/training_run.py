@@ -179,10 +179,9 @@ class TrainingRun:
 
     def start_step(self, batch: Any, is_filler: bool) -> None:
         """A training step is about to run on ``batch``, which counts for nothing if it ``is_filler``."""
-        self._restore_filler_state()
         self._batch, self._is_filler = batch, is_filler
-        self._filler_state = FillerState(self.module) if is_filler else None
         self.engine.start_forward(batch)
+        self._filler_state = FillerState(self.module) if is_filler else None  # with the buffers that were just sent
 
     def end_step(self, output: Any) -> None:
         """A training step of automatic optimization has returned ``output``: count its label tokens."""
@@ -210,7 +209,7 @@ class TrainingRun:
             self._zero_if_skipped(optimizer)
         count, accumulate = self._take_count(kwargs)
         window = self.windows.open()
-        self.engine.start_backward(loss)
+        self.engine.start_backward(loss, counts=not self._is_filler)
         plugin_loss = plugin.pre_backward(loss, module)
         self.advice.about_half_precision(loss)
         self.advice.about_rounded_count(count)
@@ -227,10 +226,10 @@ class TrainingRun:
             if not self._is_filler:
                 window.sums.add(reported, count)
         if self.module.automatic_optimization:
-            self._restore_filler_state()
+            self.restore_filler_state()
         return plugin.post_backward(loss, module)
 
-    def _restore_filler_state(self) -> None:
+    def restore_filler_state(self) -> None:
         """A step on a filler is over: what it has changed in the module comes back."""
         state, self._filler_state = self._filler_state, None
         if state is not None:
@@ -331,7 +330,7 @@ class TrainingRun:
 
     def close(self) -> None:
         """Drop open windows, restore what was replaced, leave the model to itself. Calling it again does nothing."""
-        self._restore_filler_state()
+        self.restore_filler_state()
         self.windows.reset()
         self.watch.close()
         self.patches.restore()

@@ -14,6 +14,7 @@ from torchmetrics import Metric
 from lightning_automodel import lightning_internals
 from lightning_automodel.patching import PatchStack
 
+# What Lightning's `reduce_fx` may be, and the value that does not count in it.
 _NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 
 
@@ -26,15 +27,19 @@ class FillerState:
 
     def __init__(self, module: pl.LightningModule) -> None:
         metrics = [each for each in module.modules() if isinstance(each, Metric)]
-        of_metrics = {id(buffer) for metric in metrics for buffer in metric.buffers()}
-        self._buffers = [(b, b.clone()) for b in module.buffers() if id(b) not in of_metrics]
+        owners = [each for each in module.modules() if not isinstance(each, Metric)]
+        self._buffers = [
+            (owner, name, buffer, buffer.clone())
+            for owner in owners
+            for name, buffer in owner.named_buffers(recurse=False)
+        ]
         self._metrics = [(metric, lightning_internals.metric_state(metric)) for metric in metrics]
 
     def restore(self) -> None:
         """After the backward, which may need the buffers as the forward left them."""
         with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
+            for owner, name, buffer, value in self._buffers:
+                setattr(owner, name, buffer.copy_(value))  # a step may have put another tensor in its place
         for metric, state in self._metrics:
             lightning_internals.set_metric_state(metric, state)
 
@@ -61,6 +66,8 @@ def _neutral_log(log: Callable[..., None]) -> Callable[..., None]:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         value, reduction = given.arguments["value"], given.arguments["reduce_fx"]
+        reduction = getattr(reduction, "__name__", reduction)  # torch.sum and the like
+        reduction = {"avg": "mean"}.get(str(reduction).lower(), str(reduction).lower())
         if isinstance(value, Metric):
             log(*args, **kwargs)
         elif given.arguments["sync_dist"]:

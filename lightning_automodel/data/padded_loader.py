@@ -52,19 +52,26 @@ class PaddedLoader:
     """
 
     def __init__(self, loader: Any, lengths: list[int] | None, group: dist.ProcessGroup, drawn: deque[Draw]) -> None:
-        self.padded_loader, self._lengths, self._group, self._drawn = loader, lengths, group, drawn
+        own = {"padded_loader": loader, "rank_lengths": lengths, "_group": group, "_drawn": drawn}
+        vars(self).update(own)  # others are set on the loader
 
     @property  # type: ignore[misc]  # as proxies do
     def __class__(self) -> Any:
         return type(self.padded_loader)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "padded_loader":  # of a copy in the making
+            raise AttributeError(name)
         return getattr(self.padded_loader, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning sets worker_init_fn, and forgets iterators.
+        setattr(self.padded_loader, name, value)
+
     def __len__(self) -> int:
-        if self._lengths is None:
+        if self.rank_lengths is None:
             raise TypeError(f"The number of batches of {type(self.padded_loader).__name__} is not known on all ranks.")
-        return max(self._lengths)
+        return max(self.rank_lengths)
 
     def __iter__(self) -> Iterator[Any]:
         self._drawn.clear()
@@ -82,7 +89,8 @@ class PaddedLoader:
                     filler = self._share(batch, draw)
                 elif num_real:
                     filler = copy.deepcopy(batch)
-                is_first = False
+                # Lightning skips a batch that is None, on all ranks alike.
+                is_first = filler is None and num_real > 0
             if draw.is_filler:
                 if draw.num_real() == 0:
                     return

@@ -1,5 +1,6 @@
 """Ranks whose data ends before another's: an error in training, and one count for each sample in evaluation."""
 
+import copy
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,11 +12,13 @@ import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
+from torchmetrics import Metric
 
+from lightning_automodel import lightning_internals
 from lightning_automodel.data.fillers import neutral
-from lightning_automodel.data.padded_loader import Draw, PaddedLoader
+from lightning_automodel.data.padded_loader import Draw, PaddedLoader, unpadded
 
 _UNKNOWN = -1
 _GOES_ON, _IS_LAST, _HAS_ENDED = range(3)
@@ -48,8 +51,32 @@ class UnevenInputs:
         self._draw: Draw | None = None
         self.is_filler = False
 
+    def without_repeats(self, loader: Any) -> Any:
+        """A loader whose sampler repeats samples to even the ranks out, with one that gives each rank only its own.
+
+        The user's own are left alone, since training may use them too. Training repeats unless it pads. Evaluation
+        repeats where there are fewer samples than ranks.
+        """
+        loader, is_training = unpadded(loader), self._stage == "train"
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        sampler = getattr(batch_sampler, "sampler", getattr(loader, "sampler", None))
+        if (is_training and not self._pads) or not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+            return loader
+        total = sized_len(sampler.dataset)
+        if total is None or (total < sampler.num_replicas and not is_training):
+            return loader
+        own, loader, batch_sampler = copy.copy(sampler), copy.copy(loader), copy.copy(batch_sampler)
+        own.total_size, own.num_samples = total, len(range(own.rank, total, own.num_replicas))
+        # DataLoader refuses to have its samplers set once it is made.
+        if batch_sampler is not None:
+            vars(batch_sampler)["sampler"] = own
+            vars(loader)["batch_sampler"] = batch_sampler
+        if loader.sampler is sampler:
+            vars(loader)["sampler"] = own
+        return loader
+
     def process(self, loader: Any) -> Any:
-        """Compare the lengths of a loader of the current stage; what evaluates or pads repeats no sample.
+        """Compare the lengths of a loader of the current stage.
 
         A collective over the group: all ranks process their loaders in one order.
 
@@ -57,22 +84,30 @@ class UnevenInputs:
             What is to be iterated in its place.
         """
         is_training = self._stage == "train"
-        if self._pads or not is_training:
-            _stop_repeating(loader)
         length = sized_len(loader)
         self._send(_UNKNOWN if length is None else length)
         lengths = self._answers()
         if _UNKNOWN in lengths or len(set(lengths)) > 1:
             if is_training and self._pads:
-                step = self._trainer.lightning_module.training_step
-                if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
-                    raise ValueError(
-                        "uneven_inputs='pad' must know each step's batch, and training_step(dataloader_iter) draws them"
-                        " itself: let it take the batch, or give all ranks equally many batches."
-                    )
+                self._check_padding(loader)
                 return PaddedLoader(loader, None if _UNKNOWN in lengths else lengths, self._group, self._drawn)
             self._may_differ.add(self._stage)
         return loader
+
+    def _check_padding(self, loader: Any) -> None:
+        """Raise ``ValueError`` for what a filler would change, or what could not know of one."""
+        module = self._trainer.lightning_module
+        problem = None
+        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+            problem = "training_step(dataloader_iter) draws its batches itself: let it take the batch"
+        elif isinstance(loader, lightning_internals.Stateful):
+            problem = f"{type(loader).__name__} begins anew where it is resumed after its end: take torch's DataLoader"
+        elif any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
+            problem = "SyncBatchNorm would average over fillers: leave sync_batchnorm out"
+        elif any(isinstance(each, Metric) and each.dist_sync_on_step for each in module.modules()):
+            problem = "a metric with dist_sync_on_step=True would gather fillers: leave dist_sync_on_step out"
+        if problem is not None:
+            raise ValueError(f"uneven_inputs='pad': {problem}, or give all ranks equally many batches.")
 
     # --- Training -----------------------------------------------------------------------------------------------------
 
@@ -82,7 +117,11 @@ class UnevenInputs:
         Raises:
             ValueError: If batches are padded that come from several loaders.
         """
-        self._draw = self._drawn.popleft() if self._drawn else None
+        fetcher = lightning_internals.training_data_fetcher(self._trainer)
+        prefetched = len(getattr(fetcher, "batches", ()))
+        self._draw = None
+        while len(self._drawn) > prefetched:  # more than one after batches that were None, which Lightning skips
+            self._draw = self._drawn.popleft()
         self.is_filler = self._draw is not None and self._draw.is_filler
         if self._draw is not None and type(self._trainer.train_dataloader) is not PaddedLoader:
             raise ValueError(
@@ -92,7 +131,7 @@ class UnevenInputs:
 
     def mean_factor(self) -> float:
         """What a mean over ranks must be multiplied by, so that fillers do not count. Waits for all to draw."""
-        if self._draw is None or not self._is_in_step:
+        if self._draw is None or not self._is_in_step or self._stage != "train":
             return 1.0
         return self._group.size() / max(self._draw.num_real(), 1)
 
@@ -141,9 +180,13 @@ class UnevenInputs:
             args: Its arguments: batch, batch index, and the index of the loader where there are several.
             join: Takes part in what a step of other ranks communicates.
         """
+        self._draw, self.is_filler, self._is_in_step = None, False, True
         if self._stage not in self._may_differ:
-            return step(*args)
-        is_last = self._is_last(args[2] if len(args) > 2 else 0)
+            try:
+                return step(*args)
+            finally:
+                self._is_in_step = False
+        is_last = self._is_last(args[2] if len(args) > 2 else None)
         self._send(_IS_LAST if is_last else _GOES_ON)
         self._is_in_step = True
         try:
@@ -155,31 +198,55 @@ class UnevenInputs:
             join()
         return output
 
-    def _is_last(self, dataloader_idx: int) -> bool:
+    def _is_last(self, dataloader_idx: int | None) -> bool:
         """Whether this rank has no batch of the loader after this one: loaders of a stage follow each other."""
         loop = self._evaluation_loop
         if loop.batch_progress.current.started <= 1:
             self._steps.clear()
+        if dataloader_idx is None:
+            return loop.batch_progress.is_last_batch
         self._steps[dataloader_idx] += 1
         return loop.batch_progress.is_last_batch or self._steps[dataloader_idx] == loop.max_batches[dataloader_idx]
 
     def check_reduction(self) -> None:
-        """Before a value is reduced over ranks: all of them must be in a step, or none.
+        """Before a value is reduced or gathered over ranks: all of them must be in a step, or none.
 
         Raises:
             RuntimeError: If some have no data left.
         """
-        if self._stage == "train" or not self._is_in_step:
+        if self._stage == "train" or self._stage not in self._may_differ or not self._is_in_step:
             return
         if ended := [rank for rank, sent in enumerate(self._answers()) if sent == _HAS_ENDED]:
             raise RuntimeError(
-                f"A value is reduced over all ranks within an evaluation step, but not on {_ranks(ended)}, whose data"
-                " has ended: log it with on_step=False, on_epoch=True, or give all ranks equally many batches."
+                f"A value is reduced or gathered over all ranks within an evaluation step, but not on"
+                f" {_ranks(ended)}, whose data has ended: log it with on_step=False, on_epoch=True, or give all ranks"
+                " equally many batches."
+            )
+
+    def check_gathering(self, tensor: Tensor) -> None:
+        """Before a tensor is gathered within an evaluation step: all ranks must be in it, with tensors of one shape.
+
+        A collective over the group within evaluation steps: without repeated samples, last batches differ in size.
+
+        Raises:
+            RuntimeError: If some have no data left.
+            ValueError: If shapes differ.
+        """
+        if self._stage == "train" or not self._is_in_step:
+            return
+        self.check_reduction()
+        shapes: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(shapes, tuple(tensor.shape), self._group)
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                f"self.all_gather() of tensors of the shapes {shapes}: in evaluation no sample is repeated, so that"
+                " last batches differ in size. Pad them to one size, keep them for on_validation_epoch_end, or use"
+                " TorchMetrics."
             )
 
     def _send(self, mine: int) -> None:
         """Tell all ranks a number, and start to receive theirs."""
-        sent = torch.tensor(mine)
+        sent = torch.tensor(mine, device="cpu")
         everyone = [torch.empty_like(sent) for _ in range(self._group.size())]
         work = dist.all_gather(everyone, sent, self._group, async_op=True)
         self._sent = work, sent, everyone  # must outlive the communication
@@ -203,16 +270,6 @@ class UnevenInputs:
         if trainer.state.fn == TrainerFn.FITTING:
             return trainer.fit_loop.epoch_loop.val_loop
         return {"val": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}[self._stage]
-
-
-def _stop_repeating(loader: object) -> None:
-    """Let a sampler that repeats samples to even the ranks out give each rank only its own, if all ranks have some."""
-    sampler = getattr(loader, "sampler", None)
-    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
-        return
-    total = sized_len(sampler.dataset)
-    if total is not None and total >= sampler.num_replicas:
-        sampler.total_size, sampler.num_samples = total, len(range(sampler.rank, total, sampler.num_replicas))
 
 
 def _ranks(ranks: list[int]) -> str:

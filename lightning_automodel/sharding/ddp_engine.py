@@ -73,7 +73,7 @@ class DDPEngine(Engine):
         return nullcontext() if is_last or self._ddp is None else self._ddp.no_sync()
 
     @override
-    def start_backward(self, loss: Tensor) -> None:
+    def start_backward(self, loss: Tensor, counts: bool = True) -> None:
         if self._ddp is not None and not self._ddp.module.automatic_optimization:
             prepare_for_backward(self._ddp, loss)
 

@@ -44,6 +44,9 @@ class Engine(ABC):
     def start_forward(self, batch: Any) -> None:
         """Called before each training step, with its batch."""
 
+    def start_evaluation_loop(self) -> None:
+        """Called before an evaluation or prediction begins."""
+
     def start_evaluation(self) -> None:
         """Called before each step of evaluation or prediction."""
 
@@ -53,8 +56,8 @@ class Engine(ABC):
     def join_evaluation(self) -> None:
         """Take part in what an evaluation step of other ranks communicates, without data. A collective."""
 
-    def start_backward(self, loss: Tensor) -> None:
-        """Called before each backward."""
+    def start_backward(self, loss: Tensor, counts: bool = True) -> None:
+        """Called before each backward; ``counts``: parameters that it uses get a gradient."""
 
     def end_backward(self) -> None:
         """Called after each backward, before anybody else sees the gradients."""

@@ -156,6 +156,10 @@ class FSDP2Engine(Engine):
         self._sync.resume()
 
     @override
+    def start_evaluation_loop(self) -> None:
+        self._gathers.start_loop()
+
+    @override
     def start_evaluation(self) -> None:
         self._gathers.start_step()
 
@@ -169,8 +173,8 @@ class FSDP2Engine(Engine):
         self._gathers.join()
 
     @override
-    def start_backward(self, loss: Tensor) -> None:
-        self._sync.start_backward()
+    def start_backward(self, loss: Tensor, counts: bool = True) -> None:
+        self._sync.start_backward(counts)
 
     @override
     def end_backward(self) -> None:

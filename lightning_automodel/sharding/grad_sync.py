@@ -120,7 +120,7 @@ class FSDPGradSync:
         self._groups = list(torch_internals.fsdp_param_groups(model))
         self._retained: list[tuple[FSDPModule, list[int]]] = []
         self.is_last: bool | None = None
-        self._in_backward = False
+        self._in_backward, self._counts = False, True
         self._used: set[int] = set()
         self._followed: set[int] = set()
         self._handles = [
@@ -138,7 +138,8 @@ class FSDPGradSync:
 
     def _mark_used(self, parameter_id: int, _: nn.Parameter) -> None:
         if self._in_backward:
-            self._used.add(parameter_id)
+            if self._counts:
+                self._used.add(parameter_id)
         elif self._used or self.is_last is False:
             # FSDP2 would add it to what the window has deferred, and it would be rescaled with that.
             raise RuntimeError(
@@ -204,9 +205,9 @@ class FSDPGradSync:
                     " torch.no_grad() (`p.copy_(...)`), which is noticed, or pass reshard_during_accumulation=True."
                 )
 
-    def start_backward(self) -> None:
-        """The backward that begins belongs to a window."""
-        self._in_backward = True
+    def start_backward(self, counts: bool = True) -> None:
+        """The backward that begins belongs to a window; ``counts``: parameters that it uses get a gradient."""
+        self._in_backward, self._counts = True, counts
 
     def end_backward(self) -> None:
         """Show sharded parameters to everybody else."""

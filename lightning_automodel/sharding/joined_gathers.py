@@ -30,6 +30,10 @@ class JoinedGathers:
         if self._is_noting:
             self._newest.append(unit)
 
+    def start_loop(self) -> None:
+        """Steps of another kind, or on other data, begin."""
+        self._newest, self._before = [], None
+
     def start_step(self) -> None:
         """A step of this rank begins, with everything sharded."""
         self._before = self._newest or None

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def _train_shared_by_two(path: str) -> dict[str, Tensor]:
     trainer = make_trainer(
         AutomodelStrategy(tensor_parallel_size=2), max_steps=1, callbacks=[ExportsAtTheEnd(path, max_shard_size=SMALL)]
     )
-    trainer.fit(module, DataLoader(micro_batches(TENSOR_PARALLEL)[data_rank()], batch_size=None))
+    trainer.fit(module, DataLoader(micro_batches(replace(TENSOR_PARALLEL, num_ranks=2))[data_rank()], batch_size=None))
     return full_weights(module.model.model)
 
 

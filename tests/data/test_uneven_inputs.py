@@ -219,3 +219,48 @@ def test_known_and_equal_lengths_cost_nothing_in_a_step(pool2: RankPool) -> None
     """One exchange as the loader is made; of a stream, one more for each batch."""
     assert pool2.run(_count_gathers, False) == [1, 1]
     assert pool2.run(_count_gathers, True) == [4, 4]
+
+
+class Gathers(Numbers):
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.all_gather(batch)
+
+
+def _gather_in_step(num_samples: int) -> str:
+    loaders = DataLoader(torch.arange(float(num_samples)), 2)
+    trainer = make_trainer(AutomodelStrategy(data_parallel="ddp"), use_distributed_sampler=True)
+    try:
+        trainer.validate(Gathers(), loaders)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_gathering_last_batches_of_different_sizes_raises(pool2: RankPool) -> None:
+    """7 samples: 2 and 2 of each rank, then 2 and 1. With 8 nothing is in the way."""
+    for message in pool2.run(_gather_in_step, 7):
+        assert message.startswith("self.all_gather() of tensors of the shapes [(2,), (1,)]")
+    assert pool2.run(_gather_in_step, 8) == ["", ""]
+
+
+def _share_a_sampler() -> list[list[int]]:
+    seen: list[list[int]] = []
+
+    class Trains(Numbers):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            seen[-1].extend(batch.int().tolist())
+            return 0.0 * next(self.parameters()).sum()
+
+        def on_train_epoch_start(self) -> None:
+            seen.append([])
+
+    data = torch.arange(7.0)
+    loader = DataLoader(data, 1, sampler=torch.utils.data.DistributedSampler(data, shuffle=False))
+    trainer = make_trainer(AutomodelStrategy(per_token_loss=False), max_epochs=2, num_sanity_val_steps=2)
+    trainer.fit(Trains(), loader, loader)
+    return [*seen, loader.sampler.num_samples]  # type: ignore[list-item]
+
+
+def test_a_sampler_that_training_shares_with_validation(pool2: RankPool) -> None:
+    """Validation takes copies that do not repeat; the loader keeps its own, and training goes on with it."""
+    assert pool2.run(_share_a_sampler) == [[[0, 2, 4, 6], [0, 2, 4, 6], 4], [[1, 3, 5, 0], [1, 3, 5, 0], 4]]
