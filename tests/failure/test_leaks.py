@@ -18,7 +18,7 @@ from tests.failure.faults import become_rank
 from tests.processes import forked
 from tests.trainer.runs import SILENT
 
-ROUNDS = [3, pytest.param(20, marks=pytest.mark.sweep)]
+ROUNDS = [2, pytest.param(20, marks=pytest.mark.sweep)]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STRATEGIES: list[dict[str, Any]] = [{}, {"data_parallel": "ddp"}]
 

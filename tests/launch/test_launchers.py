@@ -35,9 +35,9 @@ from tests.processes import run_anew
 from tests.trainer.exactness import relative_error
 from tests.trainer.runs import CASE, SILENT, TOLERANCE
 
-TRAINED = [("fork", "fsdp2"), ("fork", "ddp"), ("forkserver", "fsdp2")]
-# What is spawned imports everything anew; that it can be sent there, a fork server shows as well.
-TRAINED_IN_THE_SWEEP = [("forkserver", "ddp"), ("spawn", "fsdp2"), ("spawn", "ddp")]
+TRAINED = [("fork", "fsdp2"), ("fork", "ddp")]
+# What these start imports everything anew; what can be sent there, test_pickling shows.
+TRAINED_IN_THE_SWEEP = [(method, engine) for method in ("forkserver", "spawn") for engine in ("fsdp2", "ddp")]
 # What happens to rank 1 of a script; the status of rank 0; what is printed.
 SCRIPT_FAILS = {
     "SIGKILL": (1, "its process was ended by SIGKILL"),
@@ -169,7 +169,9 @@ def test_one_traceback_where_all_ranks_raise_the_same(runs: dict[str, Future]) -
     assert printed.count('raise ValueError("no labels here")') == 1, printed
 
 
-@pytest.mark.parametrize("interrupted", ["popen", "fork", pytest.param("forkserver", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "interrupted", ["popen", *(pytest.param(method, marks=pytest.mark.sweep) for method in ("fork", "forkserver"))]
+)
 def test_ctrl_c(runs: dict[str, Future], interrupted: str) -> None:
     """One rank waits in a collective, one sleeps: both leave at once, without a traceback, as under Lightning."""
     status, output, seconds = runs[f"ctrl-c {interrupted}"].result()
