@@ -204,10 +204,10 @@ def fail_everywhere_inside_and_catch() -> tuple[list[str], tuple[bool, tuple[str
 
 def test_caught_failures_stay_inside_and_everybody_keeps_its_own(pool4: RankPool) -> None:
     results = pool4.run(fail_everywhere_inside_and_catch)
-    assert results[0] == (["rank 0"], (True, ("OSError", "rank 0")))
-    for errors, (ran, error) in results[1:]:
-        assert len(errors) == 1
-        assert errors[0].endswith("ValueError: rank 0")
+    assert results[0][0] == ["rank 0"]
+    assert all(errors[0].endswith("ValueError: rank 0") and len(errors) == 1 for errors, _ in results[1:])
+    # Rank 2, the first of its node, may have failed before rank 0 has begun.
+    for _, (ran, error) in results:
         assert error is not None
         assert ran == (error[0] == "OSError")
 
