@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -53,12 +54,21 @@ def forget_meshes() -> None:
     is laid over a later default group may equal an old one, and would be led to groups that are gone.
     """
     cache_type = type(functools.lru_cache(forget_meshes))
-    for cache in gc.get_objects():
+    # The collector knows of those that instances hold, and of none that gc.freeze() has put aside.
+    for cache in (*gc.get_objects(), *_module_and_class_attributes("torch.distributed")):
         # Not isinstance, which asks proxies for their class: some warn that they are deprecated.
         if type(cache) is cache_type and str(cache.__module__).startswith("torch.distributed"):
             cache.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
     torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def _module_and_class_attributes(package: str) -> Iterator[Any]:
+    for name, module in sys.modules.copy().items():
+        for value in list(vars(module).values()) if name.startswith(package) else []:
+            yield value
+            if issubclass(type(value), type):
+                yield from (getattr(each, "__func__", each) for each in list(vars(value).values()))
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:

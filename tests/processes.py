@@ -13,7 +13,13 @@ ROOT = Path(__file__).parents[1]
 NOT_FROM_OUTSIDE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK")
 """What a launcher tells its ranks by the environment."""
 
-IMPORTED = ("lightning.pytorch", "torch.distributed.fsdp", "lightning_automodel", "tests.launch.launched")
+IMPORTED = (
+    "lightning.pytorch",
+    "torch.distributed.fsdp",
+    "lightning_automodel",
+    "tests.launch.launched",
+    "tests.frozen",
+)
 """Slow to import, and needed by all: whoever starts the server decides what it imports, for the whole test run."""
 
 

@@ -143,7 +143,10 @@ def _wait_briefly_as_lightning_does(rank: int, world_size: int) -> None:
 # --- Everybody comes --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["environment", "tcp", "file", "store", "launcher"])
+@pytest.mark.parametrize(
+    "way",
+    ["environment", "file", *(pytest.param(way, marks=pytest.mark.sweep) for way in ("tcp", "store", "launcher"))],
+)
 def test_all_come(way: str, tmp_path: Path) -> None:
     """By each way to meet, though one rank is late."""
     store, port = _host_store(), _free_port()

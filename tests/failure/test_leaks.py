@@ -12,13 +12,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, destroy_global_state
 from tests.failure.faults import become_rank
 from tests.processes import forked
-from tests.trainer.runs import SILENT
+from tests.trainer.exactness import micro_batches
+from tests.trainer.runs import CASE, SILENT, LabelledModule
 
-ROUNDS = [2, pytest.param(20, marks=pytest.mark.sweep)]
+# The main example takes seconds a round: by default a tiny model is trained.
+ROUNDS = [(3, False), pytest.param(20, True, marks=pytest.mark.sweep)]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STRATEGIES: list[dict[str, Any]] = [{}, {"data_parallel": "ddp"}]
 
@@ -31,11 +34,8 @@ def _count() -> dict[str, int]:
     return {"threads": threads, "descriptors": len(targets), "sockets": sockets}
 
 
-def _train_again_and_again(rank: int, port: int, folder: Path, rounds: int, queue: Any) -> None:
+def _train_again_and_again(rank: int, port: int, folder: Path, rounds: int, is_example: bool, queue: Any) -> None:
     become_rank(rank, 2, port, folder)
-    sys.path.insert(0, str(EXAMPLES))
-    from docstring_writer import DocstringWriter
-    from docstrings import DocstringData
 
     def train(strategy: AutomodelStrategy) -> None:
         trainer = pl.Trainer(
@@ -48,7 +48,14 @@ def _train_again_and_again(rank: int, port: int, folder: Path, rounds: int, queu
             limit_val_batches=1,
             **SILENT,
         )
-        trainer.fit(DocstringWriter(), DocstringData(cache_dir=str(folder)))
+        if is_example:
+            sys.path.insert(0, str(EXAMPLES))
+            from docstring_writer import DocstringWriter
+            from docstrings import DocstringData
+
+            trainer.fit(DocstringWriter(), DocstringData(cache_dir=str(folder)))
+        else:
+            trainer.fit(LabelledModule(), DataLoader(micro_batches(CASE)[rank], batch_size=None))
 
     counts = []
     for index in range(rounds):
@@ -61,14 +68,14 @@ def _train_again_and_again(rank: int, port: int, folder: Path, rounds: int, queu
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors are counted in /proc")
-@pytest.mark.parametrize("rounds", ROUNDS)
-def test_main_example_again_and_again_in_one_process(tmp_path: Path, rounds: int) -> None:
+@pytest.mark.parametrize(("rounds", "is_example"), ROUNDS)
+def test_trainings_again_and_again_in_one_process(tmp_path: Path, rounds: int, is_example: bool) -> None:
     """Many trainings, each with a process group of its own: no thread, socket or descriptor is left."""
     context = forked()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     queue = context.Queue()
-    arguments = (port, tmp_path, rounds, queue)
+    arguments = (port, tmp_path, rounds, is_example, queue)
     processes = [context.Process(target=_train_again_and_again, args=(rank, *arguments)) for rank in range(2)]
     for process in processes:
         process.start()
