@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper as DatasetSamplerWrapper
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend_for_device,
@@ -162,5 +163,6 @@ def metric_state(metric: Metric) -> dict[str, Any]:
 def set_metric_state(metric: Metric, saved: dict[str, Any]) -> None:
     """Set what :func:`metric_state` returned."""
     for name, state in saved["states"].items():
-        setattr(metric, name, state)
+        if name in metric.metric_state:
+            setattr(metric, name, move_data_to_device(state, metric.device))
     metric._update_count, metric._computed = saved["count"], None

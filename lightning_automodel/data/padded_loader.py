@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+
+from lightning_automodel.data.exchange import Exchange
 
 _END = object()
 
@@ -19,19 +19,15 @@ class Draw:
 
     Attributes:
         is_filler: Whether this rank had none left.
-        everyone: [] each, for every rank whether it had one, once ``work`` is done.
-        work: The communication; None where it is done.
+        has_batch: 1 for every rank that had one, else 0.
     """
 
     is_filler: bool
-    everyone: list[Tensor]
-    work: dist.Work | None
+    has_batch: Exchange
 
     def num_real(self) -> int:
         """How many ranks had a batch. Waits for all to draw."""
-        if self.work is not None:
-            self.work.wait()
-        return sum(map(int, self.everyone))
+        return sum(self.has_batch.numbers())
 
 
 class PaddedLoader:
@@ -82,7 +78,7 @@ class PaddedLoader:
         filler, is_first = None, True
         while True:
             batch = next(batches, _END)
-            draw = self._tell(batch is not _END)
+            draw = Draw(batch is _END, Exchange(self._group, int(batch is not _END)))
             if is_first:
                 num_real = draw.num_real()
                 if 0 < num_real < self._group.size():
@@ -98,15 +94,9 @@ class PaddedLoader:
             self._drawn.append(draw)
             yield batch
 
-    def _tell(self, has_batch: bool) -> Draw:
-        mine = torch.tensor(int(has_batch))
-        everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
-        work = dist.all_gather(everyone, mine, self._group, async_op=True)
-        return Draw(not has_batch, everyone, work)
-
     def _share(self, batch: Any, draw: Draw) -> Any:
         """The batch of the first rank that has one. A collective over the group."""
-        source = next(rank for rank, has_batch in enumerate(draw.everyone) if has_batch)
+        source = draw.has_batch.numbers().index(1)
         shared = [None if batch is _END else batch]
         dist.broadcast_object_list(shared, dist.get_global_rank(self._group, source), self._group)
         return shared[0] if draw.is_filler else copy.deepcopy(batch)

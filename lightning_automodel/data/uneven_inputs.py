@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import TrainerFn
@@ -17,6 +16,7 @@ from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
 
 from lightning_automodel import lightning_internals
+from lightning_automodel.data.exchange import Exchange
 from lightning_automodel.data.fillers import neutral
 from lightning_automodel.data.padded_loader import Draw, PaddedLoader, unpadded
 
@@ -45,7 +45,7 @@ class UnevenInputs:
         self._trainer, self._group, self._pads = trainer, group, pads
         self._may_differ: set[str] = set()
         self._steps: Counter[int] = Counter()
-        self._sent: tuple[dist.Work | None, Tensor, list[Tensor]] | None = None
+        self._sent: Exchange | None = None
         self._is_in_step = False
         self._drawn: deque[Draw] = deque()
         self._draw: Draw | None = None
@@ -180,14 +180,11 @@ class UnevenInputs:
             args: Its arguments: batch, batch index, and the index of the loader where there are several.
             join: Takes part in what a step of other ranks communicates.
         """
-        self._draw, self.is_filler, self._is_in_step = None, False, True
-        if self._stage not in self._may_differ:
-            try:
-                return step(*args)
-            finally:
-                self._is_in_step = False
-        is_last = self._is_last(args[2] if len(args) > 2 else None)
-        self._send(_IS_LAST if is_last else _GOES_ON)
+        self._draw, self.is_filler = None, False
+        is_last = False
+        if self._stage in self._may_differ:
+            is_last = self._is_last(args[2] if len(args) > 2 else None)
+            self._send(_IS_LAST if is_last else _GOES_ON)
         self._is_in_step = True
         try:
             output = step(*args)
@@ -245,19 +242,10 @@ class UnevenInputs:
             )
 
     def _send(self, mine: int) -> None:
-        """Tell all ranks a number, and start to receive theirs."""
-        sent = torch.tensor(mine, device="cpu")
-        everyone = [torch.empty_like(sent) for _ in range(self._group.size())]
-        work = dist.all_gather(everyone, sent, self._group, async_op=True)
-        self._sent = work, sent, everyone  # must outlive the communication
+        self._sent = Exchange(self._group, mine)
 
     def _answers(self) -> list[int]:
-        if self._sent is None:
-            return []
-        work, _, everyone = self._sent
-        if work is not None:
-            work.wait()
-        return [int(each) for each in everyone]
+        return [] if self._sent is None else self._sent.numbers()
 
     @property
     def _stage(self) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
+from lightning_automodel import lightning_internals
 from lightning_automodel.resume import loops, rng
 from lightning_automodel.sharding import weight_averaging
 
@@ -115,10 +116,7 @@ class ModuleState:
 
     def metrics(self) -> dict[str, dict[str, Any]]:
         """Copies of the states of all TorchMetrics objects, and how often they were updated."""
-        return {
-            name: {"count": metric.update_count, "states": {k: _copied(v) for k, v in metric.metric_state.items()}}
-            for name, metric in self._metrics.items()
-        }
+        return {name: lightning_internals.metric_state(metric) for name, metric in self._metrics.items()}
 
     def flags(self) -> dict[str, Any]:
         """All flags by name."""
@@ -144,7 +142,7 @@ class ModuleState:
         self.look_again()
         for name, state in plan["metrics"].items():
             if name in self._metrics:
-                _restore_metric(self._metrics[name], state)
+                lightning_internals.set_metric_state(self._metrics[name], state)
         for name, buffer in self._plain_buffers().items():
             value = plan["buffers"].get(name)
             if value is not None and value.shape == buffer.shape:
@@ -178,18 +176,6 @@ def _are_equal(one: Tensor, other: Tensor | None) -> bool:
     if other is None or one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one, other.to(one.device)) or bool((one.isnan() & other.isnan() | (one == other)).all())
-
-
-def _copied(state: Any) -> Any:
-    # What a list gets appended is not changed in place.
-    return list(state) if isinstance(state, list) else state.clone()
-
-
-def _restore_metric(metric: Metric, saved: dict[str, Any]) -> None:
-    for name, state in saved["states"].items():
-        if name in metric.metric_state:
-            setattr(metric, name, _moved(state, metric.device))
-    metric._update_count, metric._computed = saved["count"], None
 
 
 def _moved(value: Any, device: torch.device) -> Any:
