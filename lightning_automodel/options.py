@@ -34,6 +34,7 @@ _SWITCHES = (
     "track_grad_norm",
     "error_if_nonfinite",
     "first_rank_setup",
+    "count_window_ahead",
     "async_checkpoint",
 )
 _COUNTING_ONLY: dict[str, Any] = {
@@ -89,6 +90,7 @@ class StrategyOptions:
     first_rank_setup: bool
     save_distributed_checkpoint: bool | None
     uneven_inputs: Literal["error", "pad"]
+    count_window_ahead: bool
     async_checkpoint: bool
 
     def __post_init__(self) -> None:

@@ -30,7 +30,6 @@ from typing_extensions import override
 from lightning_automodel import lightning_internals
 from lightning_automodel.advice import Advice, summary
 from lightning_automodel.checkpoint import RunCheckpoints, describe_models, model_state, optimizer_state
-from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.caller_mesh import adopt_mesh
 from lightning_automodel.distributed.first_rank import FirstRankPerNode
@@ -104,6 +103,12 @@ class AutomodelStrategy(ParallelStrategy):
         uneven_inputs: What happens where a rank's training data ends before another's. ``"error"``: every rank raises.
             ``"pad"``: it takes part until all have ended, with no tokens and no effect. Evaluation and prediction
             always see each sample once.
+        count_window_ahead: Draw and count the batches of a window before its first forward, so that each loss is
+            weighed before its backward: for ``"aux_loss"`` in what ``training_step`` returns, for hooks on gradients
+            that step within the backward (FSDP2 only), and for half-precision gradients in range. The count comes from
+            the batch then; another ``num_label_tokens`` that ``training_step`` returns is an error. Holds a window's
+            batches in host memory. With a random data set read by the main process, random numbers are drawn in another
+            order.
         async_checkpoint: Write checkpoints while training goes on, after the state was copied to host memory. One save
             at a time; a failure is raised in the next step, and a run ends when its last checkpoint is on disk.
 
@@ -147,6 +152,7 @@ class AutomodelStrategy(ParallelStrategy):
         first_rank_setup: bool = False,
         save_distributed_checkpoint: bool | None = None,
         uneven_inputs: Literal["error", "pad"] = "error",
+        count_window_ahead: bool = False,
         async_checkpoint: bool = False,
     ) -> None:
         super().__init__()
@@ -180,6 +186,7 @@ class AutomodelStrategy(ParallelStrategy):
             first_rank_setup=first_rank_setup,
             save_distributed_checkpoint=save_distributed_checkpoint,
             uneven_inputs=uneven_inputs,
+            count_window_ahead=count_window_ahead,
             async_checkpoint=async_checkpoint,
         )
         self._options = options
@@ -197,7 +204,6 @@ class AutomodelStrategy(ParallelStrategy):
         self._run: TrainingRun | None = None
         self._advice = Advice()
         self._resume: Resume | None = None
-        self._inputs: UnevenInputs | None = None
         self._reported_by_workers: Mapping[str, Any] = {}
 
     @classmethod
@@ -264,7 +270,7 @@ class AutomodelStrategy(ParallelStrategy):
 
         For lists and counters that user code keeps itself, under ``uneven_inputs="pad"``.
         """
-        return self._inputs is not None and self._inputs.is_filler
+        return self._run is not None and self._run.inputs.is_filler
 
     @property
     def num_processes(self) -> int:
@@ -453,12 +459,10 @@ class AutomodelStrategy(ParallelStrategy):
             self.root_device,
             self.precision_plugin,
             self.num_processes,
+            collectives.host_group(process_group.parse_timeout(self._options.timeout)),
             self._advice,
         )
         self.model = self._run.model
-        if self.world_size > 1:
-            host_group = collectives.host_group(process_group.parse_timeout(self._options.timeout))
-            self._inputs = UnevenInputs(trainer, host_group, self._options.uneven_inputs == "pad")
         self._weight_averages.fill(module)
         if fitting:
             if self._resume is not None:
@@ -523,11 +527,10 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if self._inputs is not None:
-            dataloader = self._inputs.without_repeats(dataloader)
+        dataloader = self._required_run.inputs.without_repeats(dataloader)
         if self._resume is not None:
             self._resume.process_dataloader(dataloader)
-        return dataloader if self._inputs is None else self._inputs.process(dataloader)
+        return self._required_run.process_dataloader(dataloader)
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 
@@ -539,15 +542,14 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._inputs is not None:
-            self._inputs.begin_training_batch()
+        self._required_run.begin_batch()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         run = self._required_run
         self._begin_step(self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True)
-        run.start_step(args[0] if args else next(iter(kwargs.values()), None), self.is_filler)
-        with nullcontext() if self._inputs is None else self._inputs.training_step():
+        run.start_step(args[0] if args else next(iter(kwargs.values()), None))
+        with run.inputs.training_step():
             output = super().training_step(*args, **kwargs)
         if self._module.automatic_optimization and output is not None:
             run.end_step(output)
@@ -672,9 +674,7 @@ class AutomodelStrategy(ParallelStrategy):
             engine.end_evaluation()
             return output
 
-        return (
-            evaluate(*args) if self._inputs is None else self._inputs.evaluate(evaluate, args, engine.join_evaluation)
-        )
+        return self._required_run.inputs.evaluate(evaluate, args, engine.join_evaluation)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
@@ -685,11 +685,11 @@ class AutomodelStrategy(ParallelStrategy):
         """
         if not isinstance(tensor, Tensor) or self._mesh is None:
             return tensor
-        if self._inputs is not None:
-            self._inputs.check_reduction()
+        if self._run is not None:
+            self._run.inputs.check_reduction()
         reduced = collectives.reduce_tensor(tensor, group or self._mesh.group, reduce_op, self.root_device)
-        if self._inputs is not None and collectives.is_mean(reduce_op):
-            return reduced * self._inputs.mean_factor()
+        if self._run is not None and collectives.is_mean(reduce_op):
+            return reduced * self._run.inputs.mean_factor()
         return reduced
 
     @override
@@ -700,8 +700,8 @@ class AutomodelStrategy(ParallelStrategy):
             RuntimeError: Within an evaluation step in which a rank has no data left.
             ValueError: Within an evaluation step, where the last batches of ranks have different shapes.
         """
-        if self._inputs is not None:
-            self._inputs.check_gathering(tensor)
+        if self._run is not None:
+            self._run.inputs.check_gathering(tensor)
         return super().all_gather(tensor, group, sync_grads)
 
     @override

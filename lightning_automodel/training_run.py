@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.data import extract_batch_size
@@ -14,15 +15,18 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from lightning_automodel import torch_internals
+from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.advice import Advice
 from lightning_automodel.data.fillers import FillerState
+from lightning_automodel.data.training_loader import Draws
+from lightning_automodel.data.uneven_inputs import UnevenInputs
+from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients.clipping import GradientClipper
 from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
 from lightning_automodel.gradients.optimizer_watch import OptimizerWatch
 from lightning_automodel.gradients.precision_plugin import patch_clipping
-from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting
+from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting, WindowTotals
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
@@ -47,7 +51,11 @@ class TrainingRun:
         device: This rank's device.
         plugin: The Trainer's precision plugin.
         local_ranks: Ranks on this node, which share its memory.
+        host_group: All ranks, on the host.
         advice: Tells the user things once.
+
+    Attributes:
+        inputs: Keeps ranks together whose data is unequal.
     """
 
     def __init__(
@@ -59,6 +67,7 @@ class TrainingRun:
         device: torch.device,
         plugin: Precision,
         local_ranks: int,
+        host_group: dist.ProcessGroup,
         advice: Advice,
     ) -> None:
         self.patches = PatchStack()
@@ -69,7 +78,7 @@ class TrainingRun:
         if self._is_sharded:
             precision.check_conversion(plugin, module)
         if fitting:
-            checks.check_training(module, module.trainer.accumulate_grad_batches)
+            checks.check_training(module, module.trainer.accumulate_grad_batches, options.count_window_ahead)
         self._without_values = meta_init.names_without_values(module)
         for note in options.without_effect():
             advice.say_once(note)
@@ -86,7 +95,7 @@ class TrainingRun:
         self.model = self.engine.setup(module, fitting, self._give_values)
         tensor_parallel.synchronize_metrics(module, mesh, self.patches)
         advice.about_wrap_policy(options.auto_wrap_policy, self.engine.describe())
-        self._weighting = TokenWeighting(
+        self.weighting = TokenWeighting(
             per_token_loss=options.per_token_loss,
             loss_reduction=options.loss_reduction,
             label_key=options.label_key,
@@ -96,7 +105,11 @@ class TrainingRun:
         )
         self._scaling = LossScaling(
             precision.enabled_scaler(plugin),
-            RangeScale(precision.passes_float16(plugin, module), options.per_token_loss, device),
+            RangeScale(
+                precision.passes_float16(plugin, module) and not options.count_window_ahead,
+                options.per_token_loss,
+                device,
+            ),
             device,
             self._is_sharded,
             self.patches,
@@ -104,7 +117,7 @@ class TrainingRun:
         parameters = list(module.parameters())
         self.windows = GradientWindows(
             self.engine,
-            self._weighting,
+            self.weighting,
             self._scaling,
             mesh,
             device,
@@ -115,11 +128,17 @@ class TrainingRun:
         raises_if_nonfinite = options.error_if_nonfinite and self._scaling.scaler is None
         self.clipper = GradientClipper(self.windows, self.watch, mesh, options.track_grad_norm, raises_if_nonfinite)
         self._draws_its_batches = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
-        # The batch and the count of the training step that runs, until its backward.
+        draws = Draws(host_group)
+        self.inputs = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad", draws)
+        self._draws, self._ahead = draws, None
+        if fitting and options.count_window_ahead:
+            copies = mesh.sizes.tensor
+            self._ahead = WindowAhead(module.trainer, host_group, copies, draws, self.weighting.count_on_host)
+        # The batch, the count and the auxiliary loss of the training step that runs, until its backward.
         self._batch: Any = None
         self._count: Count | None = None
+        self._aux_loss: Tensor | None = None
         self._ends_window = True
-        self._is_filler = False
         self._filler_state: FillerState | None = None
 
     def _make_engine(self) -> Engine:
@@ -168,26 +187,49 @@ class TrainingRun:
         """Follow what the user does in manual optimization, and ``module.zero_grad``.
 
         Raises:
-            ValueError: For optimizers that would train something else than the distributed model.
+            ValueError: For hooks on gradients that are not final yet.
         """
         self.watch.watch_module(self.module, self.patches, self.engine.release)
+        divisor = self._mesh.sizes.data_parallel
+        checks.check_gradient_hooks(self.module, divisor, self._options.count_window_ahead)
         # Under automatic optimization every backward is the strategy's.
-        if not (self._is_sharded or self.module.automatic_optimization) and self._mesh.sizes.data_parallel > 1:
+        if not (self._is_sharded or self.module.automatic_optimization) and divisor > 1:
             self.watch.watch_stray_backwards()
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 
-    def start_step(self, batch: Any, is_filler: bool) -> None:
-        """A training step is about to run on ``batch``, which counts for nothing if it ``is_filler``."""
-        self._batch, self._is_filler = batch, is_filler
+    def process_dataloader(self, loader: Any) -> Any:
+        """What is to be iterated in place of a loader. A collective over the world; see :class:`UnevenInputs`."""
+        loader = self.inputs.process(loader)
+        return self._ahead.process(loader) if self._ahead is not None and self.inputs.is_training else loader
+
+    def begin_batch(self) -> None:
+        """A training batch is about to be used; its hooks have run."""
+        prefetched = getattr(lightning_internals.training_data_fetcher(self.module.trainer), "batches", ())
+        draw = self._draws.begin(len(prefetched))
+        self.inputs.begin_training_batch(draw)
+        if self._ahead is not None:
+            self._ahead.begin_batch(draw)
+
+    def start_step(self, batch: Any) -> None:
+        """A training step is about to run on ``batch``."""
+        self._batch = batch
         self.engine.start_forward(batch)
-        self._filler_state = FillerState(self.module) if is_filler else None  # with the buffers that were just sent
+        # With the buffers that were just sent.
+        self._filler_state = FillerState(self.module) if self.inputs.is_filler else None
 
     def end_step(self, output: Any) -> None:
         """A training step of automatic optimization has returned ``output``: count its label tokens."""
-        self._count = 0 if self._is_filler else self._weighting.count(self._batch, output)
-        self._weighting.refuse_aux_loss(output)
-        self.advice.about_label_shift(self.module, self._weighting, self._batch, output)
+        if self.inputs.is_filler:
+            self._count = 0
+        elif self._ahead is None:
+            self._count = self.weighting.count(self._batch, output)
+        else:
+            self._ahead.check_drawn()
+            self.weighting.check_told(output, self._ahead.count)
+            self._count = self._ahead.count
+        self._aux_loss = self.weighting.aux_loss(output, self._ahead is not None)
+        self.advice.about_label_shift(self.module, self.weighting, self._batch, output)
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Generator[None, None, None]:
@@ -209,25 +251,42 @@ class TrainingRun:
             self._zero_if_skipped(optimizer)
         count, accumulate = self._take_count(kwargs)
         window = self.windows.open()
-        self.engine.start_backward(loss, counts=not self._is_filler)
+        window.ahead = None if self._ahead is None else self._ahead.totals()
+        self.engine.start_backward(loss, counts=not self.inputs.is_filler)
         plugin_loss = plugin.pre_backward(loss, module)
         self.advice.about_half_precision(loss)
         self.advice.about_rounded_count(count)
-        reported = objective = self._weighting.objective(loss, count) * accumulate
+        reported, objective = self._objective(loss, count, accumulate, window.ahead)
         if self._scaling.scaler is None and plugin_loss is not loss:
             # A plugin may have changed the loss: its own is backpropagated, the user's is reported.
-            objective = self._weighting.objective(plugin_loss, count) * accumulate
-        if self._is_filler:
+            objective = self._objective(plugin_loss, count, accumulate, window.ahead)[1]
+        self._aux_loss = None
+        if self.inputs.is_filler:
             objective = objective * 0
         with self.windows.backward(window, ends):
             with self.engine.micro_batch(is_last=ends):
                 plugin.backward(self._scaling.apply(objective, window.sums), module, optimizer, *args, **kwargs)
                 self.engine.end_backward()
-            if not self._is_filler:
+            if not self.inputs.is_filler:
                 window.sums.add(reported, count)
         if self.module.automatic_optimization:
             self.restore_filler_state()
         return plugin.post_backward(loss, module)
+
+    def _objective(
+        self, loss: Tensor, count: Count, accumulate: int, ahead: WindowTotals | None
+    ) -> tuple[Tensor, Tensor]:
+        """What a [] loss, divided by ``accumulate``, adds to the sum of token losses, and what is backpropagated."""
+        token_loss = loss if self._aux_loss is None else loss - self._aux_loss / accumulate
+        token_losses = self.weighting.objective(token_loss, count) * accumulate
+        if ahead is None:
+            return token_losses, token_losses
+        divisor = self._mesh.sizes.data_parallel
+        denominator = ahead.num_label_tokens if self._options.per_token_loss else ahead.num_micro_batches
+        objective = token_losses * (divisor / denominator if denominator else 0.0)
+        if self._aux_loss is not None:
+            objective = objective + self._aux_loss * (divisor / ahead.num_micro_batches)
+        return token_losses, objective
 
     def restore_filler_state(self) -> None:
         """A step on a filler is over: what it has changed in the module comes back."""
@@ -241,11 +300,11 @@ class TrainingRun:
             count, self._count = self._count, None
             return count, self.module.trainer.accumulate_grad_batches
         self.watch.check_known(kwargs.pop("optimizer", None))
-        if self._is_filler:
+        if self.inputs.is_filler:
             kwargs.pop("num_label_tokens", None)
             return 0, 1
         told = {"num_label_tokens": kwargs.pop("num_label_tokens")} if "num_label_tokens" in kwargs else None
-        return self._weighting.count(self._batch, told), 1
+        return self.weighting.count(self._batch, told), 1
 
     def _zero_if_skipped(self, optimizer: Optimizer) -> None:
         """Zero the gradients of a step before, where Lightning has not: it does so in a window's first batch alone.
@@ -325,7 +384,7 @@ class TrainingRun:
     def interrupt(self) -> None:
         """Forget what an exception has cut off."""
         self.windows.reset()
-        self._batch = self._count = None
+        self._batch = self._count = self._aux_loss = None
         self.engine.recover()
 
     def close(self) -> None:
@@ -336,4 +395,4 @@ class TrainingRun:
         self.patches.restore()
         self.engine.close()
         self._checkpointed.undo()
-        self._batch = self._count = None
+        self._batch = self._count = self._aux_loss = None

@@ -1,7 +1,7 @@
 """Ranks whose data ends before another's: an error in training, and one count for each sample in evaluation."""
 
 import copy
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from lightning_automodel import lightning_internals
 from lightning_automodel.data.exchange import Exchange
 from lightning_automodel.data.fillers import neutral
-from lightning_automodel.data.padded_loader import Draw, PaddedLoader, unpadded
+from lightning_automodel.data.training_loader import Draw, Draws, TrainingLoader, users_own
 
 _UNKNOWN = -1
 _GOES_ON, _IS_LAST, _HAS_ENDED = range(3)
@@ -36,18 +36,18 @@ class UnevenInputs:
         trainer: Of the run.
         group: All ranks, on the host.
         pads: Whether a rank whose training data has ended goes on with fillers in place of an error.
+        draws: Hands out training batches where they are padded.
 
     Attributes:
         is_filler: Whether this rank's newest training batch was a filler.
     """
 
-    def __init__(self, trainer: "pl.Trainer", group: dist.ProcessGroup, pads: bool) -> None:
-        self._trainer, self._group, self._pads = trainer, group, pads
+    def __init__(self, trainer: "pl.Trainer", group: dist.ProcessGroup, pads: bool, draws: Draws) -> None:
+        self._trainer, self._group, self._pads, self._draws = trainer, group, pads, draws
         self._may_differ: set[str] = set()
         self._steps: Counter[int] = Counter()
         self._sent: Exchange | None = None
         self._is_in_step = False
-        self._drawn: deque[Draw] = deque()
         self._draw: Draw | None = None
         self.is_filler = False
 
@@ -57,7 +57,7 @@ class UnevenInputs:
         The user's own are left alone, since training may use them too. Training repeats unless it pads. Evaluation
         repeats where there are fewer samples than ranks.
         """
-        loader, is_training = unpadded(loader), self._stage == "train"
+        loader, is_training = users_own(loader), self.is_training
         batch_sampler = getattr(loader, "batch_sampler", None)
         sampler = getattr(batch_sampler, "sampler", getattr(loader, "sampler", None))
         if (is_training and not self._pads) or not isinstance(sampler, DistributedSampler) or sampler.drop_last:
@@ -83,14 +83,14 @@ class UnevenInputs:
         Returns:
             What is to be iterated in its place.
         """
-        is_training = self._stage == "train"
         length = sized_len(loader)
         self._send(_UNKNOWN if length is None else length)
         lengths = self._answers()
-        if _UNKNOWN in lengths or len(set(lengths)) > 1:
-            if is_training and self._pads:
+        if len(lengths) > 1 and (_UNKNOWN in lengths or len(set(lengths)) > 1):
+            if self.is_training and self._pads:
                 self._check_padding(loader)
-                return PaddedLoader(loader, None if _UNKNOWN in lengths else lengths, self._group, self._drawn)
+                self._draws.pads = True
+                return TrainingLoader(loader, self._draws, None if _UNKNOWN in lengths else lengths)
             self._may_differ.add(self._stage)
         return loader
 
@@ -111,19 +111,18 @@ class UnevenInputs:
 
     # --- Training -----------------------------------------------------------------------------------------------------
 
-    def begin_training_batch(self) -> None:
+    def begin_training_batch(self, draw: Draw | None) -> None:
         """A training batch is about to be used.
+
+        Args:
+            draw: Of that batch; None where nobody has followed it.
 
         Raises:
             ValueError: If batches are padded that come from several loaders.
         """
-        fetcher = lightning_internals.training_data_fetcher(self._trainer)
-        prefetched = len(getattr(fetcher, "batches", ()))
-        self._draw = None
-        while len(self._drawn) > prefetched:  # more than one after batches that were None, which Lightning skips
-            self._draw = self._drawn.popleft()
-        self.is_filler = self._draw is not None and self._draw.is_filler
-        if self._draw is not None and type(self._trainer.train_dataloader) is not PaddedLoader:
+        self._draw = draw
+        self.is_filler = draw is not None and draw.is_filler
+        if self._draws.pads and type(self._trainer.train_dataloader) is not TrainingLoader:
             raise ValueError(
                 "uneven_inputs='pad' trains on one loader, and the loaders of a CombinedLoader have unequally many"
                 " batches on the ranks: combine them in one Dataset, or give all ranks equally many batches."
@@ -131,7 +130,7 @@ class UnevenInputs:
 
     def mean_factor(self) -> float:
         """What a mean over ranks must be multiplied by, so that fillers do not count. Waits for all to draw."""
-        if self._draw is None or not self._is_in_step or self._stage != "train":
+        if self._draw is None or not self._draws.pads or not self._is_in_step or not self.is_training:
             return 1.0
         return self._group.size() / max(self._draw.num_real(), 1)
 
@@ -211,7 +210,7 @@ class UnevenInputs:
         Raises:
             RuntimeError: If some have no data left.
         """
-        if self._stage == "train" or self._stage not in self._may_differ or not self._is_in_step:
+        if self.is_training or self._stage not in self._may_differ or not self._is_in_step:
             return
         if ended := [rank for rank, sent in enumerate(self._answers()) if sent == _HAS_ENDED]:
             raise RuntimeError(
@@ -229,7 +228,7 @@ class UnevenInputs:
             RuntimeError: If some have no data left.
             ValueError: If shapes differ.
         """
-        if self._stage == "train" or not self._is_in_step:
+        if self.is_training or not self._is_in_step:
             return
         self.check_reduction()
         shapes: list[Any] = [None] * self._group.size()
@@ -246,6 +245,11 @@ class UnevenInputs:
 
     def _answers(self) -> list[int]:
         return [] if self._sent is None else self._sent.numbers()
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the current stage trains."""
+        return self._stage == "train"
 
     @property
     def _stage(self) -> str:

@@ -92,12 +92,12 @@ class LossScaling:
                 objective = objective * scale.to(objective.device)
         return objective
 
-    def correction(self, sums: WindowSums) -> Tensor | float:
-        """What the gradients of a window are to be multiplied by, so that they are as if nothing had been scaled."""
-        correction: Tensor | float = 1.0
+    def correction(self, sums: WindowSums) -> Tensor | None:
+        """[] what turns the gradients of a window into what they were without scales; None without any."""
+        correction = None
         for scale in (sums.range_scale, sums.loss_scale):
             if scale is not None:
-                correction = correction / scale
+                correction = 1 / scale if correction is None else correction / scale
         return correction
 
     def window_ended(self, optimizers: list[Optimizer], denominator: Tensor, divisor: int) -> None:

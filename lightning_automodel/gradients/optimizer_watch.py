@@ -132,6 +132,8 @@ class OptimizerWatch:
             return
         parameters, name = optimizer_parameters(optimizer), type(optimizer).__name__
         for window in self._windows.open_windows:
+            if window.ahead is not None and self._windows.in_backward:
+                continue  # final as they come: a hook on the gradients steps
             if not window.owned.isdisjoint(parameters):
                 raise RuntimeError(
                     f"{name}.step() in the middle of an accumulation window: {window.sums.num_micro_batches}"

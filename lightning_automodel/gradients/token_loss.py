@@ -37,6 +37,21 @@ class StepReport:
 
 
 @dataclass(frozen=True)
+class WindowTotals:
+    """What is known of a window before its first backward, where it is counted ahead.
+
+    Attributes:
+        num_label_tokens: Over all data-parallel ranks.
+        num_micro_batches: Likewise.
+        own_micro_batches: Of this rank.
+    """
+
+    num_label_tokens: float
+    num_micro_batches: float
+    own_micro_batches: int
+
+
+@dataclass(frozen=True)
 class TokenWeighting:
     """How the number of label tokens of a micro-batch is told, and what the loss of ``training_step`` stands for.
 
@@ -90,14 +105,61 @@ class TokenWeighting:
             " should weigh the same instead, pass per_token_loss=False."
         )
 
-    def refuse_aux_loss(self, output: Any) -> None:
-        """Raise ``ValueError`` if ``training_step`` returned a loss that cannot be weighed beside a token loss."""
-        if self.per_token_loss and isinstance(output, Mapping) and "aux_loss" in output:
+    def count_on_host(self, batch: Any) -> float:
+        """Label tokens of a batch that no step has seen; 1 where ``per_token_loss=False``.
+
+        Raises:
+            ValueError: If the batch alone does not tell.
+        """
+        if self.per_token_loss and self.count_label_tokens is None and not self._has_labels(batch):
+            raise ValueError(
+                "count_window_ahead=True counts a batch before training_step sees it, and found no count in it. Pass"
+                " count_label_tokens=<function of the batch> or count='samples', or put labels under"
+                f" batch[{self.label_key!r}] with {self.ignore_index} where the loss ignores them (label_key=,"
+                " ignore_index=)."
+            )
+        count = self.count(batch)
+        return count.item() if isinstance(count, Tensor) else count
+
+    def check_told(self, output: Any, counted: float) -> None:
+        """Raise ``ValueError`` if ``training_step`` returned another count than was ``counted`` in its batch."""
+        if not (self.per_token_loss and _is_told(output)):
+            return
+        told = float(check_count(output["num_label_tokens"], "the num_label_tokens that training_step returned"))
+        if not math.isclose(told, counted, rel_tol=1e-6):
+            raise ValueError(
+                f"training_step returned num_label_tokens={told:g}, and count_window_ahead=True has counted"
+                f" {counted:g} in its batch before: pass label_shift=, ignore_index= or count_label_tokens= so that"
+                " both are alike."
+            )
+
+    def aux_loss(self, output: Any, is_counted_ahead: bool) -> Tensor | None:
+        """The [] part of the loss that is no token loss, which ``training_step`` returned as ``"aux_loss"``.
+
+        It weighs the same in every micro-batch, and needs no part of its own where the whole loss does so.
+
+        Raises:
+            ValueError: If its weight beside the token loss is not known.
+            TypeError: If it is no tensor of one element.
+        """
+        if not (self.per_token_loss and isinstance(output, Mapping) and output.get("aux_loss") is not None):
+            return None
+        aux = output["aux_loss"]
+        if any(cls.__name__ == "ModelOutput" for cls in type(output).__mro__):
+            raise ValueError(
+                "training_step returned a Hugging Face output, whose 'aux_loss' is not multiplied by its coefficient"
+                " yet: return {'loss': out.loss, 'aux_loss': model.config.router_aux_loss_coef * out.aux_loss, ...}."
+            )
+        if not is_counted_ahead:
             raise ValueError(
                 "training_step returned 'aux_loss', whose weight beside a token loss depends on the label tokens of the"
-                " whole window, which are not known at its first backward. Pass per_token_loss=False, or leave"
-                " 'aux_loss' out of the returned dict to have it weighed by label tokens like the rest of the loss."
+                " whole window, which are not known at its first backward. Pass count_window_ahead=True, or"
+                " per_token_loss=False, or leave 'aux_loss' out of the returned dict to have it weighed by label tokens"
+                " like the rest of the loss."
             )
+        if not isinstance(aux, Tensor) or aux.numel() != 1:
+            raise TypeError(f"'aux_loss' must be a tensor of one element, a part of 'loss', got {aux!r}.")
+        return aux.reshape(())
 
     def counts_labels_of(self, batch: Any, output: Any = None) -> bool:
         """Whether :meth:`count` looks at the labels of the batch, since nobody tells a count."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.grad_scaling import LossScaling
-from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, WindowSums
+from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, WindowSums, WindowTotals
 
 OneOptimizer = Optimizer | LightningOptimizer
 
@@ -53,11 +53,14 @@ class Window:
         sums: What its backwards have added up on this rank.
         optimizers: Whose parameters it holds gradients of.
         owned: Those parameters. No other open window may hold any of them.
+        ahead: What was known of it before its first backward: its losses were divided by that, so that gradients are
+            final as they come.
     """
 
     sums: WindowSums
     optimizers: list[Optimizer]
     owned: set[nn.Parameter]
+    ahead: WindowTotals | None = None
 
 
 @dataclass
@@ -246,8 +249,14 @@ class GradientWindows:
         divisor = self._mesh.sizes.data_parallel
         totals = self._summed(window.sums.totals(self._device), self._engine.followed(parameters))
         denominator = self._weighting.denominator(totals)
-        factor = rescale_clip.gradient_factor(denominator, divisor) * self._scaling.correction(window.sums)
-        rescale_clip.scale_gradients_(parameters, factor)
+        correction = self._scaling.correction(window.sums)
+        if window.ahead is not None:
+            self._check_ahead(window.sums, window.ahead)
+            factor = correction
+        else:
+            factor = rescale_clip.gradient_factor(denominator, divisor) * (1.0 if correction is None else correction)
+        if factor is not None:
+            rescale_clip.scale_gradients_(parameters, factor)
         self._engine.discard(parameters)
         self._scaling.window_ended(window.optimizers, denominator, divisor)
         for optimizer in window.optimizers:
@@ -256,6 +265,16 @@ class GradientWindows:
         first = next(iter(window.optimizers), None)
         self.last_step = self._weighting.report(totals if first is None else self.since_step[first].totals)
         return set(parameters)
+
+    @staticmethod
+    def _check_ahead(sums: WindowSums, ahead: WindowTotals) -> None:
+        if sums.num_micro_batches != ahead.own_micro_batches:
+            raise RuntimeError(
+                f"A window was counted ahead as {ahead.own_micro_batches} micro-batches of this rank, and ends after"
+                f" {sums.num_micro_batches} backward(s), so that its gradients are divided by another number of label"
+                " tokens than they hold. With count_window_ahead=True, training_step must return a loss for each"
+                " batch, and neither accumulate_grad_batches nor gradients may change in mid-window."
+            )
 
     def _summed(self, totals: Tensor, followed: list[tuple[nn.Parameter, bool]]) -> Tensor:
         """[3] ``totals`` over all ranks; drops the gradients of parameters that no rank has used in the window."""

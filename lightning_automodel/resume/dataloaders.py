@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from typing_extensions import override
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.data.padded_loader import forget_draws, unpadded
+from lightning_automodel.data.training_loader import forget_draws, users_own
 from lightning_automodel.resume import loops, rng
 
 _TOO_SHORT = (
@@ -174,7 +174,7 @@ class TrainingLoaders:
         return lightning_internals.training_data_fetcher(self._trainer)
 
     def _all(self) -> list[Any]:
-        return [] if self._fetcher is None else list(map(unpadded, self._fetcher.combined_loader.flattened))
+        return [] if self._fetcher is None else list(map(users_own, self._fetcher.combined_loader.flattened))
 
     # --- Recording ----------------------------------------------------------------------------------------------------
 

@@ -43,12 +43,18 @@ def explained_errors() -> Iterator[None]:
         raise
 
 
-def check_training(module: pl.LightningModule, accumulate_grad_batches: int) -> None:
+def check_training(module: pl.LightningModule, accumulate_grad_batches: int, counts_ahead: bool) -> None:
     """Refuse a fit that could not take one step.
 
     Raises:
-        ValueError: If a window is to hold no micro-batch, or automatic optimization has nothing to train.
+        ValueError: If a window is to hold no micro-batch, if nobody knows its batches that are to be counted ahead, or
+            if automatic optimization has nothing to train.
     """
+    if counts_ahead and not module.automatic_optimization:
+        raise ValueError(
+            "count_window_ahead=True needs automatic optimization: by hand, nobody knows ahead which batches a window"
+            " will hold. Leave it out."
+        )
     if accumulate_grad_batches < 1:
         raise ValueError(
             f"Trainer(accumulate_grad_batches={accumulate_grad_batches}) must be at least 1, the micro-batches of one"
@@ -60,6 +66,29 @@ def check_training(module: pl.LightningModule, accumulate_grad_batches: int) -> 
             f"None of the {len(parameters)} parameters of {class_name(module)} is trainable (requires_grad=True), so"
             " there is no gradient to compute: unfreeze some before trainer.fit, at the latest in configure_model, or"
             " evaluate with trainer.validate."
+        )
+
+
+def check_gradient_hooks(module: nn.Module, divisor: int, counts_ahead: bool) -> None:
+    """Refuse hooks that would see gradients in the backward before they are final, and perhaps step with them.
+
+    Raises:
+        ValueError: If a parameter has a ``register_post_accumulate_grad_hook`` then.
+    """
+    hooked = [(n, p) for n, p in module.named_parameters() if torch_internals.has_post_accumulate_grad_hook(p)]
+    if not hooked:
+        return
+    if not counts_ahead:
+        raise ValueError(
+            f"{hooked[0][0]} has a register_post_accumulate_grad_hook, which runs before gradients are final: pass"
+            " count_window_ahead=True, or use the hook on_before_optimizer_step."
+        )
+    replicated = [name for name, parameter in hooked if not isinstance(parameter, DTensor)]
+    if replicated and divisor > 1:
+        raise ValueError(
+            f"{replicated[0]} has a register_post_accumulate_grad_hook, which runs before the gradients of replicated"
+            " parameters are averaged over ranks: shard it (data_parallel='fsdp2'), or use the hook"
+            " on_before_optimizer_step."
         )
 
 

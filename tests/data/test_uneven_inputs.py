@@ -117,7 +117,7 @@ def _evaluate(options: dict[str, Any], counts: tuple[int, ...], is_stream: bool)
         }
     trainer = make_trainer(AutomodelStrategy(**options))
     found["predict"] = trainer.predict(module, _loader(counts, is_stream))
-    found["is_whole"] = not trainer.strategy._inputs._is_in_step
+    found["is_whole"] = not trainer.strategy._run.inputs._is_in_step
     return found
 
 

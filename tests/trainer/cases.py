@@ -43,6 +43,7 @@ class Case:
         precision: the Trainer's; with "32-true" the module makes itself double.
         num_ranks: data-parallel ranks.
         tensor: ranks that compute each micro-batch together.
+        ahead: `count_window_ahead`.
     """
 
     seed: int
@@ -65,6 +66,7 @@ class Case:
     precision: Literal["64-true", "32-true"] = "64-true"
     num_ranks: int = 2
     tensor: int = 1
+    ahead: bool = False
 
     @property
     def engine(self) -> Engine:
@@ -95,6 +97,7 @@ class Case:
         words += [] if self.per_token_loss else ["per_micro_batch"]
         words += {True: [], False: ["undeferred"], "all_reduce": ["all_reduce"]}[self.defer]
         words += [f"reshard_{self.reshard}"] if self.engine == "fsdp2" else []
+        words += ["ahead"] if self.ahead else []
         return "-".join(words).lower()
 
 
@@ -123,6 +126,7 @@ def draw_cases(seed: int, count: int) -> list[Case]:
         column([False, True]),
         column(["none", "norm", "value", "norm"]),
         column(["64-true", "32-true"]),
+        column([False, True]),
         strict=True,
     )
     cases = []
@@ -142,6 +146,7 @@ def draw_cases(seed: int, count: int) -> list[Case]:
         recompute,
         clipping,
         bits,
+        ahead,
     ) in columns:
         cases.append(
             Case(
@@ -164,6 +169,7 @@ def draw_cases(seed: int, count: int) -> list[Case]:
                 precision=bits,
                 num_ranks=4 if layout == "hsdp" else 2,
                 tensor=2 if layout in ("tensor_parallel", "own_mesh") else 1,
+                ahead=ahead,
             )
         )
     return cases

@@ -53,7 +53,7 @@ def automodel(case: Case) -> Strategy:
         options["tensor_parallel_size"] = case.tensor
     if case.layout == "own_mesh":
         options["device_mesh"] = init_device_mesh("cpu", (case.num_ranks, case.tensor), mesh_dim_names=("dp", "tp"))
-    if case.telling == "callable_tensor":
+    if case.telling == "callable_tensor" or (case.ahead and case.telling.startswith("returned")):
         options["count_label_tokens"] = case.num_label_tokens
     if case.telling == "callable_int":
         options["count_label_tokens"] = lambda batch: int(case.num_label_tokens(batch))
@@ -62,6 +62,7 @@ def automodel(case: Case) -> Strategy:
     return AutomodelStrategy(
         data_parallel=case.engine,
         per_token_loss=case.per_token_loss,
+        count_window_ahead=case.ahead,
         loss_reduction=case.loss_reduction,
         activation_checkpointing=case.recompute,
         **options,

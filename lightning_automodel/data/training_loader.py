@@ -1,0 +1,173 @@
+"""Training batches on their way from a loader to the Trainer: drawn ahead, counted, and followed by fillers."""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_automodel.data.exchange import Exchange
+
+_END = object()
+
+
+@dataclass(eq=False)
+class Draw:
+    """One batch that this rank has drawn.
+
+    Attributes:
+        is_none: Whether the loader yielded None, which Lightning skips.
+        count: Label tokens, where they are counted ahead.
+        is_filler: Whether this rank had no batch left.
+        has_batch: Where ranks pad, 1 for every rank that had one, else 0.
+    """
+
+    is_none: bool
+    count: float = 0
+    is_filler: bool = False
+    has_batch: Exchange | None = None
+
+    def num_real(self) -> int:
+        """How many ranks had a batch, where they pad. Waits for all to draw."""
+        return 0 if self.has_batch is None else sum(self.has_batch.numbers())
+
+
+class Draws(Iterator[Any]):
+    """The batches of a training loader, and what is known of each before it is trained on.
+
+    Where it pads, drawing is a collective over the group: every rank must draw equally often. With each draw a rank
+    tells the others whether it still had a batch, and waits for nobody as long as it has: the number travels while the
+    batch is trained on. After its own batches it hands out fillers, until all ranks have drawn their last one. A filler
+    is a copy of the epoch's first batch, and of another rank's where this one has none at all.
+
+    Args:
+        group: All ranks, on the host.
+
+    Attributes:
+        pads: Whether fillers follow.
+        count: Tells the label tokens of a batch; None where nobody asks.
+        handed_out: Draws whose batches were handed out and not begun; the Trainer may hold one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.pads = False
+        self.count: Callable[[Any], float] | None = None
+        self.handed_out: deque[Draw] = deque()
+        self._group = group
+        self._ahead: deque[tuple[Draw, Any]] = deque()
+        self._source: Iterator[tuple[Draw, Any]] = iter(())
+
+    def restart(self, batches: Iterator[Any]) -> None:
+        """Draw from ``batches`` from now on: an epoch begins."""
+        self.handed_out.clear()
+        self._ahead.clear()
+        source = self._padded(batches) if self.pads else ((Draw(batch is None), batch) for batch in batches)
+        self._source = map(self._counted, source)
+
+    def __next__(self) -> Any:
+        draw, batch = self._ahead.popleft() if self._ahead else next(self._source)
+        self.handed_out.append(draw)
+        return batch
+
+    def begin(self, num_prefetched: int) -> Draw | None:
+        """The newest batch that was handed out is about to be trained on, but for those that the Trainer prefetched."""
+        draw = None
+        while len(self.handed_out) > num_prefetched:  # more than one after batches that were None
+            draw = self.handed_out.popleft()
+        return draw
+
+    def ahead(self, number: int) -> list[Draw]:
+        """The next ``number`` draws, whose batches are drawn now and handed out later; fewer where the data ends."""
+        self._ahead.extend(islice(self._source, max(number - len(self._ahead), 0)))
+        return [draw for draw, _ in self._ahead][:number]
+
+    def forget(self, number: int) -> None:
+        """The oldest batches that were handed out were dropped, and nobody trains on them."""
+        for _ in range(min(number, len(self.handed_out))):
+            self.handed_out.popleft()
+
+    def _counted(self, drawn: tuple[Draw, Any]) -> tuple[Draw, Any]:
+        draw, batch = drawn
+        if self.count is not None and not (draw.is_none or draw.is_filler):
+            draw.count = self.count(batch)
+        return drawn
+
+    def _padded(self, batches: Iterator[Any]) -> Iterator[tuple[Draw, Any]]:
+        filler, is_first = None, True
+        while True:
+            batch = next(batches, _END)
+            has_batch = Exchange(self._group, int(batch is not _END))
+            draw = Draw(batch is None, 0, batch is _END, has_batch)
+            if is_first:
+                num_real = draw.num_real()
+                if 0 < num_real < self._group.size():
+                    filler = self._share(batch, has_batch.numbers().index(1))
+                elif num_real:
+                    filler = copy.deepcopy(batch)
+                # Lightning skips a batch that is None, on all ranks alike.
+                is_first = filler is None and num_real > 0
+            if draw.is_filler:
+                if draw.num_real() == 0:
+                    return
+                batch = copy.deepcopy(filler)
+            yield draw, batch
+
+    def _share(self, batch: Any, source: int) -> Any:
+        """A copy of the batch of rank ``source``, for ranks without one; of its own for others. A collective."""
+        shared = [None if batch is _END else batch]
+        dist.broadcast_object_list(shared, dist.get_global_rank(self._group, source), self._group)
+        return shared[0] if batch is _END else copy.deepcopy(batch)
+
+
+class TrainingLoader:
+    """Stands in for a training loader, and lets ``draws`` hand out its batches.
+
+    It looks like the loader itself to ``isinstance`` and has its attributes.
+
+    Args:
+        loader: Of the user.
+        draws: What hands out the batches.
+        lengths: Of the loaders of all ranks, where they are padded; None where any is unknown.
+    """
+
+    def __init__(self, loader: Any, draws: Draws, lengths: list[int] | None = None) -> None:
+        vars(self).update(user_loader=loader, draws=draws, rank_lengths=lengths)  # others are set on the loader
+
+    @property  # type: ignore[misc]  # as proxies do
+    def __class__(self) -> Any:
+        return type(self.user_loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "user_loader":  # of a copy in the making
+            raise AttributeError(name)
+        return getattr(self.user_loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning sets worker_init_fn, and forgets iterators.
+        setattr(self.user_loader, name, value)
+
+    def __len__(self) -> int:
+        if not self.draws.pads:
+            return len(self.user_loader)
+        if self.rank_lengths is None:
+            raise TypeError(f"The number of batches of {type(self.user_loader).__name__} is not known on all ranks.")
+        return max(self.rank_lengths)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Iterated at once, as Lightning and resuming expect it, not with the first draw.
+        self.draws.restart(iter(self.user_loader))
+        return self.draws
+
+
+def users_own(loader: Any) -> Any:
+    """The user's loader behind one that stands in for it; any other as it is."""
+    return vars(loader)["user_loader"] if type(loader) is TrainingLoader else loader
+
+
+def forget_draws(loader: Any, number: int) -> None:
+    """The first batches of an epoch were drawn to be dropped; see :meth:`Draws.forget`."""
+    if type(loader) is TrainingLoader:
+        vars(loader)["draws"].forget(number)

@@ -1,0 +1,102 @@
+"""Counting a window ahead: all ranks know its label tokens before its first backward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_automodel.data.exchange import Exchange
+from lightning_automodel.data.training_loader import Draw, Draws, TrainingLoader
+from lightning_automodel.gradients.token_loss import WindowTotals
+
+
+class WindowAhead:
+    """Draws the batches of a window before its first forward, counts them, and adds the counts up over all ranks.
+
+    The sums travel between the hosts while the first forward computes.
+
+    Args:
+        trainer: Of the run.
+        group: All ranks, on the host.
+        copies: Ranks that draw the same batches (tensor-parallel peers), each of which counts them.
+        draws: Hands out training batches.
+        count: Tells the label tokens of a batch, on the host.
+
+    Attributes:
+        count: Label tokens of the batch that was begun last.
+    """
+
+    def __init__(
+        self, trainer: "pl.Trainer", group: dist.ProcessGroup, copies: int, draws: Draws, count: Callable[[Any], float]
+    ) -> None:
+        self._trainer, self._group, self._copies, self._draws = trainer, group, copies, draws
+        self._draws.count = count
+        step = trainer.lightning_module.training_step
+        self._draws_in_step = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+        self._window: list[Draw] = []
+        self._own_micro_batches = 0
+        self._sent: Exchange
+        self.count: float = 0
+
+    def process(self, loader: Any) -> Any:
+        """What is to be iterated in place of a training loader."""
+        return loader if type(loader) is TrainingLoader else TrainingLoader(loader, self._draws)
+
+    def begin_batch(self, draw: Draw | None) -> None:
+        """A batch is about to be trained on. If a window begins with it, the others of the window are drawn.
+
+        Then it is a collective over the group, which nobody waits for yet: windows of all ranks begin together.
+
+        Args:
+            draw: Of that batch; None where the step draws it itself.
+
+        Raises:
+            ValueError: If batches come from several loaders.
+        """
+        if type(self._trainer.train_dataloader) is not TrainingLoader:
+            raise ValueError(
+                "count_window_ahead=True draws from one training loader, and there are several: combine their data in"
+                " one Dataset, or leave it out."
+            )
+        if self._draws_in_step:
+            draw = next(iter(self._draws.ahead(1)), None)
+        if draw is None:
+            return  # the data has ended, which the step is about to notice
+        if draw not in self._window:
+            self._begin_window(draw)
+        self.count = draw.count
+
+    def _begin_window(self, draw: Draw) -> None:
+        trainer, prefetched = self._trainer, self._draws.handed_out
+        index, accumulate = (
+            trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1,
+            trainer.accumulate_grad_batches,
+        )
+        size = int(min(accumulate - index % accumulate, trainer.num_training_batches - index))
+        if self._draws_in_step:
+            self._window = self._draws.ahead(size)
+        else:
+            self._window = [draw, *prefetched, *self._draws.ahead(size - 1 - len(prefetched))][:size]
+        own = [each.count for each in self._window if not (each.is_none or each.is_filler)]
+        self._own_micro_batches = len(own)
+        self._sent = Exchange(self._group, sum(own), len(own))
+
+    def check_drawn(self) -> None:
+        """A training step is over: one that draws its batches itself must have drawn the one that was counted.
+
+        Raises:
+            RuntimeError: If it has not.
+        """
+        drawn = len(self._draws.handed_out)
+        if self._draws_in_step and drawn != 1:
+            raise RuntimeError(
+                f"training_step(dataloader_iter) has drawn {drawn} batches, and count_window_ahead=True has counted"
+                " one for each step: draw one, or leave it out."
+            )
+
+    def totals(self) -> WindowTotals:
+        """Of the window that has begun. Waits until all ranks have begun it."""
+        tokens, micro_batches = (each / self._copies for each in self._sent.sums())
+        return WindowTotals(tokens, micro_batches, self._own_micro_batches)
