@@ -491,7 +491,6 @@ class AutomodelStrategy(ParallelStrategy):
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         checks.check_optimizers(self._module, self.optimizers, self._joined_mesh().sizes.data_parallel)
-        checks.check_hooks(self._module)
         self._required_run.watch_module()
 
     @property

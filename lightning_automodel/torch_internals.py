@@ -94,11 +94,6 @@ def fsdp_param_groups(model: nn.Module) -> Iterator[FSDPParamGroup]:
         yield from param_groups(unit)
 
 
-def has_post_accumulate_grad_hook(parameter: Tensor) -> bool:
-    """Whether ``register_post_accumulate_grad_hook`` was called on it."""
-    return bool(parameter._post_accumulate_grad_hooks)
-
-
 def initialise_fsdp_root(root: FSDPModule) -> None:
     """Run FSDP2's lazy initialisation now, so that its errors (tied parameters, mixed dtypes) come at set-up.
 

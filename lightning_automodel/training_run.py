@@ -84,7 +84,7 @@ class TrainingRun:
             advice.say_once(note)
         plugin.convert_module(module)
         self.move_to_device()
-        checks.check_hooks(module)
+        checks.check_hooks(module, options.count_window_ahead)
         self._checkpointed = CheckpointedBlocks(
             module,
             options.activation_checkpointing if fitting else False,
@@ -190,10 +190,9 @@ class TrainingRun:
             ValueError: For hooks on gradients that are not final yet.
         """
         self.watch.watch_module(self.module, self.patches, self.engine.release)
-        divisor = self._mesh.sizes.data_parallel
-        checks.check_gradient_hooks(self.module, divisor, self._options.count_window_ahead)
+        checks.check_hooks(self.module, self._options.count_window_ahead)
         # Under automatic optimization every backward is the strategy's.
-        if not (self._is_sharded or self.module.automatic_optimization) and divisor > 1:
+        if not (self._is_sharded or self.module.automatic_optimization) and self._mesh.sizes.data_parallel > 1:
             self.watch.watch_stray_backwards()
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------

@@ -69,29 +69,6 @@ def check_training(module: pl.LightningModule, accumulate_grad_batches: int, cou
         )
 
 
-def check_gradient_hooks(module: nn.Module, divisor: int, counts_ahead: bool) -> None:
-    """Refuse hooks that would see gradients in the backward before they are final, and perhaps step with them.
-
-    Raises:
-        ValueError: If a parameter has a ``register_post_accumulate_grad_hook`` then.
-    """
-    hooked = [(n, p) for n, p in module.named_parameters() if torch_internals.has_post_accumulate_grad_hook(p)]
-    if not hooked:
-        return
-    if not counts_ahead:
-        raise ValueError(
-            f"{hooked[0][0]} has a register_post_accumulate_grad_hook, which runs before gradients are final: pass"
-            " count_window_ahead=True, or use the hook on_before_optimizer_step."
-        )
-    replicated = [name for name, parameter in hooked if not isinstance(parameter, DTensor)]
-    if replicated and divisor > 1:
-        raise ValueError(
-            f"{replicated[0]} has a register_post_accumulate_grad_hook, which runs before the gradients of replicated"
-            " parameters are averaged over ranks: shard it (data_parallel='fsdp2'), or use the hook"
-            " on_before_optimizer_step."
-        )
-
-
 def check_loss(loss: Tensor, module: pl.LightningModule) -> None:
     """Raise RuntimeError for a loss that no parameter has a part in; torch says no more than `element 0 of tensors`."""
     if not loss.requires_grad:
@@ -133,21 +110,24 @@ def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: in
             )
 
 
-def check_hooks(module: nn.Module) -> None:
-    """Refuse hooks that act on a gradient before its window is complete, as optimizers that step inside backward do.
+def check_hooks(module: nn.Module, counts_ahead: bool) -> None:
+    """Refuse hooks that act on a gradient before it is final, as optimizers that step inside backward do.
 
     Raises:
         ValueError: Naming the first parameters with a post-accumulate-gradient hook, or sharded with a gradient hook.
     """
     check_shardable(module, [name for name, p in module.named_parameters() if not isinstance(p, DTensor)])
-    hooked = [
-        name for name, parameter in module.named_parameters() if torch_internals.has_post_accumulate_hook(parameter)
-    ]
-    if hooked:
+    hooked = {n: p for n, p in module.named_parameters() if torch_internals.has_post_accumulate_hook(p)}
+    named = f"{len(hooked)} parameters have post-accumulate-gradient hooks ({', '.join(list(hooked)[:3])}, ...)"
+    if hooked and not counts_ahead:
         raise ValueError(
-            f"{len(hooked)} parameters have post-accumulate-gradient hooks ({', '.join(hooked[:3])}, ...), as an"
-            " optimizer that steps inside backward has. They would see sums over tokens whose number is known only at"
-            " the end of the window: remove them, and step after backward."
+            f"{named}, as an optimizer that steps inside backward has. They would see sums over tokens whose number"
+            " is known only at the end of the window: pass count_window_ahead=True, or step after backward."
+        )
+    if not all(isinstance(parameter, DTensor) for parameter in hooked.values()):
+        raise ValueError(
+            f"{named}, which see the gradients of replicated parameters before they are averaged over ranks. Shard them"
+            " (data_parallel='fsdp2') and register hooks in configure_optimizers, after that; or step after backward."
         )
 
 
