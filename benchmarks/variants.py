@@ -1,7 +1,7 @@
 """The ways to train the workload that are compared: plain PyTorch loops, and Lightning with one strategy or another."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
-from workload import Decoder, DecoderModule, Workload, mean_loss, whole_weights
+from workload import Batch, Decoder, DecoderModule, Workload, mean_loss, whole_weights
 
 from lightning_automodel import AutomodelStrategy
 
@@ -115,8 +115,22 @@ class CallAfterStep(pl.Callback):
             self._on_step()
 
 
+class Stream:
+    """The batches of a loader, without their number."""
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._batches)
+
+
 def train_with_lightning(
-    make_strategy: Callable[[], Strategy], module_class: type[DecoderModule], workload: Workload, on_step: OnStep
+    make_strategy: Callable[[], Strategy],
+    module_class: type[DecoderModule],
+    is_stream: bool,
+    workload: Workload,
+    on_step: OnStep,
 ) -> Tensor:
     """Train in ``Trainer.fit``, in the process group that exists."""
     os.environ["LOCAL_RANK"] = str(dist.get_rank())  # tells Lightning that the ranks have been started
@@ -134,7 +148,8 @@ def train_with_lightning(
         enable_model_summary=False,
         callbacks=[CallAfterStep(on_step)],
     )
-    trainer.fit(module, workload.build_loader(dist.get_rank()))
+    loader = workload.build_loader(dist.get_rank())
+    trainer.fit(module, Stream(loader) if is_stream else loader)
     return whole_weights(list(module.model.parameters()))
 
 
@@ -142,8 +157,10 @@ def make_model_parallel_strategy() -> Strategy:
     return ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
 
 
-def _lightning(make_strategy: Callable[[], Strategy], module_class: type[DecoderModule] = DecoderModule) -> Train:
-    return partial(train_with_lightning, make_strategy, module_class)
+def _lightning(
+    make_strategy: Callable[[], Strategy], module_class: type[DecoderModule] = DecoderModule, is_stream: bool = False
+) -> Train:
+    return partial(train_with_lightning, make_strategy, module_class, is_stream)
 
 
 VARIANTS = (
@@ -153,6 +170,16 @@ VARIANTS = (
         "automodel-reshard",
         "`AutomodelStrategy(reshard_during_accumulation=True)`",
         _lightning(partial(AutomodelStrategy, reshard_during_accumulation=True)),
+    ),
+    Variant(
+        "automodel-ahead",
+        "`AutomodelStrategy(count_window_ahead=True)`",
+        _lightning(partial(AutomodelStrategy, count_window_ahead=True)),
+    ),
+    Variant(
+        "automodel-pad",
+        '`AutomodelStrategy(uneven_inputs="pad")`, streams',
+        _lightning(partial(AutomodelStrategy, uneven_inputs="pad"), is_stream=True),
     ),
     Variant(
         "model-parallel",
@@ -173,6 +200,8 @@ RATIOS = (
     ("automodel", "loop", "at most 1.05"),
     ("model-parallel", "automodel", "at least 2.5"),
     ("model-parallel", "automodel-reshard", ""),
+    ("automodel-ahead", "automodel", "at most 1.02"),
+    ("automodel-pad", "automodel", "at most 1.02"),
     ("automodel-ddp", "ddp-loop", ""),
     ("automodel-ddp", "ddp", ""),
     ("automodel", "ddp", ""),
