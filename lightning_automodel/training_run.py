@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.advice import Advice
+from lightning_automodel.data.draws import Draws
 from lightning_automodel.data.fillers import FillerState
-from lightning_automodel.data.training_loader import Draws
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.mesh import RunMesh

@@ -1,7 +1,6 @@
 """Ranks whose data ends before another's: an error in training, and one count for each sample in evaluation."""
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -10,17 +9,19 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
 
 from lightning_automodel import lightning_internals
+from lightning_automodel.data.draws import Draw, Draws, LoaderProxy, users_own
 from lightning_automodel.data.exchange import Exchange
 from lightning_automodel.data.fillers import neutral
-from lightning_automodel.data.training_loader import Draw, Draws, TrainingLoader, users_own
 
 _UNKNOWN = -1
+_STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
 _GOES_ON, _IS_LAST, _HAS_ENDED = range(3)
 
 
@@ -45,7 +46,6 @@ class UnevenInputs:
     def __init__(self, trainer: "pl.Trainer", group: dist.ProcessGroup, pads: bool, draws: Draws) -> None:
         self._trainer, self._group, self._pads, self._draws = trainer, group, pads, draws
         self._may_differ: set[str] = set()
-        self._steps: Counter[int] = Counter()
         self._sent: Exchange | None = None
         self._is_in_step = False
         self._draw: Draw | None = None
@@ -90,8 +90,15 @@ class UnevenInputs:
             if self.is_training and self._pads:
                 self._check_padding(loader)
                 self._draws.pads = True
-                return TrainingLoader(loader, self._draws, None if _UNKNOWN in lengths else lengths)
+                return LoaderProxy(loader, self._draws, None if _UNKNOWN in lengths else lengths)
             self._may_differ.add(self._stage)
+            if not self.is_training:
+                empty = (
+                    f"The {self._stage} data of rank {self._group.rank()} holds no batch, and that of other ranks may"
+                    " hold some, whose steps it could not take part in: give each rank at least one batch, or start"
+                    " fewer ranks."
+                )
+                return LoaderProxy(loader, Draws(self._group, empty))
         return loader
 
     def _check_padding(self, loader: Any) -> None:
@@ -122,7 +129,7 @@ class UnevenInputs:
         """
         self._draw = draw
         self.is_filler = draw is not None and draw.is_filler
-        if self._draws.pads and type(self._trainer.train_dataloader) is not TrainingLoader:
+        if self._draws.pads and type(self._trainer.train_dataloader) is not LoaderProxy:
             raise ValueError(
                 "uneven_inputs='pad' trains on one loader, and the loaders of a CombinedLoader have unequally many"
                 " batches on the ranks: combine them in one Dataset, or give all ranks equally many batches."
@@ -180,10 +187,9 @@ class UnevenInputs:
             join: Takes part in what a step of other ranks communicates.
         """
         self._draw, self.is_filler = None, False
-        is_last = False
+        is_last, self._sent = False, None
         if self._stage in self._may_differ:
-            is_last = self._is_last(args[2] if len(args) > 2 else None)
-            self._send(_IS_LAST if is_last else _GOES_ON)
+            is_last = self._is_last(args[2] if len(args) > 2 else 0)
         self._is_in_step = True
         try:
             output = step(*args)
@@ -194,15 +200,27 @@ class UnevenInputs:
             join()
         return output
 
-    def _is_last(self, dataloader_idx: int | None) -> bool:
-        """Whether this rank has no batch of the loader after this one: loaders of a stage follow each other."""
-        loop = self._evaluation_loop
-        if loop.batch_progress.current.started <= 1:
-            self._steps.clear()
-        if dataloader_idx is None:
-            return loop.batch_progress.is_last_batch
-        self._steps[dataloader_idx] += 1
-        return loop.batch_progress.is_last_batch or self._steps[dataloader_idx] == loop.max_batches[dataloader_idx]
+    def _is_last(self, dataloader_idx: int) -> bool:
+        """Whether the batch of the step that begins is this rank's last one of a loader, which the others are told."""
+        trainer, stage = self._trainer, self._stage
+        loader = CombinedLoader(getattr(trainer, f"{stage}_dataloaders")).flattened[dataloader_idx]
+        if type(loader) is not LoaderProxy:
+            return False  # of equally many batches on all ranks
+        draws: Draws = vars(loader)["draws"]
+        step = getattr(trainer.lightning_module, _STEPS[stage])
+        draws_in_step = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+        if draws_in_step:
+            draws.handed_out.clear()
+        else:
+            draws.handed_out.popleft()
+        # Of the step that begins: one that draws its batch itself has yet to do so.
+        number = draws.num_handed_out - len(draws.handed_out) + draws_in_step
+        is_last = (
+            number >= self._evaluation_loop.max_batches[dataloader_idx]
+            or len(draws.handed_out) + len(draws.ahead(1 + draws_in_step)) <= draws_in_step
+        )
+        self._send(_IS_LAST if is_last else _GOES_ON)
+        return is_last
 
     def check_reduction(self) -> None:
         """Before a value is reduced or gathered over ranks: all of them must be in a step, or none.
@@ -210,7 +228,7 @@ class UnevenInputs:
         Raises:
             RuntimeError: If some have no data left.
         """
-        if self.is_training or self._stage not in self._may_differ or not self._is_in_step:
+        if self.is_training or not self._is_in_step:
             return
         if ended := [rank for rank, sent in enumerate(self._answers()) if sent == _HAS_ENDED]:
             raise RuntimeError(

@@ -7,8 +7,8 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_automodel.data.draws import Draw, Draws, LoaderProxy
 from lightning_automodel.data.exchange import Exchange
-from lightning_automodel.data.training_loader import Draw, Draws, TrainingLoader
 from lightning_automodel.gradients.token_loss import WindowTotals
 
 
@@ -42,7 +42,7 @@ class WindowAhead:
 
     def process(self, loader: Any) -> Any:
         """What is to be iterated in place of a training loader."""
-        return loader if type(loader) is TrainingLoader else TrainingLoader(loader, self._draws)
+        return loader if type(loader) is LoaderProxy else LoaderProxy(loader, self._draws)
 
     def begin_batch(self, draw: Draw | None) -> None:
         """A batch is about to be trained on. If a window begins with it, the others of the window are drawn.
@@ -55,7 +55,7 @@ class WindowAhead:
         Raises:
             ValueError: If batches come from several loaders.
         """
-        if type(self._trainer.train_dataloader) is not TrainingLoader:
+        if type(self._trainer.train_dataloader) is not LoaderProxy:
             raise ValueError(
                 "count_window_ahead=True draws from one training loader, and there are several: combine their data in"
                 " one Dataset, or leave it out."

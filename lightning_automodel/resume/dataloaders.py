@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from typing_extensions import override
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.data.training_loader import forget_draws, users_own
+from lightning_automodel.data.draws import forget_draws, users_own
 from lightning_automodel.resume import loops, rng
 
 _TOO_SHORT = (

@@ -153,6 +153,48 @@ def test_evaluation_of_unequal_counts(pool2: RankPool, pool4: RankPool, layout: 
             torch.testing.assert_close(predicted, model(batch["input_ids"]).detach())
 
 
+class DrawsItsBatches(Evaluates):
+    def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+        super().validation_step(next(dataloader_iter)[0], 0)
+
+
+def _evaluate_streams(options: dict[str, Any], counts: tuple[int, int]) -> list[dict[str, float]]:
+    """Several streams; one that ends before a limit; one that the step draws from."""
+    found = []
+    for module, loaders, settings in (
+        (Evaluates(), [_loader(counts, True), _loader((1, 2), True), _loader(counts, False)], {}),
+        (Evaluates(), _loader(counts, True), {"limit_val_batches": 4}),
+        (DrawsItsBatches(), _loader(counts, True), {}),
+    ):
+        trainer = make_trainer(AutomodelStrategy(**options), **settings)  # type: ignore[arg-type]
+        values = trainer.validate(module, loaders)
+        found.append({name: float(value) for each in values for name, value in each.items() if "mean" in name})
+    return found
+
+
+@pytest.mark.parametrize("options", [FSDP2, DDP], ids=["fsdp2", "ddp"])
+def test_streams(pool2: RankPool, options: dict[str, Any]) -> None:
+    model, counts = LabelledModule().model, (5, 3)
+
+    def mean(*parts: int) -> float:
+        batches = [b for own, n in zip(micro_batches(CASE), parts, strict=True) for b in own[:n]]
+        tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+        with torch.no_grad():
+            return float(sum(mean_loss(model, batch, "sum") for batch in batches)) / tokens
+
+    for several, limited, drawn in pool2.run(_evaluate_streams, options, counts):
+        assert limited == pytest.approx({"mean0": mean(4, 3)}, rel=1e-6)
+        assert drawn == pytest.approx({"mean0": mean(5, 3)}, rel=1e-6)
+        assert sorted(several) == ["mean0", "mean1", "mean2"]
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["sized", "stream"])
+def test_a_rank_without_a_batch_is_told(pool2: RankPool, is_stream: bool) -> None:
+    with pytest.raises(RankError, match="rank 1 holds no batch" if is_stream else "zero length") as raised:
+        pool2.run(_run, "validate", FSDP2, (2, 0), is_stream, {})
+    assert set(raised.value.failures) == {0, 1}
+
+
 class Numbers(LabelledModule):
     """Logs the mean of its samples, and predicts them."""
 

@@ -1,4 +1,4 @@
-"""Training batches on their way from a loader to the Trainer: drawn ahead, counted, and followed by fillers."""
+"""Batches on their way from a loader to the Trainer: drawn ahead, counted, and followed by fillers."""
 
 import copy
 from collections import deque
@@ -36,7 +36,7 @@ class Draw:
 
 
 class Draws(Iterator[Any]):
-    """The batches of a training loader, and what is known of each before it is trained on.
+    """The batches of a loader, and what is known of each before it is used.
 
     Where it pads, drawing is a collective over the group: every rank must draw equally often. With each draw a rank
     tells the others whether it still had a batch, and waits for nobody as long as it has: the number travels while the
@@ -45,31 +45,38 @@ class Draws(Iterator[Any]):
 
     Args:
         group: All ranks, on the host.
+        empty: What to raise as ``ValueError`` where there is no batch at all; None raises nothing.
 
     Attributes:
         pads: Whether fillers follow.
         count: Tells the label tokens of a batch; None where nobody asks.
         handed_out: Draws whose batches were handed out and not begun; the Trainer may hold one.
+        num_handed_out: Batches of this epoch that were handed out.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, empty: str | None = None) -> None:
         self.pads = False
         self.count: Callable[[Any], float] | None = None
         self.handed_out: deque[Draw] = deque()
-        self._group = group
+        self.num_handed_out = 0
+        self._group, self._empty = group, empty
         self._ahead: deque[tuple[Draw, Any]] = deque()
         self._source: Iterator[tuple[Draw, Any]] = iter(())
 
     def restart(self, batches: Iterator[Any]) -> None:
         """Draw from ``batches`` from now on: an epoch begins."""
         self.handed_out.clear()
+        self.num_handed_out = 0
         self._ahead.clear()
         source = self._padded(batches) if self.pads else ((Draw(batch is None), batch) for batch in batches)
         self._source = map(self._counted, source)
+        if self._empty is not None and not self.ahead(1):
+            raise ValueError(self._empty)
 
     def __next__(self) -> Any:
         draw, batch = self._ahead.popleft() if self._ahead else next(self._source)
         self.handed_out.append(draw)
+        self.num_handed_out += 1
         return batch
 
     def begin(self, num_prefetched: int) -> Draw | None:
@@ -122,8 +129,8 @@ class Draws(Iterator[Any]):
         return shared[0] if batch is _END else copy.deepcopy(batch)
 
 
-class TrainingLoader:
-    """Stands in for a training loader, and lets ``draws`` hand out its batches.
+class LoaderProxy:
+    """Stands in for a loader, and lets ``draws`` hand out its batches.
 
     It looks like the loader itself to ``isinstance`` and has its attributes.
 
@@ -164,10 +171,10 @@ class TrainingLoader:
 
 def users_own(loader: Any) -> Any:
     """The user's loader behind one that stands in for it; any other as it is."""
-    return vars(loader)["user_loader"] if type(loader) is TrainingLoader else loader
+    return vars(loader)["user_loader"] if type(loader) is LoaderProxy else loader
 
 
 def forget_draws(loader: Any, number: int) -> None:
     """The first batches of an epoch were drawn to be dropped; see :meth:`Draws.forget`."""
-    if type(loader) is TrainingLoader:
+    if type(loader) is LoaderProxy:
         vars(loader)["draws"].forget(number)
