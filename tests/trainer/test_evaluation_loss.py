@@ -6,6 +6,7 @@ The reference knows neither ranks nor batches: the sum of the token losses of th
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,13 @@ def expected(batches: list[Batch], model: torch.nn.Module | None = None) -> floa
     return math.fsum(losses) / max(sum(map(count_labels, batches)), 1)
 
 
-def expected_by_batch() -> float:
+def expected_by_batch(weight: Callable[[Batch], int]) -> float:
+    """The mean of the means of batches with label tokens."""
     model = TinyDecoder(CASE.seed).double()
+    batches = [batch for share in shares() for batch in share if count_labels(batch)]
     with torch.no_grad():
-        means = [float(mean_loss(model, batch)) for share in shares() for batch in share if count_labels(batch)]
-    return math.fsum(means) / len(means)
+        losses = [float(mean_loss(model, batch)) * weight(batch) for batch in batches]
+    return math.fsum(losses) / sum(map(weight, batches))
 
 
 def is_near(found: Any, wanted: float) -> bool:
@@ -130,22 +133,26 @@ def test_each_way_to_tell_the_count(pool2: RankPool, engine: str) -> None:
             assert all(is_near(value, wanted) for value in values), found
 
 
-def _mean_of_batches() -> tuple[float, float, float]:
+def _evaluate_otherwise() -> list[float]:
     own = [batch for batch in shares()[dist.get_rank()] if count_labels(batch)]
-    trainer = make_trainer(AutomodelStrategy(per_token_loss=False), callbacks=[EvaluationLoss()])
-    (by_batch,) = trainer.validate(Evaluated("returned"), DataLoader(own, batch_size=None), verbose=False)
-    trainer = make_trainer(AutomodelStrategy(), callbacks=[EvaluationLoss(perplexity="{stage}_ppl")])
-    nothing = DataLoader(without_labels(own), batch_size=None)
-    (without,) = trainer.validate(Evaluated(), nothing, verbose=False)
-    return by_batch["val_loss"], without["val_loss"], without["val_ppl"]
+    found: list[float] = []
+    for options, batches in (
+        ({"per_token_loss": False}, own),
+        ({"count": "samples"}, own),
+        ({}, without_labels(own)),
+    ):
+        trainer = make_trainer(AutomodelStrategy(**options), callbacks=[EvaluationLoss()])
+        (values,) = trainer.validate(Evaluated(), DataLoader(batches, batch_size=None), verbose=False)
+        found.append(values["val_loss"])
+    return found
 
 
-def test_means_of_batches_and_of_nothing(pool2: RankPool) -> None:
-    """Each batch weighs the same where it does so in training; a set without label tokens has no mean."""
-    for by_batch, loss, perplexity in pool2.run(_mean_of_batches):
-        assert is_near(by_batch, expected_by_batch())
-        assert math.isnan(loss)
-        assert math.isnan(perplexity)
+def test_means_of_batches_of_samples_and_of_nothing(pool2: RankPool) -> None:
+    """Batches weigh what they weigh in training; a set without label tokens has no mean."""
+    for by_batch, by_sample, nothing in pool2.run(_evaluate_otherwise):
+        assert is_near(by_batch, expected_by_batch(lambda batch: 1))
+        assert is_near(by_sample, expected_by_batch(lambda batch: len(batch["labels"])))
+        assert math.isnan(nothing)
 
 
 # --- Layouts, loaders, and a fit --------------------------------------------------------------------------------------
