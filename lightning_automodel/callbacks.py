@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from torchmetrics.metric import CompositionalMetric
 from typing_extensions import override
 
+from lightning_automodel import lightning_internals
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, tells_count
 from lightning_automodel.strategy import AutomodelStrategy
 
@@ -128,7 +129,7 @@ class EvaluationLoss(Callback):
         if self._perplexity is not None:
             metrics[self._perplexity] = CompositionalMetric(torch.exp, mean, None)
         for name, metric in metrics.items():
-            name = name.format(stage="test" if trainer.testing else "val")
+            name = name.replace("{stage}", "test" if trainer.testing else "val")
             pl_module.log(name, metric, prog_bar=True, metric_attribute=type(self).__name__)
 
 
@@ -359,9 +360,9 @@ class StepMonitor(Callback):
                 values["train/label_tokens"] = label_tokens / self._steps
                 values["train/tokens_per_second"] = label_tokens / longest
                 values["train/tokens_per_second_per_device"] = label_tokens / longest / len(by_rank)
-        # At Lightning's pace of logging, and by its step, which counts batches, some of them would not be seen.
+        # Through `pl_module.log` loggers would get only those that fall on `log_every_n_steps`.
         for logger in trainer.loggers:
-            logger.log_metrics(values, step)
+            logger.log_metrics(values, lightning_internals.logging_step(trainer))
         for name, value in values.items():
             # On the host: Lightning reads what is on the progress bar with every batch.
             on_bar = name in ("train/loss", "train/grad_norm", "train/tokens_per_second")

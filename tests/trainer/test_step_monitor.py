@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -67,8 +69,7 @@ def _monitor(engine: str) -> tuple[Any, ...]:
         accumulate_grad_batches=ACCUMULATE,
     )
     trainer.fit(Halves(), DataLoader(shares()[dist.get_rank()], batch_size=None))
-    logged = [values for values in recorder.logged if "train/loss" in values]
-    return monitor.history, logged, reports, trainer.callback_metrics
+    return monitor.history, recorder.logged, reports, trainer.callback_metrics
 
 
 def _flops(batch: Batch) -> int:
@@ -192,6 +193,32 @@ def test_tensor_parallel_peers_count_once(pool2: RankPool) -> None:
         assert [entry["train/tokens"] for entry in history] == [b["input_ids"].numel() for b in shares()[0][:2]]
         assert [entry["train/label_tokens"] for entry in history] == list(map(count_labels, shares()[0][:2]))
         assert all(entry["train/tflops_per_device"] > 0 for entry in history)
+
+
+class EndsEarly(LabelledModule):
+    """Leaves its second batch by an error, or before its step."""
+
+    raises = False
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
+        return -1 if batch_idx and not self.raises else None
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx:
+            raise RuntimeError("meant")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_counting_ends_with_the_batch(raises: bool) -> None:
+    """Else everything that this process computes from then on would run through the counter."""
+    module, monitor = EndsEarly(), StepMonitor(every_n_steps=1, flops=True)
+    module.raises = raises
+    trainer = Trainer(accelerator="cpu", devices=1, callbacks=[monitor], max_epochs=1, **SILENT)
+    with pytest.raises(RuntimeError, match="meant") if raises else nullcontext():
+        trainer.fit(module, DataLoader(shares()[0], batch_size=None))
+    assert [entry["train/tflops_per_device"] > 0 for entry in monitor.history] == [True]
+    assert _get_current_dispatch_mode() is None
 
 
 # --- Time -------------------------------------------------------------------------------------------------------------
