@@ -7,6 +7,7 @@ from lightning_automodel.release_probe import importing_private_names
 with importing_private_names():  # first, so that it is what tells that a release is too old or too new
     from lightning_automodel import lightning_internals, torch_internals  # noqa: F401
 
+from lightning_automodel.callbacks import EvaluationLoss, StepMonitor
 from lightning_automodel.data.eval_shard import dp_eval_sample_shard
 from lightning_automodel.distributed.collectives import barrier_and_log
 from lightning_automodel.distributed.first_rank import FirstRankPerNode
@@ -27,7 +28,9 @@ from lightning_automodel.strategy import AutomodelStrategy
 __all__ = [
     "AutomodelStrategy",
     "DistInfo",
+    "EvaluationLoss",
     "FirstRankPerNode",
+    "StepMonitor",
     "StepReport",
     "barrier_and_log",
     "clip_gradients",

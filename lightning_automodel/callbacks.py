@@ -1,63 +1,424 @@
-"""What a person watches while it trains."""
+"""What a person watches: the loss of the evaluation, and what each optimizer step does and costs."""
 
+import math
 import time
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.flop_counter import FlopCounterMode
+from torchmetrics import Metric
+from torchmetrics.metric import CompositionalMetric
 from typing_extensions import override
 
-from lightning_automodel.gradients.token_loss import StepReport
+from lightning_automodel import lightning_internals
+from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, tells_count
+from lightning_automodel.strategy import AutomodelStrategy
+
+
+class _TokenMean(Metric):
+    """A sum of losses over what divides it. Tensor-parallel peers double both, which their ratio is not.
+
+    TorchMetrics 1.9's own ``MeanMetric`` adds up in float32 (it forgets ``set_dtype`` as it moves to a device), reads
+    each batch on the host to drop a NaN, and loses its weights with ``nan_strategy="disable"``.
+    """
+
+    full_state_update = False
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.sums: Tensor
+        self.add_state("sums", torch.zeros(2, dtype=dtype), dist_reduce_fx="sum")
+        self.to(device)
+
+    @override
+    def update(self, sums: Tensor) -> None:
+        self.sums = self.sums + sums
+
+    @override
+    def compute(self) -> Tensor:
+        return self.sums[0] / self.sums[1]
+
+
+class EvaluationLoss(Callback):
+    """Logs the mean loss per label token of validation and test: over all ranks, each token once.
+
+    It is the value of one process over the whole set, however the set is cut into batches and spread over ranks;
+    ``self.log("val_loss", loss, sync_dist=True)`` is a mean of batches' means. ``validation_step`` and ``test_step``
+    return what ``training_step`` returns, and tell their count in the same ways; ``loss_reduction`` and
+    ``per_token_loss`` mean the same. Under strategies other than ``AutomodelStrategy`` they return
+    ``{"loss": mean, "num_label_tokens": n}``.
+
+    ``ModelCheckpoint`` and ``EarlyStopping`` can monitor the value. Of several loaders each has one, with
+    ``/dataloader_idx_0`` and so on behind the name. A set without any label token has NaN.
+
+    Nothing is communicated within a batch. The end of a loader is a collective over all ranks, by TorchMetrics: two
+    numbers of each. If a rank fails before, the others raise under ``AutomodelStrategy``, and elsewhere wait for it
+    until the time limit of the process group. Of several loaders each rank must have a batch.
+
+    Args:
+        name: What the value is called; ``{stage}`` in it becomes ``val`` or ``test``.
+        perplexity: What ``exp(loss)`` is called, where the loss is cross-entropy in nats. None: it is not logged.
+
+    Raises:
+        ValueError: In the first batch, if a step returns no loss, or nothing tells its label tokens.
+
+    Example:
+        >>> callbacks = [EvaluationLoss(perplexity="{stage}_perplexity")]  # val_loss, val_perplexity, test_loss, ...
+    """
+
+    def __init__(self, name: str = "{stage}_loss", perplexity: str | None = None) -> None:
+        self._name, self._perplexity = name, perplexity
+        self._means: dict[int | None, _TokenMean] = {}
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._means = {}
+
+    @override
+    def on_validation_batch_end(  # Lightning names a loader only where there are several
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int | None = None,
+    ) -> None:
+        step = "test_step" if trainer.testing else "validation_step"
+        strategy = _automodel(trainer)
+        if strategy is None and not tells_count(outputs):
+            raise ValueError(
+                f"EvaluationLoss found no number of label tokens in what {step} returned, and only AutomodelStrategy"
+                f" counts them by itself, not {type(trainer.strategy).__name__}: return"
+                " {'loss': mean, 'num_label_tokens': n}."
+            )
+        sums = (TokenWeighting() if strategy is None else strategy).evaluated(batch, outputs, step)
+        self._mean(trainer, dataloader_idx).update(sums)
+        if dataloader_idx is not None:
+            self._log(trainer, pl_module, dataloader_idx)
+
+    @override
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Of a single loader only here, so that a rank without any batch takes part.
+        if set(self._means) <= {None}:
+            self._mean(trainer, None).update(torch.zeros(2, device=trainer.strategy.root_device))
+            self._log(trainer, pl_module, None)
+
+    on_test_start = on_validation_start
+    on_test_batch_end = on_validation_batch_end
+    on_test_epoch_end = on_validation_epoch_end
+
+    def _mean(self, trainer: pl.Trainer, loader: int | None) -> _TokenMean:
+        if loader not in self._means:
+            self._means[loader] = _TokenMean(trainer.strategy.root_device)
+        return self._means[loader]
+
+    def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: int | None) -> None:
+        """Hand the mean to Lightning, which computes it at the end of the loader and names it after that."""
+        mean = self._mean(trainer, loader)
+        metrics: dict[str, Metric] = {self._name: mean}
+        if self._perplexity is not None:
+            metrics[self._perplexity] = CompositionalMetric(torch.exp, mean, None)
+        for name, metric in metrics.items():
+            name = name.replace("{stage}", "test" if trainer.testing else "val")
+            pl_module.log(name, metric, prog_bar=True, metric_attribute=type(self).__name__)
 
 
 class StepMonitor(Callback):
-    """Logs after each optimizer step what it trained on, to the progress bar and the loggers.
+    """Logs what the newest optimizer step did and what steps cost, to every logger and the progress bar.
 
-    Logged are ``train/loss`` (mean per label token over the window and all ranks: what was optimised),
-    ``train/tokens_per_second`` (label tokens of all ranks over the wall time since the step before) and
-    ``train/grad_norm`` (before clipping; only where something asks for it, see ``track_grad_norm``). The strategy has
-    reduced them already, so nothing is communicated here.
+    ======================================  ===========================================================================
+    ``train/loss``                          mean per label token over the window and all ranks: what was optimised
+    ``train/grad_norm``                     before clipping; where something asks for it, see ``track_grad_norm``
+    ``train/learning_rate``                 that the step used, of the optimizer's first group
+    ``train/label_tokens``                  a step, of all ranks
+    ``train/tokens``                        elements of ``batch["input_ids"]`` a step, of all ranks
+    ``train/padding``                       share of them that ``batch["attention_mask"]`` leaves out
+    ``train/tokens_per_second``             label tokens of all ranks
+    ``train/tokens_per_second_per_device``  the same over the number of ranks
+    ``train/data_wait``                     share of the time in which the rank that waits longest waits for data
+    ``train/peak_memory_gib``               of the device, since its allocator was reset, on the rank with the highest
+    ``train/tflops_per_device``             10**12 floating-point operations a second, mean of the ranks
+    ``train/peak_flops_share``              of the device's dense peak
+    ======================================  ===========================================================================
+
+    What cannot be told is left out: tokens without ``input_ids``, padding without an ``attention_mask`` of their shape,
+    memory on a CPU, the loss and label tokens under other strategies, label tokens with ``per_token_loss=False``.
+    Counts, rates and shares are those of all steps since the last that was logged. Their time is that of training:
+    without validation, saving and logging.
+
+    Between two logged steps nothing is read from the device. A logged one waits for it, and is a collective over all
+    ranks: one gather of nine numbers. If a rank fails before, the others raise under ``AutomodelStrategy``, and
+    elsewhere wait for it until the time limit of the process group.
+
+    Lightning's ``ThroughputMonitor`` assumes that all batches of all ranks have one size, and waits for the device with
+    every batch; only its table of peaks is used, for devices whose entry is the dense peak.
 
     Args:
-        every_n_steps: Log each that many optimizer steps. Logging reads the values on the host, which waits for the
-            device; on a GPU, a larger number keeps it busy.
+        every_n_steps: Log each that many optimizer steps. None: the Trainer's ``log_every_n_steps``.
+        flops: Count floating-point operations: matrix products, convolutions and attention, by ``FlopCounterMode``.
+            Recomputed activations count again; kernels that torch does not know do not count. The first micro-batch of
+            each shape takes longer for it.
+        peak_flops: The device's dense peak a second, in the dtype that it computes in. None: known for some GPUs.
 
     Raises:
         ValueError: If ``every_n_steps`` is not positive.
+
+    Attributes:
+        history: What was logged, a dict for each logged step, with ``"step"`` and with ``"seconds"`` since the one
+            before by phase: ``data`` (waiting for batches), ``forward``, ``backward``, ``optimizer``, ``device``,
+            ``validation``, ``checkpoint`` (with the wait for the batch after it) and ``logging``. They are this rank's
+            host times: a GPU works behind them, and what it lags is waited for in ``device``. In manual optimization
+            ``optimizer`` lasts until the next backward.
     """
 
-    def __init__(self, every_n_steps: int = 1) -> None:
-        if every_n_steps < 1:
+    def __init__(self, every_n_steps: int | None = None, flops: bool = False, peak_flops: float | None = None) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}.")
-        self._every_n_steps = every_n_steps
-        self._last_report: StepReport | None = None
-        self._last_logged_at = 0.0
-        self._tokens: Any = 0
+        self.history: list[dict[str, Any]] = []
+        self._every_n_steps, self._peak_flops = every_n_steps, peak_flops
+        self._flops = _FlopMeter() if flops else None
+        self._report: StepReport | None = None
+        self._logged_step = 0
+        self._counts_label_tokens = False
+        self._phase, self._entered_at = "data", 0.0
+        self._begin_interval()
+
+    def _begin_interval(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._steps = 0
+        self._label_tokens: Any = 0  # stays on its device, like `_used_tokens`
+        self._tokens: Any = 0  # NaN once it is unknown of a batch
+        self._used_tokens: Any = 0
+        self._operations = 0  # floating-point
+
+    def _enter(self, phase: str) -> None:
+        now = time.perf_counter()
+        self._seconds[self._phase] += now - self._entered_at
+        self._phase, self._entered_at = phase, now
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._last_report = getattr(trainer.strategy, "last_step", None)
-        self._last_logged_at = time.perf_counter()
-        self._tokens = self._steps = 0
+        strategy = _automodel(trainer)
+        self._report = strategy.last_step if strategy is not None else None
+        self._logged_step = trainer.global_step
+        self._phase, self._entered_at = "data", time.perf_counter()
+        self._begin_interval()
+        if self._flops is not None and self._peak_flops is None and strategy is not None:
+            self._peak_flops = _dense_peak(strategy)
+        self._counts_label_tokens = strategy is not None and strategy.describe()["options"]["per_token_loss"]
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._enter("forward")
+        if self._flops is not None:
+            self._flops.start(pl_module, batch)
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        self._enter("backward")
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._enter("forward")
+        if self._flops is not None and pl_module.automatic_optimization:
+            self._flops.stop()
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        self._enter("optimizer")
+        self._steps += 1
+        rate = optimizer.param_groups[0]["lr"]
+        self._learning_rate = rate.clone() if isinstance(rate, Tensor) else rate  # before a scheduler changes it
+        strategy = _automodel(trainer)
+        if strategy is not None:
+            self._take(strategy.last_step)
+
+    def _take(self, report: StepReport | None) -> None:
+        """Keep the report on a step; add up its label tokens unless an optimizer before has stepped on the same."""
+        if report is not None and not self._is_known(report):
+            self._label_tokens = self._label_tokens + report.num_label_tokens
+        self._report = report
+
+    def _is_known(self, report: StepReport) -> bool:
+        """Whether it is on the windows that were stepped on last: it is made anew as the gradient norm comes in."""
+        return self._report is not None and self._report.num_label_tokens is report.num_label_tokens
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        report = getattr(trainer.strategy, "last_step", None)
-        if report is None or report is self._last_report:
+        strategy = _automodel(trainer)
+        self._count(batch, strategy is not None and strategy.is_filler)
+        every, step = self._every_n_steps or trainer.log_every_n_steps, trainer.global_step  # type: ignore[attr-defined]
+        if self._steps and every and step // every > self._logged_step // every:
+            newest = strategy.last_step if strategy is not None else None
+            if newest is not None and self._is_known(newest):
+                self._report = newest  # with the norm of the gradients
+            self._log(trainer, pl_module, step)
+            self._logged_step = step
+            self._begin_interval()
+        self._enter("data")
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._drop_count()  # of a batch that `on_train_batch_start` has skipped
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._drop_count()
+
+    def _drop_count(self) -> None:
+        if self._flops is not None:
+            self._flops.drop()
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._enter("validation")
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._enter("data")
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._enter("checkpoint")
+
+    def _count(self, batch: Any, is_filler: bool) -> None:
+        """Add up the tokens and operations of a micro-batch; none of a filler's."""
+        operations = 0 if self._flops is None else self._flops.stop()
+        if is_filler:
             return
-        self._last_report = report
-        self._tokens = self._tokens + report.num_label_tokens
-        self._steps += 1
-        if self._steps % self._every_n_steps:
-            return
-        tokens = float(self._tokens)
-        now = time.perf_counter()
-        values = {"train/loss": report.loss, "train/tokens_per_second": tokens / (now - self._last_logged_at)}
-        if report.grad_norm is not None:
-            values["train/grad_norm"] = report.grad_norm
-        pl_module.log_dict(values, prog_bar=True, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=False)
-        self._last_logged_at = now
-        self._tokens = 0
+        self._operations += operations
+        told = batch if isinstance(batch, Mapping) else {}
+        tokens, mask = told.get("input_ids"), told.get("attention_mask")
+        self._tokens += tokens.numel() if isinstance(tokens, Tensor) else math.nan
+        if isinstance(mask, Tensor) and mask.shape == getattr(tokens, "shape", None):
+            self._used_tokens = self._used_tokens + torch.count_nonzero(mask)
+        else:
+            self._used_tokens = math.nan
+
+    def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> None:
+        report, seconds, strategy = self._report, self._seconds, trainer.strategy
+        device = strategy.root_device
+        module = torch.get_device_module(device)
+        self._enter("device")
+        module.synchronize()
+        self._enter("logging")
+        training = sum(seconds[phase] for phase in ("data", "forward", "backward", "optimizer", "device"))
+        allocated = getattr(module, "max_memory_allocated", None)
+        own = [
+            report.loss if report is not None else math.nan,
+            report.grad_norm if report is not None and report.grad_norm is not None else math.nan,
+            self._label_tokens,
+            self._tokens,
+            self._used_tokens,
+            training,
+            seconds["data"] / training,
+            allocated(device) / 2**30 if allocated is not None else math.nan,
+            self._operations / training,
+        ]
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        packed = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in own])
+        by_rank = strategy.all_gather(packed).reshape(-1, len(own)).tolist()
+        # Tensor-parallel peers hold the same data.
+        copies = len(by_rank) / getattr(strategy, "distributed_sampler_kwargs", {"num_replicas": 1})["num_replicas"]
+        loss, norm, label_tokens = by_rank[0][:3]
+        tokens, used = (sum(row[column] for row in by_rank) / copies for column in (3, 4))
+        longest = max(row[5] for row in by_rank)
+        flops = sum(row[8] for row in by_rank) / len(by_rank)
+        values = {
+            "train/learning_rate": float(self._learning_rate),
+            "train/tokens": tokens / self._steps,
+            "train/padding": 1 - used / tokens if tokens else math.nan,
+            "train/data_wait": max(row[6] for row in by_rank),
+            "train/peak_memory_gib": max(row[7] for row in by_rank),
+            "train/tflops_per_device": flops / 1e12 if self._flops is not None else math.nan,
+            "train/peak_flops_share": flops / self._peak_flops if self._flops and self._peak_flops else math.nan,
+        }
+        values = {name: value for name, value in values.items() if not math.isnan(value)}
+        if report is not None:
+            values["train/loss"] = loss
+            if report.grad_norm is not None:
+                values["train/grad_norm"] = norm
+            if self._counts_label_tokens:
+                values["train/label_tokens"] = label_tokens / self._steps
+                values["train/tokens_per_second"] = label_tokens / longest
+                values["train/tokens_per_second_per_device"] = label_tokens / longest / len(by_rank)
+        # Through `pl_module.log` loggers would get only those that fall on `log_every_n_steps`.
+        for logger in trainer.loggers:
+            logger.log_metrics(values, lightning_internals.logging_step(trainer))
+        for name, value in values.items():
+            # On the host: Lightning reads what is on the progress bar with every batch.
+            on_bar = name in ("train/loss", "train/grad_norm", "train/tokens_per_second")
+            value = torch.tensor(value, dtype=torch.float64)
+            pl_module.log(name, value, prog_bar=on_bar, logger=False, on_step=True, on_epoch=False)
+        self.history.append({"step": step, **values, "seconds": dict(self._seconds)})
+
+
+class _FlopMeter:
+    """Counts floating-point operations of each shape of batch once, since counting runs each of them through Python."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, int] = {}
+        self._key: Any = None
+        self._counter: FlopCounterMode | None = None
+
+    def start(self, module: pl.LightningModule, batch: Any) -> None:
+        """A micro-batch begins."""
+        shapes: list[torch.Size] = []
+        apply_to_collection(batch, Tensor, lambda tensor: shapes.append(tensor.shape))
+        # Frozen parameters need less of a backward.
+        self._key = (*shapes, sum(parameter.requires_grad for parameter in module.parameters()))
+        if self._key not in self._known:
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
+
+    def stop(self) -> int:
+        """It is over; returns its operations on this rank. Calling it again does nothing."""
+        counter = self._counter
+        self.drop()
+        if counter is not None:
+            self._known[self._key] = counter.get_total_flops()
+        return self._known.get(self._key, 0)
+
+    def drop(self) -> None:
+        """Forget a micro-batch that has not come to its end."""
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            counter.__exit__(None, None, None)
+
+
+def _automodel(trainer: pl.Trainer) -> AutomodelStrategy | None:
+    return trainer.strategy if isinstance(trainer.strategy, AutomodelStrategy) else None
+
+
+def _dense_peak(strategy: AutomodelStrategy) -> float | None:
+    """The device's peak in the dtype that the model computes in, where Lightning's table surely has the dense one.
+
+    Lightning 2.6.6 takes an L40 for an L4, and has peaks with sparsity, or of two devices, for other models.
+    """
+    device = strategy.root_device
+    if device.type != "cuda":
+        return None
+    known = ("A100", "H100 80GB HBM3", "H100 PCIe", "V100")
+    computed_in = str(strategy.describe()["precision"]["computation"]).partition(" ")[0].removeprefix("torch.")
+    dtype = getattr(torch, computed_in, None)  # None where there are several
+    if dtype is None or not any(name in torch.cuda.get_device_name(device) for name in known):
+        return None
+    return get_available_flops(device, dtype)

@@ -132,6 +132,11 @@ def epoch_metrics(trainer: Trainer) -> dict[str, Any]:
     return trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
 
 
+def logging_step(trainer: Trainer) -> int:
+    """The step under which Lightning gives the values of this training batch to loggers."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
 def logged_metrics(loop: Any) -> set[int]:
     """Ids of the TorchMetrics objects that were logged in ``loop``, which resets them at its end."""
     return {id(result.value) for result in loop._results.values() if not result.is_tensor}

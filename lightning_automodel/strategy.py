@@ -675,6 +675,21 @@ class AutomodelStrategy(ParallelStrategy):
 
         return self._required_run.inputs.evaluate(evaluate, args, engine.join_evaluation)
 
+    def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
+        """[2] sum of losses and what it is to be divided by, of one evaluated batch; for ``EvaluationLoss``.
+
+        Counted like training batches. Nothing is communicated.
+
+        Args:
+            batch: What ``validation_step`` or ``test_step`` received.
+            output: What it returned.
+            step: Which of the two.
+
+        Raises:
+            ValueError: If the output holds no loss, or nothing tells the count.
+        """
+        return self._required_run.evaluated(batch, output, step)
+
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
         """Reduce a value over the data-parallel ranks (or ``group``), leaving the input as it is.

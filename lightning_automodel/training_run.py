@@ -230,6 +230,12 @@ class TrainingRun:
         self._aux_loss = self.weighting.aux_loss(output, self._ahead is not None)
         self.advice.about_label_shift(self.module, self.weighting, self._batch, output)
 
+    def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
+        """See :meth:`AutomodelStrategy.evaluated`."""
+        sums = self._weighting.evaluated(batch, output, step)
+        self.advice.about_label_shift(self.module, self._weighting, batch, output)
+        return sums
+
     @contextmanager
     def micro_batch(self, is_last: bool) -> Generator[None, None, None]:
         """Context for the forward and backward of one micro-batch; ``is_last``: its backward ends the window."""

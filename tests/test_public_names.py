@@ -17,7 +17,9 @@ from lightning_automodel import AutomodelStrategy
 PUBLIC_NAMES = [
     "AutomodelStrategy",
     "DistInfo",
+    "EvaluationLoss",
     "FirstRankPerNode",
+    "StepMonitor",
     "StepReport",
     "barrier_and_log",
     "clip_gradients",

@@ -71,12 +71,13 @@ class TokenWeighting:
     label_shift: int = 0
     count_label_tokens: Callable | None = None
 
-    def count(self, batch: Any, output: Any = None) -> Count:
+    def count(self, batch: Any, output: Any = None, step: str = "training_step") -> Count:
         """Label tokens of one micro-batch on this rank; the first way that applies wins.
 
         Args:
-            batch: The batch that ``training_step`` received.
+            batch: The batch that the step received.
             output: What it returned.
+            step: Its name, for messages.
 
         Returns:
             The count; 1 where ``per_token_loss=False``, so that every micro-batch weighs the same.
@@ -87,8 +88,8 @@ class TokenWeighting:
         """
         if not self.per_token_loss:
             return 1
-        if _is_told(output):
-            return check_count(output["num_label_tokens"], "the num_label_tokens that training_step returned")
+        if tells_count(output):
+            return check_count(output["num_label_tokens"], f"the num_label_tokens that {step} returned")
         if self.count_label_tokens is not None:
             return check_count(self.count_label_tokens(batch), "what count_label_tokens(batch) returned")
         if self._has_labels(batch):
@@ -99,7 +100,7 @@ class TokenWeighting:
             "AutomodelStrategy weighs each micro-batch by its number of label tokens and found no count"
             f" (the batch is {found}).{samples if isinstance(batch, (tuple, list)) else ''} Tell it in one of"
             " three ways: return {'loss': loss, 'num_label_tokens': n}"
-            " from training_step (manual optimization: self.manual_backward(loss, num_label_tokens=n)); pass"
+            f" from {step} (manual optimization: self.manual_backward(loss, num_label_tokens=n)); pass"
             f" count_label_tokens=<function of the batch>; or put labels under batch[{self.label_key!r}] with"
             f" {self.ignore_index} where the loss ignores them (label_key=, ignore_index=). If every micro-batch"
             " should weigh the same instead, pass per_token_loss=False."
@@ -163,7 +164,7 @@ class TokenWeighting:
 
     def counts_labels_of(self, batch: Any, output: Any = None) -> bool:
         """Whether :meth:`count` looks at the labels of the batch, since nobody tells a count."""
-        told = _is_told(output) or self.count_label_tokens is not None
+        told = tells_count(output) or self.count_label_tokens is not None
         return self.per_token_loss and not told and self._has_labels(batch)
 
     def _has_labels(self, batch: Any) -> bool:
@@ -203,6 +204,30 @@ class TokenWeighting:
             return loss
         return loss * count
 
+    def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
+        """[2] sum of losses and what it is to be divided by, of one evaluated batch on this rank.
+
+        Args:
+            batch: The batch that the step received.
+            output: What it returned: the loss, or a mapping with it under ``"loss"``.
+            step: Its name, for messages.
+
+        Raises:
+            ValueError: If the output holds no loss, or nothing tells the count.
+        """
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"keys {sorted(map(str, output))}" if isinstance(output, Mapping) else f"a {type(output).__name__}"
+            raise ValueError(
+                f"The mean loss of the evaluation needs that of each batch, and {step} returned"
+                f" {'None' if output is None else found}: return {{'loss': loss, 'num_label_tokens': n}}, or the loss"
+                " [] alone where AutomodelStrategy counts label tokens."
+            )
+        sums, count = WindowSums(), self.count(batch, output, step)
+        sums.add(self.objective(loss.detach(), count), count)
+        totals = sums.totals(loss.device)
+        return torch.stack([totals[1], self.denominator(totals)])
+
     def denominator(self, totals: Tensor) -> Tensor:
         """[] what the sum of losses is divided by, from the reduced [3] :meth:`WindowSums.totals`."""
         return totals[0] if self.per_token_loss else totals[2]
@@ -218,7 +243,8 @@ class TokenWeighting:
         )
 
 
-def _is_told(output: Any) -> bool:
+def tells_count(output: Any) -> bool:
+    """Whether what a step returned holds its number of label tokens."""
     return isinstance(output, Mapping) and "num_label_tokens" in output
 
 

@@ -1,0 +1,314 @@
+"""EvaluationLoss gives the value of one process over the whole set, and so do the right ways to log; the wrong one not.
+
+The reference knows neither ranks nor batches: the sum of the token losses of the whole set over its label tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from lightning_automodel import AutomodelStrategy, EvaluationLoss
+from tests.data.test_uneven_inputs import Stream
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import PLAN, SILENT, Batch, TinyDecoder, full_weights, micro_batches
+from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, make_trainer, mean_loss
+
+COUNTS = (5, 3)  # batches of each data-parallel rank; some of them have no label token
+
+
+def count_labels(batch: Any) -> int:
+    return int((batch["labels"] != -100).sum())
+
+
+def in_rows(batches: list[Batch]) -> list[Batch]:
+    """The same data, one row a batch."""
+    return [{k: v[i : i + 1] for k, v in batch.items()} for batch in batches for i in range(len(batch["labels"]))]
+
+
+def without_labels(batches: list[Batch]) -> list[Batch]:
+    return [{**batch, "labels": torch.full_like(batch["labels"], -100)} for batch in batches]
+
+
+def hidden(batches: list[Batch]) -> list[Any]:
+    """Batches in which nobody finds labels."""
+    return [(batch["input_ids"], batch["labels"]) for batch in batches]
+
+
+def shares(counts: tuple[int, ...] = COUNTS) -> list[list[Batch]]:
+    """The batches of each data-parallel rank."""
+    return [batches[:count] for batches, count in zip(micro_batches(CASE), counts, strict=True)]
+
+
+def expected(batches: list[Batch], model: torch.nn.Module | None = None) -> float:
+    model = TinyDecoder(CASE.seed).double() if model is None else model
+    with torch.no_grad():
+        losses = [float(mean_loss(model, batch, "sum")) for batch in batches]
+    return math.fsum(losses) / max(sum(map(count_labels, batches)), 1)
+
+
+def expected_by_batch(weight: Callable[[Batch], int]) -> float:
+    """The mean of the means of batches with label tokens."""
+    model = TinyDecoder(CASE.seed).double()
+    batches = [batch for share in shares() for batch in share if count_labels(batch)]
+    with torch.no_grad():
+        losses = [float(mean_loss(model, batch)) * weight(batch) for batch in batches]
+    return math.fsum(losses) / sum(map(weight, batches))
+
+
+def is_near(found: Any, wanted: float) -> bool:
+    return abs(float(found) - wanted) <= TOLERANCE * abs(wanted)
+
+
+class Evaluated(LabelledModule):
+    """Returns its loss in a given way."""
+
+    def __init__(self, way: str = "labels", tensor_parallel: bool = False) -> None:
+        super().__init__()
+        self.way, self.tensor_parallel = way, tensor_parallel
+
+    def configure_model(self) -> None:
+        if self.tensor_parallel:
+            parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        if self.way == "tuple":
+            batch = {"input_ids": batch[0], "labels": batch[1]}
+        loss = mean_loss(self.model, batch, "sum" if self.way == "sum" else "mean")
+        if self.way == "nothing":
+            return None
+        if self.way == "returned":
+            return {"loss": loss, "num_label_tokens": count_labels(batch)}
+        return loss
+
+    test_step = validation_step
+
+
+# --- Ways to tell the count -------------------------------------------------------------------------------------------
+
+# For each way: what the strategy is told, and whether batches hide their labels.
+WAYS: dict[str, dict[str, Any]] = {
+    "returned": {},
+    "labels": {},
+    "tuple": {"count_label_tokens": lambda batch: (batch[1] != -100).sum()},
+    "sum": {"loss_reduction": "sum"},
+}
+
+
+def _evaluate_ways(engine: str) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    own = shares()[dist.get_rank()]
+    for way, options in WAYS.items():
+        found[way] = []
+        for stage, batches in (("validate", own), ("test", in_rows(own))):
+            trainer = make_trainer(
+                AutomodelStrategy(data_parallel=engine, **options), callbacks=[EvaluationLoss("{stage}/loss")]
+            )
+            loader = DataLoader(hidden(batches) if way == "tuple" else batches, batch_size=None)
+            (values,) = getattr(trainer, stage)(Evaluated(way), loader, verbose=False)
+            found[way].append(values[{"validate": "val", "test": "test"}[stage] + "/loss"])
+    return found
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_each_way_to_tell_the_count(pool2: RankPool, engine: str) -> None:
+    """Whole batches and single rows, on ranks with unequally many, have the value of one process."""
+    wanted = expected([batch for share in shares() for batch in share])
+    for found in pool2.run(_evaluate_ways, engine):
+        assert set(found) == set(WAYS)
+        for values in found.values():
+            assert all(is_near(value, wanted) for value in values), found
+
+
+def _evaluate_otherwise() -> list[float]:
+    own = [batch for batch in shares()[dist.get_rank()] if count_labels(batch)]
+    found: list[float] = []
+    for options, batches in (
+        ({"per_token_loss": False}, own),
+        ({"count": "samples"}, own),
+        ({}, without_labels(own)),
+    ):
+        trainer = make_trainer(AutomodelStrategy(**options), callbacks=[EvaluationLoss()])
+        (values,) = trainer.validate(Evaluated(), DataLoader(batches, batch_size=None), verbose=False)
+        found.append(values["val_loss"])
+    return found
+
+
+def test_means_of_batches_of_samples_and_of_nothing(pool2: RankPool) -> None:
+    """Batches weigh what they weigh in training; a set without label tokens has no mean."""
+    for by_batch, by_sample, nothing in pool2.run(_evaluate_otherwise):
+        assert is_near(by_batch, expected_by_batch(lambda batch: 1))
+        assert is_near(by_sample, expected_by_batch(lambda batch: len(batch["labels"])))
+        assert math.isnan(nothing)
+
+
+# --- Layouts, loaders, and a fit --------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "hsdp": (4, {"data_parallel_replicate_size": 2}),
+    "tensor_parallel": (4, {"tensor_parallel_size": 2}),
+}
+COUNTS4 = (5, 3, 1, 4)
+
+
+def _evaluate_loaders(layout: str) -> list[dict[str, float]]:
+    is_tensor_parallel = layout == "tensor_parallel"
+    case = CASE if is_tensor_parallel else replace(CASE, num_ranks=4)
+    index = dist.get_rank() // (2 if is_tensor_parallel else 1)
+    own = micro_batches(case)[index]
+    loaders = [DataLoader(own[:count], batch_size=None) for count in (COUNTS4[index], 2)]
+    trainer = make_trainer(
+        AutomodelStrategy(**LAYOUTS[layout][1]), callbacks=[EvaluationLoss(perplexity="{stage}_perplexity")]
+    )
+    return trainer.validate(Evaluated(tensor_parallel=is_tensor_parallel), loaders, verbose=False)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_several_loaders(pool4: RankPool, layout: str) -> None:
+    """Each has its own value under the name that Lightning gives it. Tensor-parallel peers count once."""
+    case = CASE if layout == "tensor_parallel" else replace(CASE, num_ranks=4)
+    batches = micro_batches(case)
+    first = expected([batch for share, count in zip(batches, COUNTS4, strict=False) for batch in share[:count]])
+    second = expected([batch for share in batches for batch in share[:2]])
+    for found in pool4.run(_evaluate_loaders, layout):
+        for index, (values, wanted) in enumerate(zip(found, (first, second), strict=True)):
+            names = [f"{name}/dataloader_idx_{index}" for name in ("val_loss", "val_perplexity")]
+            assert sorted(values) == names
+            assert is_near(values[names[0]], wanted)
+            assert is_near(values[names[1]], math.exp(wanted))
+
+
+def _fit(folder: str, engine: str) -> tuple[Any, ...]:
+    module = Evaluated("labels")
+    best = ModelCheckpoint(folder, monitor="val_loss", save_weights_only=True)
+    stopping = EarlyStopping("val_loss", min_delta=100.0, patience=2)
+    own = shares()[dist.get_rank()]
+    trainer = make_trainer(
+        AutomodelStrategy(data_parallel=engine),
+        callbacks=[EvaluationLoss(), best, stopping],
+        enable_checkpointing=True,
+        num_sanity_val_steps=2,
+        max_epochs=5,
+    )
+    trainer.fit(module, DataLoader(own[:3], batch_size=None), DataLoader(own, batch_size=None))
+    value, score = float(trainer.callback_metrics["val_loss"]), float(best.best_model_score)  # type: ignore[arg-type]
+    return value, score, trainer.current_epoch, full_weights(module.model)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2"])
+def test_a_fit_that_watches_it(pool2: RankPool, tmp_path: Path, engine: str) -> None:
+    """After a sanity check, at the end of each epoch, on all ranks, for what saves and stops by it."""
+    model = TinyDecoder(CASE.seed).double()
+    for value, score, epochs, weights in pool2.run(_fit, str(tmp_path), engine):
+        model.load_state_dict(weights)
+        assert is_near(value, expected([batch for share in shares() for batch in share], model))
+        assert score <= value
+        assert epochs == 3  # it never improves by 100
+
+
+# --- Other strategies, and what is refused ----------------------------------------------------------------------------
+
+
+def _evaluate_under_ddp(counts: tuple[int, int]) -> float:
+    trainer = make_trainer(DDPStrategy(), callbacks=[EvaluationLoss()])
+    # A stream, since Lightning skips the evaluation on a rank that knows that it has nothing.
+    loader = DataLoader(Stream(shares(counts)[dist.get_rank()]), batch_size=None)
+    (values,) = trainer.validate(Evaluated("returned"), loader, verbose=False)
+    return values["val_loss"]
+
+
+@pytest.mark.parametrize("counts", [COUNTS, (5, 0)], ids=["unequal", "empty"])
+def test_under_lightnings_own_strategy(pool2: RankPool, counts: tuple[int, int]) -> None:
+    """Also where a rank has no batch at all."""
+    wanted = expected([batch for share in shares(counts) for batch in share])
+    assert all(is_near(value, wanted) for value in pool2.run(_evaluate_under_ddp, counts))
+
+
+def test_in_one_process_without_a_group() -> None:
+    """The module runs as it is under the strategy."""
+    (own, _), trainer = shares(), Trainer(accelerator="cpu", devices=1, callbacks=[EvaluationLoss()], **SILENT)
+    (values,) = trainer.validate(Evaluated("returned"), DataLoader(own, batch_size=None), verbose=False)
+    assert is_near(values["val_loss"], expected(own))
+
+
+def _refusals() -> list[str]:
+    messages = []
+    own = shares((2, 2))[dist.get_rank()]
+    for strategy, way, batches in (
+        (AutomodelStrategy(), "nothing", own),
+        (AutomodelStrategy(), "tuple", hidden(own)),
+        (DDPStrategy(), "labels", own),
+    ):
+        trainer = make_trainer(strategy, callbacks=[EvaluationLoss()])
+        with pytest.raises(ValueError, match="label") as raised:
+            trainer.test(Evaluated(way), DataLoader(batches, batch_size=None), verbose=False)
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_a_step_that_tells_too_little(pool2: RankPool) -> None:
+    """What it returned, and what it should return."""
+    for none, no_count, other_strategy in pool2.run(_refusals):
+        assert "test_step returned None: return {'loss': loss, 'num_label_tokens': n}" in none
+        assert "found no count (the batch is a list)" in no_count
+        assert "return {'loss': loss, 'num_label_tokens': n} from test_step" in no_count
+        assert "only AutomodelStrategy counts them by itself, not DDPStrategy: return" in other_strategy
+        assert "{'loss': mean, 'num_label_tokens': n}" in other_strategy
+
+
+# --- What README says of logging --------------------------------------------------------------------------------------
+
+
+class LogsInEveryWay(Evaluated):
+    def __init__(self) -> None:
+        super().__init__("returned")
+        torch.set_default_dtype(torch.float64)  # in which Lightning and TorchMetrics add up
+        self.mean = MeanMetric()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Any:  # type: ignore[override]
+        loss, n = self(batch), (batch["labels"] != -100).sum()
+        self.log("wrong", loss, sync_dist=True)
+        self.log("batch_size", torch.where(n > 0, loss, 0.0), batch_size=n, sync_dist=True)  # type: ignore[arg-type]
+        self.mean.update(torch.where(n > 0, loss, 0.0), weight=n)
+        self.log("metric", self.mean)
+        return {"loss": loss, "num_label_tokens": n}
+
+
+def _rank1_has(labels: str) -> list[list[Batch]]:
+    """The batches of each rank, of which some, none, or all on rank 1 have no label token."""
+    first, second = shares()
+    if labels == "everywhere":
+        return [[batch for batch in own if count_labels(batch)] for own in (first, second)]
+    return [first, without_labels(second) if labels == "nowhere" else second]
+
+
+def _log_in_every_way(labels: str) -> dict[str, float]:
+    own = DataLoader(_rank1_has(labels)[dist.get_rank()], batch_size=None)
+    trainer = make_trainer(AutomodelStrategy(), callbacks=[EvaluationLoss("callback")])
+    return dict(trainer.validate(LogsInEveryWay(), own, verbose=False)[0])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("labels", ["here-and-there", "everywhere", "nowhere"])
+def test_ways_to_log_a_mean(pool2: RankPool, labels: str) -> None:
+    """Three are the value of one process. A mean of batches' means is not, and NaN where one has no label token."""
+    wanted = expected([batch for share in _rank1_has(labels) for batch in share])
+    for found in pool2.run(_log_in_every_way, labels):
+        for name in ("callback", "batch_size", "metric"):
+            assert is_near(found[name], wanted), name
+        assert not abs(found["wrong"] - wanted) < 0.01
+        assert math.isnan(found["wrong"]) == (labels != "everywhere")
