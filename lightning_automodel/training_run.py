@@ -232,8 +232,8 @@ class TrainingRun:
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """See :meth:`AutomodelStrategy.evaluated`."""
-        sums = self._weighting.evaluated(batch, output, step)
-        self.advice.about_label_shift(self.module, self._weighting, batch, output)
+        sums = self.weighting.evaluated(batch, output, step)
+        self.advice.about_label_shift(self.module, self.weighting, batch, output)
         return sums
 
     @contextmanager

@@ -63,6 +63,7 @@ KEYWORDS: dict[str, Any] = {
     "first_rank_setup": False,
     "save_distributed_checkpoint": None,
     "uneven_inputs": "error",
+    "count_window_ahead": False,
     "count": None,
     "async_checkpoint": False,
 }

@@ -124,7 +124,7 @@ class TokenWeighting:
 
     def check_told(self, output: Any, counted: float) -> None:
         """Raise ``ValueError`` if ``training_step`` returned another count than was ``counted`` in its batch."""
-        if not (self.per_token_loss and _is_told(output)):
+        if not (self.per_token_loss and tells_count(output)):
             return
         told = float(check_count(output["num_label_tokens"], "the num_label_tokens that training_step returned"))
         if not math.isclose(told, counted, rel_tol=1e-6):
