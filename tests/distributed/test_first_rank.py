@@ -471,7 +471,11 @@ def test_group_without_all_ranks_is_an_error_that_names_them(tmp_path: Path, ran
 
 
 @pytest.mark.parametrize(
-    ("fault", "text"), [("SIGSTOP", "has not answered for 2 s"), ("SIGKILL", "ended or is out of reach (Dist")]
+    ("fault", "text"),
+    [
+        pytest.param("SIGSTOP", "has not answered for 2 s", marks=pytest.mark.sweep),
+        ("SIGKILL", "ended or is out of reach (Dist"),
+    ],
 )
 def test_lost_store_is_an_error_that_says_so(tmp_path: Path, fault: str, text: str) -> None:
     """The host of the store stops or dies in its block."""

@@ -324,7 +324,14 @@ def test_destroying_inside_an_exception_keeps_the_exception() -> None:
 def _handler(signum: int, frame: Any) -> None: ...
 
 
-@pytest.mark.parametrize("handler", [_handler, signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler])
+@pytest.mark.parametrize(
+    "handler",
+    [
+        _handler,
+        signal.SIG_DFL,
+        *(pytest.param(each, marks=pytest.mark.sweep) for each in (signal.SIG_IGN, signal.default_int_handler)),
+    ],
+)
 def test_sigint_is_ignored_meanwhile_and_its_handler_put_back(handler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(process_group, "_leaving_hooks", [lambda: seen.append(signal.getsignal(signal.SIGINT))])

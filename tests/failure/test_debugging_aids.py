@@ -108,6 +108,7 @@ def timed_out(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path
     return _outputs(folder, "--timeout", "5", "--flight-recorder"), folder
 
 
+@pytest.mark.sweep  # waits for a time limit; the suite has others that do
 def test_the_timeout_ends_it_and_each_rank_tells_where_the_other_was(timed_out: tuple[list[str], Path]) -> None:
     outputs, _ = timed_out
     hooks = ["training_step", "backward"]
@@ -121,6 +122,7 @@ def test_the_timeout_ends_it_and_each_rank_tells_where_the_other_was(timed_out: 
     assert not any("Detected mismatch" in output for output in outputs)
 
 
+@pytest.mark.sweep  # likewise
 def test_the_flight_recorder_shows_the_collective_that_differs(
     timed_out: tuple[list[str], Path], tmp_path: Path
 ) -> None:

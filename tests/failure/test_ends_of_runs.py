@@ -189,6 +189,9 @@ EXPECTED: dict[Callable[[int, int], None], tuple[list[int | None], list[str]]] =
 }
 
 
+WAITS_LONG = (host_stops_between_two_runs, sleeps_after_its_last_step, sleeps_in_a_step)
+
+
 def _be_rank(scenario: Callable[[int, int], None], rank: int, world_size: int, port: int, folder: Path) -> None:
     become_rank(rank, world_size, port, folder)
     scenario(rank, world_size)
@@ -230,7 +233,13 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("scenario", EXPECTED, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(each, id=each.__name__, marks=[pytest.mark.sweep] if each in WAITS_LONG else [])
+        for each in EXPECTED
+    ],
+)
 def test_all_ranks_end_alike(scenario: Callable[[int, int], None], outcomes: dict[Any, Future]) -> None:
     """Long before the timeout of `stops_on_one_rank_alone`, and nobody goes on to the next run."""
     statuses, messages = EXPECTED[scenario]

@@ -1,6 +1,6 @@
 """Faults of one rank in a real run, in many hooks: all ranks leave, with the cause.
 
-A default run takes every fault, each phase of a run and both engines; the sweep takes the other cells. This command
+A default run takes every fault and both engines; the sweep takes the other cells. This command
 runs all of them and writes the table: `pytest tests/failure/test_faults.py -m "sweep or not sweep" --fault-table PATH`.
 """
 
@@ -57,14 +57,14 @@ CELLS = [
 ]
 
 BY_DEFAULT = {
-    *(Cell(hook, "exception", rank=0) for hook in ("prepare_data", "validation_step")),
-    *(Cell(hook, "exception") for hook in ("setup", "__getitem__", "training_step", "teardown")),
+    Cell("prepare_data", "exception", rank=0),
+    *(Cell(hook, "exception") for hook in ("__getitem__", "teardown")),
     Cell("on_before_optimizer_step", "exception", data_parallel="ddp"),
     Cell("training_step", "sys.exit"),
     Cell("training_step", "os._exit", rank=0),
-    *(Cell(hook, "SIGTERM") for hook in ("setup", "training_step")),
-    *(Cell(hook, "SIGKILL") for hook in ("on_before_optimizer_step", "on_fit_end")),
-    *(Cell("training_step", "SIGSTOP", rank=rank) for rank in (0, 1)),
+    Cell("training_step", "SIGTERM"),
+    Cell("on_before_optimizer_step", "SIGKILL"),
+    Cell("training_step", "SIGSTOP"),
 }
 COMMAND = 'python -m pytest tests/failure/test_faults.py -m "sweep or not sweep" --fault-table docs/faults.md'
 

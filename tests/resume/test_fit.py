@@ -61,7 +61,9 @@ SOMEWHERE = (("on_train_batch_end", 4), ("on_validation_end", 1), ("on_train_epo
     ("setting", "stops"),
     [
         (Setting(FSDP2, WINDOWS, {"schedule": "plateau"}, loader="global generator", callbacks=counting), USUAL),
-        (Setting(DDP, DOUBLE, {"schedule": "epoch"}, loader="own generator"), SOMEWHERE),
+        pytest.param(
+            Setting(DDP, DOUBLE, {"schedule": "epoch"}, loader="own generator"), SOMEWHERE, marks=pytest.mark.sweep
+        ),
         pytest.param(
             Setting(FSDP2, WINDOWS, {"schedule": "plateau"}, loader="global generator", callbacks=counting),
             EVERYWHERE,
@@ -157,6 +159,7 @@ def compare_without(folder: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.sweep
 def test_each_part_is_needed(pool2: RankPool, tmp_path: Path) -> None:
     """The comparison notices where one is not restored."""
     for found in pool2.run(compare_without, tmp_path, timeout_s=300):
