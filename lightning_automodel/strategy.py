@@ -556,10 +556,13 @@ class AutomodelStrategy(ParallelStrategy):
             run.restore_filler_state()
         return output
 
-    def _begin_step(self, step: int, is_training: bool) -> None:
+    def _begin_step(self, step: int, is_training: bool) -> bool:
+        """Whether all ranks stop after this step."""
         self._checkpoints.check()
-        if self._supervisor.begin_step(step, is_training):
+        stops = self._supervisor.begin_step(step, is_training)
+        if stops:
             lightning_internals.tell_sigterm(self._module.trainer)
+        return stops
 
     @contextmanager
     @override
@@ -661,10 +664,6 @@ class AutomodelStrategy(ParallelStrategy):
 
     def _evaluation_step(self, step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Evaluate one batch and leave nothing gathered: a callback may be about to swap weights."""
-        # Within a fit, ranks may evaluate unequal numbers of batches, so it stops in training steps alone.
-        if self._module.trainer.state.fn != TrainerFn.FITTING:
-            self._evaluation_steps += 1
-            self._begin_step(self._evaluation_steps, is_training=False)
         engine = self._required_run.engine
 
         def evaluate(*args: Any) -> STEP_OUTPUT:
@@ -673,7 +672,14 @@ class AutomodelStrategy(ParallelStrategy):
             engine.end_evaluation()
             return output
 
-        return self._required_run.inputs.evaluate(evaluate, args, engine.join_evaluation)
+        return self._required_run.inputs.evaluate(evaluate, args, self._begin_evaluation, engine.join_evaluation)
+
+    def _begin_evaluation(self) -> bool:
+        """Whether all ranks stop after this step. Within a fit they stop in training steps alone."""
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            return False
+        self._evaluation_steps += 1
+        return self._begin_step(self._evaluation_steps, is_training=False)
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """[2] sum of losses and what it is to be divided by, of one evaluated batch; for ``EvaluationLoss``.

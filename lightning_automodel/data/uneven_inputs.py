@@ -176,7 +176,9 @@ class UnevenInputs:
 
     # --- Evaluation ---------------------------------------------------------------------------------------------------
 
-    def evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], join: Callable[[], None]) -> Any:
+    def evaluate(
+        self, step: Callable[..., Any], args: tuple[Any, ...], begin: Callable[[], bool], join: Callable[[], None]
+    ) -> Any:
         """Run an evaluation step, and after the last one of a loader those of other ranks, without data.
 
         A collective over the group where lengths differ or are unknown.
@@ -184,8 +186,13 @@ class UnevenInputs:
         Args:
             step: The step.
             args: Its arguments: batch, batch index, and the index of the loader where there are several.
+            begin: Called before each step of any rank; returns whether all ranks stop after it.
             join: Takes part in what a step of other ranks communicates.
+
+        Raises:
+            SIGTERMException: If all stop, and this rank has no batch left before which Lightning would.
         """
+        stops = begin()
         self._draw, self.is_filler = None, False
         is_last, self._sent = False, None
         if self._stage in self._may_differ:
@@ -195,8 +202,13 @@ class UnevenInputs:
             output = step(*args)
         finally:
             self._is_in_step = False
+        if stops:
+            self._answers()  # of ranks that lag behind, before this one leaves
         while is_last and _GOES_ON in self._answers():
+            if stops:
+                raise lightning_internals.SIGTERMException
             self._send(_HAS_ENDED)
+            stops = begin()
             join()
         return output
 

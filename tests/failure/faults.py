@@ -31,6 +31,8 @@ WORLD_SIZE = 3
 TIMEOUT_S = 6.0
 PATIENCE_S = 60.0
 MESSAGE = "no labels here"
+DATA_ENDS = "data ends"
+ROWS_OF_LESS = 6
 CALLED_ONCE = (
     "prepare_data",
     "setup",
@@ -50,8 +52,10 @@ class Cell:
     """One fault.
 
     Attributes:
-        hook: Where it happens; ``"__getitem__"`` is the training data set's.
-        fault: What happens: ``"exception"``, ``"sys.exit"``, ``"os._exit"`` or a signal's name.
+        hook: Where it happens; ``"__getitem__"`` is the training data set's, and ``"test_step"`` is that of a test in
+            which the last rank has less data than the others.
+        fault: What happens: ``"exception"``, ``"sys.exit"``, ``"os._exit"``, a signal's name, or ``"data ends"`` before
+            that of the others, which each rank raises.
         rank: Where it happens.
         data_parallel: Engine of the strategy.
     """
@@ -83,11 +87,11 @@ class Outcome:
 class Ragged(Dataset):
     """Rows of unequal numbers of label tokens."""
 
-    def __init__(self, on_get: Callable[[], None]) -> None:
-        self._on_get = on_get
+    def __init__(self, on_get: Callable[[], None], length: int = 4096) -> None:
+        self._on_get, self._length = on_get, length
 
     def __len__(self) -> int:
-        return 4096
+        return self._length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         self._on_get()
@@ -118,6 +122,9 @@ class Model(pl.LightningModule):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.log("val/loss", self.training_step(batch, batch_idx), sync_dist=True)
 
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("test/loss", self.training_step(batch, batch_idx), sync_dist=True)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -125,6 +132,8 @@ class Model(pl.LightningModule):
 def happen(fault: str, folder: Path) -> None:
     """Make the fault happen to this process, and note when."""
     (folder / "happened").write_text(str(time.monotonic()))
+    if fault == DATA_ENDS:
+        return
     if fault == "exception":
         raise ValueError(MESSAGE)
     if fault == "sys.exit":
@@ -136,14 +145,14 @@ def happen(fault: str, folder: Path) -> None:
 
 def fail_in(hook: str, fault: str, folder: Path, rank: int) -> tuple[type[Model], Callable[[], None]]:
     """A model class that meets the fault in ``hook``, and what the data set calls for each row."""
-    calls = {"left": 1 if hook in (*CALLED_ONCE, *CALLED_LAST) else 3}
+    calls = {"left": ROWS_OF_LESS if fault == DATA_ENDS else 1 if hook in (*CALLED_ONCE, *CALLED_LAST) else 3}
 
     def count_down(*_: Any, **__: Any) -> None:
         calls["left"] -= 1
         if calls["left"] == 0 and int(os.environ["RANK"]) == rank:
             happen(fault, folder)
 
-    if hook == "__getitem__":
+    if hook == "__getitem__" or fault == DATA_ENDS:
         return Model, count_down
     original = getattr(Model, hook)
 
@@ -184,12 +193,18 @@ def train(cell: Cell, rank: int, port: int, folder: Path) -> None:
         strategy=AutomodelStrategy(data_parallel=cell.data_parallel, timeout=timedelta(seconds=TIMEOUT_S)),
         accumulate_grad_batches=2,
         max_steps=3 if cell.hook in CALLED_LAST else 200,
-        val_check_interval=4,
+        val_check_interval=3 if cell.fault == DATA_ENDS else 4,  # at most the batches of an epoch
+        use_distributed_sampler=False,
         limit_val_batches=4,
         num_sanity_val_steps=0,
         **SILENT,
     )
-    trainer.fit(model_class(), DataLoader(Ragged(on_get), 2), DataLoader(Ragged(lambda: None), 2))
+    if cell.hook == "test_step":
+        length = ROWS_OF_LESS if rank == WORLD_SIZE - 1 else 4096
+        trainer.test(model_class(), DataLoader(Ragged(on_get, length), 2))
+        return
+    length = ROWS_OF_LESS if cell.fault == DATA_ENDS and rank == cell.rank else 4096
+    trainer.fit(model_class(), DataLoader(Ragged(on_get, length), 2), DataLoader(Ragged(lambda: None), 2))
 
 
 def run(cell: Cell, folder: Path) -> Outcome:

@@ -18,7 +18,7 @@ import lightning
 import pytest
 import torch
 
-from tests.failure.faults import CALLED_LAST, MESSAGE, TIMEOUT_S, WORLD_SIZE, Cell, Outcome, run
+from tests.failure.faults import CALLED_LAST, DATA_ENDS, MESSAGE, TIMEOUT_S, WORLD_SIZE, Cell, Outcome, run
 
 STEP_HOOKS = (
     "on_train_epoch_start",
@@ -54,6 +54,12 @@ CELLS = [
     *(Cell(hook, "SIGSTOP") for hook in ("setup", "training_step", "on_before_optimizer_step", "validation_step")),
     Cell("training_step", "SIGSTOP", rank=0),
     Cell("training_step", "SIGSTOP", data_parallel="ddp"),
+    Cell("training_step", DATA_ENDS),
+    Cell("training_step", DATA_ENDS, rank=0),
+    Cell("training_step", DATA_ENDS, data_parallel="ddp"),
+    *(Cell("test_step", fault) for fault in ("exception", "SIGTERM", "SIGKILL")),
+    Cell("test_step", "SIGTERM", rank=0),
+    Cell("test_step", "SIGTERM", data_parallel="ddp"),
 ]
 
 BY_DEFAULT = {
@@ -63,6 +69,7 @@ BY_DEFAULT = {
     Cell("training_step", "sys.exit"),
     Cell("training_step", "os._exit", rank=0),
     Cell("training_step", "SIGTERM"),
+    Cell("training_step", DATA_ENDS),
     Cell("on_before_optimizer_step", "SIGKILL"),
     Cell("training_step", "SIGSTOP"),
 }
@@ -107,6 +114,8 @@ def test_others_leave(cell: Cell, outcomes: dict[Cell, Future]) -> None:
             if cell.fault == "exception":
                 assert f"ValueError: {MESSAGE}" in found
                 assert cell.hook == "__getitem__" or f"failed in {cell.hook}:" in found
+            if cell.fault == DATA_ENDS:
+                assert f"The train data of rank {cell.rank} ends with batch 3" in found
 
 
 def test_a_default_run_meets_every_fault() -> None:
