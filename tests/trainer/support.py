@@ -133,6 +133,7 @@ FEATURES = {
     "frozen parameters": Feature(prepare=freeze_embedding),
     "validation in mid-window": Feature(trainer={"val_check_interval": 1}),
     "non-finite check, norm tracked": Feature({"error_if_nonfinite": True, "track_grad_norm": True}),
+    "window counted ahead": Feature({"count_window_ahead": True}),
 }
 
 
