@@ -23,6 +23,12 @@ _FSDP2_ONLY: dict[str, Any] = {
     "mp_policy": None,
     "cpu_offload": False,
 }
+_DDP_ONLY: dict[str, Any] = {
+    "ddp_kwargs": None,
+    "ddp_comm_hook": None,
+    "ddp_comm_state": None,
+    "ddp_comm_wrapper": None,
+}
 _SIZES: dict[str, Any] = {
     "data_parallel_size": "auto",
     "data_parallel_replicate_size": 1,
@@ -67,6 +73,9 @@ class StrategyOptions:
     tensor_parallel_size: int
     device_mesh: DeviceMesh | None
     ddp_kwargs: dict[str, Any] | None
+    ddp_comm_hook: Callable | None
+    ddp_comm_state: Any
+    ddp_comm_wrapper: Callable | None
     per_token_loss: bool
     loss_reduction: Literal["mean", "sum"]
     label_key: str
@@ -129,6 +138,14 @@ class StrategyOptions:
             raise TypeError(
                 f"activation_checkpointing must be True, False or a set of nn.Module classes, got {choice!r}."
             )
+        for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise TypeError(f"{name} must be a function, as in DDPStrategy, got {getattr(self, name)!r}.")
+        if self.ddp_comm_hook is not None and not self.count_window_ahead:
+            raise ValueError(
+                "ddp_comm_hook needs count_window_ahead=True: it compresses gradients on their way between ranks, which"
+                " without it are sums over as many tokens as a window has."
+            )
         parse_timeout(self.timeout)
 
     def _check_type(self, name: str, valid: Any, description: str) -> None:
@@ -168,10 +185,11 @@ class StrategyOptions:
             if self.activation_checkpointing is True and "auto_wrap_policy" in unused:
                 unused.remove("auto_wrap_policy")
             notes += [f"{name} has no effect with data_parallel='ddp'." for name in unused]
-        elif self.ddp_kwargs:
-            notes.append("ddp_kwargs has no effect with data_parallel='fsdp2'.")
-        elif (
-            self.defer_fsdp_grad_sync == "all_reduce"
+        else:
+            notes += [f"{name} has no effect with data_parallel='fsdp2'." for name in self._changed(_DDP_ONLY)]
+        if (
+            self.data_parallel == "fsdp2"
+            and self.defer_fsdp_grad_sync == "all_reduce"
             and self.data_parallel_replicate_size == 1
             and self.device_mesh is None
         ):

@@ -65,6 +65,10 @@ class AutomodelStrategy(ParallelStrategy):
         device_mesh: A mesh over all ranks that the caller built; the sizes are read from it. What its dimensions may be
             called: :func:`~lightning_automodel.distributed.caller_mesh.adopt_mesh`.
         ddp_kwargs: For ``DistributedDataParallel`` (``find_unused_parameters``, ``bucket_cap_mb``, ...).
+        ddp_comm_hook: What reduces gradients in place of an all-reduce, as in ``DDPStrategy``. Needs
+            ``count_window_ahead``.
+        ddp_comm_state: What the hook gets.
+        ddp_comm_wrapper: Makes another hook of it.
         per_token_loss: False weighs every micro-batch the same, so that no count is needed.
         loss_reduction: Whether ``training_step`` returns the mean over its label tokens, or their sum.
         label_key: Key of the labels in a batch that is a mapping.
@@ -129,6 +133,9 @@ class AutomodelStrategy(ParallelStrategy):
         tensor_parallel_size: int = 1,
         device_mesh: DeviceMesh | None = None,
         ddp_kwargs: dict[str, Any] | None = None,
+        ddp_comm_hook: Callable | None = None,
+        ddp_comm_state: Any = None,
+        ddp_comm_wrapper: Callable | None = None,
         per_token_loss: bool = True,
         loss_reduction: Literal["mean", "sum"] = "mean",
         label_key: str = "labels",
@@ -163,6 +170,9 @@ class AutomodelStrategy(ParallelStrategy):
             tensor_parallel_size=tensor_parallel_size,
             device_mesh=device_mesh,
             ddp_kwargs=ddp_kwargs,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_wrapper=ddp_comm_wrapper,
             per_token_loss=per_token_loss,
             loss_reduction=loss_reduction,
             label_key=label_key,

@@ -66,6 +66,7 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
             {"device_mesh": (2, 2)},
             "device_mesh must be a DeviceMesh (init_device_mesh makes one), got (2, 2).",
         ),
+        ({"ddp_comm_hook": 3}, "ddp_comm_hook must be a function, as in DDPStrategy, got 3."),
         ({"ddp_kwargs": ["x"]}, "ddp_kwargs must be a dictionary of keywords for DistributedDataParallel, got ['x']."),
         ({"label_key": 3}, "label_key must be the name of an entry of the batch, got 3."),
         ({"ignore_index": None}, "ignore_index must be a label value, such as -100, got None."),
@@ -253,6 +254,7 @@ UNREPLICATED = (
             ["auto_wrap_policy has no effect with data_parallel='ddp'."],
         ),
         ({"ddp_kwargs": {"bucket_cap_mb": 1}}, ["ddp_kwargs has no effect with data_parallel='fsdp2'."]),
+        ({"ddp_comm_state": 1}, ["ddp_comm_state has no effect with data_parallel='fsdp2'."]),
         ({"defer_fsdp_grad_sync": "all_reduce"}, [UNREPLICATED]),
         ({"defer_fsdp_grad_sync": "all_reduce", "data_parallel_replicate_size": 2}, []),
         (
@@ -278,3 +280,8 @@ UNREPLICATED = (
 def test_options_without_effect(options: dict[str, Any], notes: list[str]) -> None:
     """One sentence for each choice that changes nothing, and none for one that does."""
     assert _without_effect(**options) == notes
+
+
+def test_hook_that_would_see_sums_over_tokens() -> None:
+    with pytest.raises(ValueError, match="ddp_comm_hook needs count_window_ahead=True"):
+        AutomodelStrategy(data_parallel="ddp", ddp_comm_hook=print)

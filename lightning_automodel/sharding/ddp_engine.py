@@ -31,7 +31,7 @@ class DDPEngine(Engine):
 
     def __init__(self, mesh: RunMesh, device: torch.device, options: StrategyOptions) -> None:
         super().__init__(mesh, device)
-        self._ddp_kwargs = options.ddp_kwargs or {}
+        self._options, self._ddp_kwargs = options, options.ddp_kwargs or {}
         self._ddp: DistributedDataParallel | None = None
         self._reduced: dict[int, str] = {}
 
@@ -56,6 +56,9 @@ class DDPEngine(Engine):
         self._ddp = DistributedDataParallel(
             module, device_ids=device_ids, process_group=self.mesh.group, **self._ddp_kwargs
         )
+        hook, wrapper = self._options.ddp_comm_hook, self._options.ddp_comm_wrapper
+        if hook is not None:
+            self._ddp.register_comm_hook(self._options.ddp_comm_state, hook if wrapper is None else wrapper(hook))
         return self._ddp
 
     @override
