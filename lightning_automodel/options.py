@@ -89,7 +89,8 @@ class StrategyOptions:
     reshard_after_forward: bool | int
     mp_policy: MixedPrecisionPolicy | None
     cpu_offload: bool
-    activation_checkpointing: bool | set[type[Module]]
+    activation_checkpointing: bool | set[type[Module]] | Literal["selective"] | Callable
+    compile: bool | dict[str, Any]
     track_grad_norm: bool
     error_if_nonfinite: bool
     process_group_backend: str | None
@@ -118,6 +119,7 @@ class StrategyOptions:
         self._check_type("label_key", str, "the name of an entry of the batch")
         self._check_type("ignore_index", int, "a label value, such as -100")
         self._check_type("process_group_backend", str | None, "the name of a backend, such as 'gloo'")
+        self._check_type("compile", bool | dict, "True, False or a dictionary of keywords for torch.compile")
         self._check_integer("label_shift", smallest=0)
         for name in _SWITCHES:
             self._check_choice(name, True, False)
@@ -134,9 +136,11 @@ class StrategyOptions:
                 f"auto_wrap_policy must be a set of nn.Module classes or a function of a module, got {policy!r}."
             )
         check_policy(self.mp_policy)
-        if not isinstance(choice, bool) and not _is_set_of_modules(choice):
+        is_policy = choice == "selective" or (callable(choice) and not isinstance(choice, type))
+        if not (isinstance(choice, bool) or is_policy or _is_set_of_modules(choice)):
             raise TypeError(
-                f"activation_checkpointing must be True, False or a set of nn.Module classes, got {choice!r}."
+                "activation_checkpointing must be True, False, 'selective', a set of nn.Module classes or a policy of"
+                f" torch.utils.checkpoint, got {choice!r}."
             )
         for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
@@ -182,7 +186,8 @@ class StrategyOptions:
         notes = []
         if self.data_parallel == "ddp":
             unused = self._changed(_FSDP2_ONLY)
-            if self.activation_checkpointing is True and "auto_wrap_policy" in unused:
+            uses_policy = self.activation_checkpointing and not _is_set_of_modules(self.activation_checkpointing)
+            if uses_policy and "auto_wrap_policy" in unused:
                 unused.remove("auto_wrap_policy")
             notes += [f"{name} has no effect with data_parallel='ddp'." for name in unused]
         else:

@@ -90,7 +90,10 @@ class AutomodelStrategy(ParallelStrategy):
         cpu_offload: Keep shards and optimizer state in host memory.
         activation_checkpointing: Compute activations again in the backward instead of keeping them. True: those of
             each FSDP unit (``auto_wrap_policy``), of the same modules under DDP. A set: those of the outermost
-            instances of these classes.
+            instances of these classes. ``"selective"`` keeps the results of attention and of every second matrix
+            product; a policy of ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` those that it names.
+        compile: Compile each FSDP unit (``auto_wrap_policy``), or the same modules under DDP. A dictionary: keywords of
+            ``torch.compile``.
         track_grad_norm: Compute ``last_step.grad_norm`` also where nothing else needs it.
         error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not finite.
             Reads one number on the host each step.
@@ -149,7 +152,8 @@ class AutomodelStrategy(ParallelStrategy):
         reshard_after_forward: bool | int = True,
         mp_policy: MixedPrecisionPolicy | None = None,
         cpu_offload: bool = False,
-        activation_checkpointing: bool | set[type[Module]] = False,
+        activation_checkpointing: bool | set[type[Module]] | Literal["selective"] | Callable = False,
+        compile: bool | dict[str, Any] = False,
         track_grad_norm: bool = False,
         error_if_nonfinite: bool = False,
         process_group_backend: str | None = None,
@@ -187,6 +191,7 @@ class AutomodelStrategy(ParallelStrategy):
             mp_policy=mp_policy,
             cpu_offload=cpu_offload,
             activation_checkpointing=activation_checkpointing,
+            compile=compile,
             track_grad_norm=track_grad_norm,
             error_if_nonfinite=error_if_nonfinite,
             process_group_backend=process_group_backend,

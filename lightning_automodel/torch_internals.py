@@ -303,6 +303,12 @@ def is_compiled(module: nn.Module) -> bool:
     return uncompiled(module) is not module or module._compiled_call_impl is not None
 
 
+def compile_in_place(module: nn.Module, patches: PatchStack, **kwargs: Any) -> None:
+    """``module.compile(**kwargs)``, until ``patches`` are restored; torch has no way back."""
+    patches.set(module, "_compiled_call_impl", None)
+    module.compile(**kwargs)
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, which shares its memory, else the tensor; without a node in autograd's graph."""
     if not isinstance(tensor, DTensor):

@@ -91,6 +91,8 @@ class TrainingRun:
             options.auto_wrap_policy,
             module.automatic_optimization,
         )
+        # After recomputation, which it traces, and before sharding, whose hooks stay outside.
+        self._compiled = self._compile_blocks()
         self.engine = self._make_engine()
         self.model = self.engine.setup(module, fitting, self._give_values)
         tensor_parallel.synchronize_metrics(module, mesh, self.patches)
@@ -140,6 +142,24 @@ class TrainingRun:
         self._aux_loss: Tensor | None = None
         self._ends_window = True
         self._filler_state: FillerState | None = None
+
+    def _compile_blocks(self) -> list[str]:
+        """Compile what ``compile`` asks for, and return its names."""
+        options = self._options
+        if options.compile is False:
+            return []
+        kwargs = options.compile if isinstance(options.compile, dict) else {}
+        blocks = units.units_of(self.module, options.auto_wrap_policy, self.module.automatic_optimization)
+        if not blocks:
+            raise ValueError(
+                f"compile={options.compile!r} finds no repeated blocks in {units.class_name(self.module)}: pass"
+                " auto_wrap_policy with the classes to compile, or compile parts of the model yourself."
+            )
+        names = {id(submodule): name for name, submodule in self.module.named_modules()}
+        chosen = [block for block in blocks if not torch_internals.is_compiled(block)]
+        for block in chosen:
+            torch_internals.compile_in_place(block, self.patches, **kwargs)
+        return [f"{names[id(block)]} ({units.class_name(block)})" for block in chosen]
 
     def _make_engine(self) -> Engine:
         module, options = self.module, self._options
@@ -383,6 +403,7 @@ class TrainingRun:
             "precision": precision.describe_dtypes(self.plugin, self.module, self.policy),
             "tensors_created_without_values": len(self._without_values),
             "activation_checkpointing": self._checkpointed.names,
+            "compiled": self._compiled,
             **self.engine.describe(),
         }
 

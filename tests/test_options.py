@@ -14,7 +14,10 @@ from lightning_automodel.distributed.process_group import parse_timeout
 from lightning_automodel.options import StrategyOptions
 
 SIZE = "must be an integer of at least 1 or 'auto', got"
-RECOMPUTED = "activation_checkpointing must be True, False or a set of nn.Module classes, got"
+RECOMPUTED = (
+    "activation_checkpointing must be True, False, 'selective', a set of nn.Module classes or a policy of"
+    " torch.utils.checkpoint, got"
+)
 POLICY = "auto_wrap_policy must be a set of nn.Module classes or a function of a module, got"
 
 
@@ -111,6 +114,7 @@ def test_wrong_types(options: dict[str, Any], message: str) -> None:
         {"auto_wrap_policy": lambda module: True},
         {"activation_checkpointing": True},
         {"activation_checkpointing": {nn.Linear}},
+        {"activation_checkpointing": "selective"},
         {"timeout": 0.5},
         {"timeout": timedelta(seconds=1)},
         {"count_label_tokens": len, "label_shift": 0},

@@ -57,6 +57,7 @@ KEYWORDS: dict[str, Any] = {
     "mp_policy": None,
     "cpu_offload": False,
     "activation_checkpointing": False,
+    "compile": False,
     "track_grad_norm": False,
     "error_if_nonfinite": False,
     "process_group_backend": None,

@@ -1,20 +1,43 @@
 """Which blocks drop their activations after the forward and compute them again in the backward."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.units import WrapPolicy, class_name, distinct, has_forward, outermost, units_of
 from lightning_automodel.torch_internals import uncompiled
 
-ActivationCheckpointing = bool | set[type[nn.Module]]
+ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective"] | Callable
 
 _ATTRIBUTE = "_checkpointed_forward"
+
+
+_MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def _selective() -> Any:
+    """Contexts that keep the results of attention and of every second matrix product, as torchtitan does."""
+    matmuls: Counter[bool] = Counter()
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in _MATMULS:
+            matmuls[context.is_recompute] += 1
+        is_kept = op in _ATTENTION or (op in _MATMULS and matmuls[context.is_recompute] % 2 == 1)
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 class _Checkpoint:
@@ -22,9 +45,14 @@ class _Checkpoint:
 
     Otherwise running statistics would be written twice, and a power iteration would give other weights the second time.
     Only buffers of the state dict are kept for the backward; others (masks, rotary frequencies) are constants.
+
+    Args:
+        module: Whose buffers are meant.
+        contexts: Makes what decides which results are kept, of a forward and of its recomputation; none keeps nothing.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, contexts: Callable[[], Any] | None) -> None:
+        self._kwargs: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
         kept = module.state_dict(keep_vars=True).keys()
         held = [name.rpartition(".") for name, _ in module.named_buffers() if name in kept]
         self._buffers = [(module.get_submodule(prefix), name) for prefix, _, name in held]
@@ -48,7 +76,8 @@ class _Checkpoint:
 
         # torch.compile partitions the graph itself and cannot trace what happens to buffers here.
         is_traced = torch.compiler.is_compiling()
-        return checkpoint(compute if is_traced else first_or_again, *args, use_reentrant=False, **kwargs)
+        function = compute if is_traced else first_or_again
+        return checkpoint(function, *args, use_reentrant=False, **self._kwargs, **kwargs)
 
     def _set(self, values: list[Tensor]) -> None:
         for (holder, name), value in zip(self._buffers, values, strict=True):
@@ -62,11 +91,11 @@ class _CheckpointedForward:
     keys of the state dict stay as they are.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, contexts: Callable[[], Any] | None) -> None:
         self.is_active = True
         self._module = module
         self._own_forward = module.__dict__.get("forward")
-        self._checkpoint = _Checkpoint(module)
+        self._checkpoint = _Checkpoint(module, contexts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._own_forward or partial(type(self._module).forward, self._module)
@@ -89,7 +118,8 @@ class CheckpointedBlocks:
     Args:
         model: The LightningModule, sharded or not.
         choice: True for the modules that are FSDP units, or would be under FSDP2; or classes whose outermost instances
-            are meant.
+            are meant. Of the same modules, ``"selective"`` keeps some results, and a policy of
+            ``torch.utils.checkpoint`` those that it names.
         policy: Which modules become FSDP units.
         root_is_model: As for :func:`~lightning_automodel.sharding.plan_sharding`.
 
@@ -101,8 +131,17 @@ class CheckpointedBlocks:
         self, model: nn.Module, choice: ActivationCheckpointing, policy: WrapPolicy, root_is_model: bool
     ) -> None:
         blocks: list[nn.Module] = []
+        contexts: Callable[[], Any] | None = None
+        if choice == "selective":
+            contexts = _selective
+        elif callable(choice):
+            contexts = partial(create_selective_checkpoint_contexts, choice)
         if choice is not False:
-            blocks = units_of(model, policy, root_is_model) if choice is True else _instances(model, choice)
+            blocks = (
+                _instances(model, choice)
+                if isinstance(choice, (set, frozenset))
+                else units_of(model, policy, root_is_model)
+            )
             if not blocks:
                 raise ValueError(_nothing_to_checkpoint(model, choice))
         names = {id(module): name for name, module in model.named_modules()}
@@ -116,7 +155,7 @@ class CheckpointedBlocks:
                     " before trainer.fit."
                 )
         self._undo = [
-            _switch_on(layer) if _has_switch(layer) else _wrap(block)
+            _switch_on(layer, contexts) if _has_switch(layer) else _wrap(block, contexts)
             for block, layer in zip(blocks, layers, strict=True)
         ]
 
@@ -137,10 +176,10 @@ def _instances(model: nn.Module, classes: set[type[nn.Module]]) -> list[nn.Modul
     return distinct(found for child in model.children() for found in outermost(child, matches))
 
 
-def _wrap(block: nn.Module) -> Callable[[], None]:
+def _wrap(block: nn.Module, contexts: Callable[[], Any] | None) -> Callable[[], None]:
     wrapper = block.__dict__.get(_ATTRIBUTE)
     if wrapper is None:
-        wrapper = block.__dict__[_ATTRIBUTE] = _CheckpointedForward(block)
+        wrapper = block.__dict__[_ATTRIBUTE] = _CheckpointedForward(block, contexts)
         block.forward = wrapper
     wrapper.is_active = True
     return wrapper.deactivate
@@ -151,20 +190,18 @@ def _has_switch(block: nn.Module) -> bool:
     return isinstance(getattr(type(block), "gradient_checkpointing", None), bool)
 
 
-def _switch_on(block: nn.Module) -> Callable[[], None]:
+def _switch_on(block: nn.Module, contexts: Callable[[], Any] | None) -> Callable[[], None]:
     patches = PatchStack()
     if not block.gradient_checkpointing:
         patches.set(block, "gradient_checkpointing", True)
-        patches.set(block, "_gradient_checkpointing_func", _Checkpoint(block))
+        patches.set(block, "_gradient_checkpointing_func", _Checkpoint(block, contexts))
     return patches.restore
 
 
 def _nothing_to_checkpoint(model: nn.Module, choice: ActivationCheckpointing) -> str:
     classes = ", ".join(sorted({class_name(module) for module in model.modules() if module is not model}))
-    if choice is True:
-        looked_for = "finds no repeated blocks in"
-    else:
-        assert not isinstance(choice, bool)
+    looked_for = "finds no repeated blocks in"
+    if isinstance(choice, (set, frozenset)):
         wanted = ", ".join(sorted(entry.__name__ for entry in choice)) or "no class"
         looked_for = f"names {wanted}, of which there is no instance in"
     return f"activation_checkpointing {looked_for} {class_name(model)}; pass a set of classes that are: {classes}."

@@ -12,6 +12,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks
@@ -104,6 +106,42 @@ def test_blocks_are_recomputed(pool2: RankPool, options: dict[str, Any]) -> None
         assert run.kept_bytes < 0.8 * before.kept_bytes
         assert (before.described, run.described) == ([], BLOCKS)
         assert before.keys == run.keys == keys
+
+
+def _keeps_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Doubled(TinyDecoder):
+    """Two matrix products a block."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=1)
+        for block in self.blocks:
+            block.linear = nn.Sequential(block.linear, nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        fill(self)
+
+
+def _count_products(options: dict[str, Any], choice: Any) -> tuple[Outcome, int]:
+    """Floating-point operations of a fit."""
+    with FlopCounterMode(display=False) as counter:
+        weights = fit(options, choice, Doubled).weights
+    return weights, counter.get_total_flops()
+
+
+@pytest.mark.parametrize("options", by_default(OPTIONS, "kept", "ddp"))
+def test_what_is_kept_is_not_computed_again(pool2: RankPool, options: dict[str, Any]) -> None:
+    """A policy keeps every product, "selective" half of them."""
+    expected = prefixed(plain_weights(Doubled(), ACCUMULATE))
+    operations = []
+    for choice in (False, _keeps_products, "selective", True):
+        runs = pool2.run(_count_products, options, choice)
+        assert all(weight_error(weights, expected) <= TOLERANCE for weights, _ in runs)
+        operations.append(runs[0][1])
+    nothing, by_policy, selective, everything = operations
+    assert nothing == by_policy
+    assert 2 * (selective - nothing) == everything - nothing > 0
 
 
 @pytest.mark.parametrize("options", by_default({name: OPTIONS[name] for name in ("resharded", "ddp")}, "resharded"))

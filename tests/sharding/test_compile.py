@@ -113,6 +113,45 @@ def test_a_checkpoint_of_wrapped_blocks_is_resumed(pool2: RankPool, tmp_path: Pa
             assert weight_error(outcome, expected) <= TOLERANCE
 
 
+def _fit_compiled(options: dict[str, Any]) -> tuple[Outcome, list[str], int, bool]:
+    torch._dynamo.reset()
+    counters.clear()
+    module = ModelModule(filled_decoder())
+    strategy = AutomodelStrategy(compile={"backend": BACKEND}, **options)
+    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE)
+    trainer.fit(module, loader())
+    is_left = any(block._compiled_call_impl is not None for block in module.model.blocks)
+    described = strategy.describe()["compiled"]
+    return Outcome(full_weights(module), None), described, counters["stats"]["unique_graphs"], is_left
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        *(
+            pytest.param(each, marks=pytest.mark.sweep)
+            for each in (
+                {"data_parallel": "ddp"},
+                {"activation_checkpointing": True},
+                {"activation_checkpointing": True, "data_parallel": "ddp"},
+                {"reshard_during_accumulation": True},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_the_strategy_compiles(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Each block, for the run; sizes of one have graphs of their own, all other shapes share one after the first."""
+    expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
+    for outcome, described, num_graphs, is_left in pool2.run(_fit_compiled, options, timeout_s=300):
+        assert weight_error(outcome, expected) <= TOLERANCE
+        assert described == [f"model.blocks.{index} (Block)" for index in range(3)]
+        assert 1 <= num_graphs <= 4
+        assert not is_left
+
+
 def test_a_compiled_lightning_module_is_refused() -> None:
     """By Lightning, which names those that take one; its model and blocks are what to compile."""
     module = torch.compile(ModelModule(filled_decoder()), backend=BACKEND)
