@@ -166,44 +166,9 @@ class AutomodelStrategy(ParallelStrategy):
         count_window_ahead: bool = False,
         async_checkpoint: bool = False,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        options = StrategyOptions(
-            data_parallel=data_parallel,
-            data_parallel_size=data_parallel_size,
-            data_parallel_replicate_size=data_parallel_replicate_size,
-            tensor_parallel_size=tensor_parallel_size,
-            device_mesh=device_mesh,
-            ddp_kwargs=ddp_kwargs,
-            ddp_comm_hook=ddp_comm_hook,
-            ddp_comm_state=ddp_comm_state,
-            ddp_comm_wrapper=ddp_comm_wrapper,
-            per_token_loss=per_token_loss,
-            loss_reduction=loss_reduction,
-            label_key=label_key,
-            ignore_index=ignore_index,
-            label_shift=label_shift,
-            count_label_tokens=count_label_tokens,
-            count=count,
-            defer_fsdp_grad_sync=defer_fsdp_grad_sync,
-            reshard_during_accumulation=reshard_during_accumulation,
-            auto_wrap_policy=auto_wrap_policy,
-            reshard_after_forward=reshard_after_forward,
-            mp_policy=mp_policy,
-            cpu_offload=cpu_offload,
-            activation_checkpointing=activation_checkpointing,
-            compile=compile,
-            track_grad_norm=track_grad_norm,
-            error_if_nonfinite=error_if_nonfinite,
-            process_group_backend=process_group_backend,
-            init_method=init_method,
-            timeout=timeout,
-            start_method=start_method,
-            first_rank_setup=first_rank_setup,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            uneven_inputs=uneven_inputs,
-            count_window_ahead=count_window_ahead,
-            async_checkpoint=async_checkpoint,
-        )
+        options = StrategyOptions(**given)
         self._options = options
         self._checkpoints = RunCheckpoints(
             is_sharded=data_parallel == "fsdp2", as_directory=options.writes_directories, in_background=async_checkpoint

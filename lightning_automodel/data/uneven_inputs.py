@@ -22,6 +22,7 @@ from lightning_automodel.data.fillers import neutral
 
 _UNKNOWN = -1
 _STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
+_LOADERS = {"val": "val_dataloaders", "test": "test_dataloaders", "predict": "predict_dataloaders"}
 _GOES_ON, _IS_LAST, _HAS_ENDED = range(3)
 
 
@@ -215,7 +216,7 @@ class UnevenInputs:
     def _is_last(self, dataloader_idx: int) -> bool:
         """Whether the batch of the step that begins is this rank's last one of a loader, which the others are told."""
         trainer, stage = self._trainer, self._stage
-        loader = CombinedLoader(getattr(trainer, f"{stage}_dataloaders")).flattened[dataloader_idx]
+        loader = CombinedLoader(getattr(trainer, _LOADERS[stage])).flattened[dataloader_idx]
         if type(loader) is not LoaderProxy:
             return False  # of equally many batches on all ranks
         draws: Draws = vars(loader)["draws"]
