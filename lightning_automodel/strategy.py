@@ -702,7 +702,13 @@ class AutomodelStrategy(ParallelStrategy):
         """
         if self._run is not None:
             self._run.inputs.check_gathering(tensor)
-        return super().all_gather(tensor, group, sync_grads)
+        if sync_grads or not dist.is_initialized():
+            return super().all_gather(tensor, group, sync_grads)
+        # Lightning's own calls what torch 2.13 has deprecated, with a warning on each rank.
+        tensor = tensor.detach().contiguous()
+        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, tensor, group)
+        return torch.stack(gathered)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
