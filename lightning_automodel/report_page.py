@@ -32,9 +32,9 @@ _PHASES = {
     "logging": "#F0E442",
 }
 _TIME = (
-    "Seconds a step on the host of rank 0; a click on a phase hides it. Communication is not told apart: forward and"
-    " backward contain the gathering of parameters, backward the reduction of gradients. A GPU works behind its host:"
-    " “device” is the wait for it before a step is logged."
+    "Seconds a step on the host of rank 0; a click on a phase hides it. Communication is not told apart: gathering"
+    " parameters is part of forward and backward, reducing gradients of backward, the norm for clipping of optimizer. A"
+    " GPU works behind its host: “device” is the wait for it before a step is logged."
 )
 _MAX_BARS = 80
 _FOLDED_FROM = 10  # entries of a list, or of a table in a table
