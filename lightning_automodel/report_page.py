@@ -74,7 +74,7 @@ def render(
     charts += [_phases(history, first_step)]
     drawn = [(text, figure) for text, figure in charts if figure.data]
     steps = [first_step, *(step for _, figure in drawn for trace in figure.data for step in trace.x)]
-    margin = (max(steps) - min(steps)) / 50 or 1
+    margin = max(0.5, (max(steps) - min(steps)) / 50)  # half a bar at least
     for _, figure in drawn:
         figure.update_xaxes(range=[min(steps) - margin, max(steps) + margin])
     if rates := [rate for _, rate in of_training("tokens_per_second") if math.isfinite(rate)]:

@@ -119,6 +119,7 @@ def opened_browser() -> Iterator[Page]:
         browser = subprocess.Popen(
             ["bash", "-c", pipes, "bash", CHROMIUM, *flags],
             pass_fds=(to_browser, from_browser),
+            env={**os.environ, "TMPDIR": profile},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
