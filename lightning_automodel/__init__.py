@@ -22,6 +22,7 @@ from lightning_automodel.distributed.process_group import (
 )
 from lightning_automodel.gradients.rescale_clip import clip_gradients, rescale_gradients
 from lightning_automodel.gradients.token_loss import StepReport, reduce_loss
+from lightning_automodel.report import TrainingReport
 from lightning_automodel.sharding.grad_sync import get_sync_ctx
 from lightning_automodel.strategy import AutomodelStrategy
 
@@ -32,6 +33,7 @@ __all__ = [
     "FirstRankPerNode",
     "StepMonitor",
     "StepReport",
+    "TrainingReport",
     "barrier_and_log",
     "clip_gradients",
     "destroy_global_state",

@@ -21,6 +21,7 @@ PUBLIC_NAMES = [
     "FirstRankPerNode",
     "StepMonitor",
     "StepReport",
+    "TrainingReport",
     "barrier_and_log",
     "clip_gradients",
     "destroy_global_state",

@@ -1,0 +1,139 @@
+"""Leaves a finished fit behind as a page to look at."""
+
+import os
+import time
+from datetime import datetime, timedelta
+from importlib.util import find_spec
+from pathlib import Path
+
+import fsspec
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_automodel import report_page
+from lightning_automodel.advice import summary
+from lightning_automodel.callbacks import StepMonitor
+from lightning_automodel.checkpoint import atomic, paths
+from lightning_automodel.strategy import AutomodelStrategy
+
+
+class TrainingReport(Callback):
+    """Leaves ``report.html`` behind: a fit to look at, in one file that needs no network.
+
+    It has the loss with that of validation, gradient norm, learning rate, throughput, share of padding, the time of
+    each phase, and what ``strategy.describe()`` says. Of a resumed fit it has the steps since. The curves are what
+    ``StepMonitor`` records, which is to be among the Trainer's callbacks too; under other strategies than
+    ``AutomodelStrategy`` there are fewer. Values that are not known are left out; steps whose value is not finite are
+    named.
+
+    Rank 0 writes it when the fit ends, and when it ends by an exception; what was there is replaced in one step. A
+    report that cannot be written is warned about. Nothing is communicated. Needs plotly:
+    ``pip install 'lightning-automodel[report]'``.
+
+    Args:
+        path: Of the file. A relative one is taken from the Trainer's ``default_root_dir``.
+
+    Raises:
+        ImportError: If plotly is not installed.
+        ValueError: At the start of the fit, if the Trainer has no ``StepMonitor``.
+
+    Example:
+        >>> callbacks = [StepMonitor(), TrainingReport()]
+    """
+
+    def __init__(self, path: str | os.PathLike[str] = "report.html") -> None:
+        if find_spec("plotly") is None:  # not at the end of a run of days
+            raise ImportError("TrainingReport draws with plotly: pip install 'lightning-automodel[report]'.")
+        self._path = os.fspath(path)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != TrainerFn.FITTING:
+            return
+        monitors = [each for each in trainer.callbacks if isinstance(each, StepMonitor)]  # type: ignore[attr-defined]
+        if not monitors:
+            raise ValueError(
+                "TrainingReport draws what StepMonitor records, and the Trainer has none:"
+                " pass callbacks=[StepMonitor(), TrainingReport()]."
+            )
+        self._history = monitors[0].history
+        self._first_entry = len(self._history)  # those before are of another fit
+        self._first_step, self._started_at = 0, time.perf_counter()
+        self._validated: dict[str, dict[int, float]] = {}
+        self._title = type(pl_module).__name__  # sharding gives it another class
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._first_step = trainer.global_step
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._metrics_before = dict(trainer.callback_metrics)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # On all ranks, though one writes: reading a metric may compute it. Those of training are the tensors of before.
+        metrics, before = trainer.callback_metrics, self._metrics_before
+        values = {name: float(value) for name, value in metrics.items() if value is not before.get(name)}
+        is_partial = trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches
+        if trainer.state.fn == TrainerFn.FITTING and not is_partial:
+            for name, value in values.items():
+                self._validated.setdefault(name, {})[trainer.global_step] = value
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._write(trainer)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and hasattr(self, "_history"):
+            self._write(trainer, {"Ended by": f"{type(exception).__name__}: {exception}"})
+
+    def _write(self, trainer: pl.Trainer, ended_by: dict[str, str] | None = None) -> None:
+        if not trainer.is_global_zero:
+            return
+        try:
+            strategy = trainer.strategy
+            described = strategy.describe() if isinstance(strategy, AutomodelStrategy) else {}
+            # A fit that failed early has the options alone.
+            line = summary(described).partition(";")[0] if "mesh" in described else type(strategy).__name__
+            page = report_page.render(
+                title=self._title,
+                head={
+                    "Strategy": line,
+                    "Ranks": trainer.world_size,
+                    "Steps": trainer.global_step,
+                    "Time": timedelta(seconds=round(time.perf_counter() - self._started_at)),
+                    "Ended": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
+                    **(ended_by or {}),
+                },
+                history=self._history[self._first_entry :],
+                first_step=self._first_step,
+                validated=self._validated,
+                configuration=described,
+            )
+            root = "" if "://" in self._path else trainer.default_root_dir
+            path = paths.normalize(os.path.join(root, self._path))
+            _publish(page, path)
+            rank_zero_info(f"TrainingReport: {path}")
+        except Exception as error:  # a run of days, or the exception that ended it, is not lost for a picture
+            rank_zero_warn(f"TrainingReport could not write {self._path}: {type(error).__name__}: {error}")
+
+
+def _publish(page: str, path: str) -> None:
+    """Let a file appear as a whole."""
+    if not paths.is_local(path):
+        with fsspec.open(path, "w", encoding="utf-8") as file:  # object stores show what is complete
+            file.write(page)
+        return
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(atomic.temporary_name())
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)

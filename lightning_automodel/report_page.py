@@ -1,0 +1,188 @@
+"""The page of a fit as HTML: charts by plotly, tables, and plotly's script, so that nothing is fetched."""
+
+import html
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from statistics import median
+from string import Template
+from typing import Any
+
+# What StepMonitor logs below "train/", with what it is called here.
+_CURVES = {
+    "grad_norm": ("Gradient norm", "Before clipping"),
+    "learning_rate": ("Learning rate", "Of the optimizer's first group"),
+    "tokens_per_second": ("Throughput", "Label tokens a second, all ranks"),
+    "padding": ("Padding", "Share of all tokens"),
+    "peak_memory_gib": ("Peak memory", "GiB, of the rank with the highest"),
+    "tflops_per_device": ("Computation", "10¹² floating-point operations a second and device"),
+}
+# Of Okabe and Ito, which the colour-blind can tell apart; but grey for black, and a lighter blue for the thin line of
+# training, since a dark page swallows theirs.
+_TRAINING, *_VALIDATION = "#1F8ACB", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
+_PHASES = {
+    "data": "#E69F00",
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "optimizer": "#009E73",
+    "device": "#999999",
+    "validation": "#CC79A7",
+    "checkpoint": "#D55E00",
+    "logging": "#F0E442",
+}
+_TIME = (
+    "Seconds a step on the host of rank 0; a click on a phase hides it. Communication is not told apart: gathering"
+    " parameters is part of forward and backward, reducing gradients of backward, the norm for clipping of optimizer. A"
+    " GPU works behind its host: “device” is the wait for it before a step is logged."
+)
+_MAX_BARS = 80
+_FOLDED_FROM = 10  # entries of a list, or of a table in a table
+
+_Points = Sequence[tuple[int, float]]  # step and value
+_Chart = tuple[str, Any]  # its HTML, and what plotly draws in it
+
+
+def render(
+    title: str,
+    head: Mapping[str, Any],
+    history: Sequence[Mapping[str, Any]],
+    first_step: int,
+    validated: Mapping[str, Mapping[int, float]],
+    configuration: Mapping[str, Any],
+) -> str:
+    """Build the page. Whatever is handed over is text in it: no markup, no script.
+
+    Args:
+        title: Of the page.
+        head: Facts on the run, for a table at its top.
+        history: ``StepMonitor``'s.
+        first_step: Number of steps before those of ``history``.
+        validated: By name and step, what validation logged.
+        configuration: For a table at the end of the page, nested as deep as it is.
+    """
+    from plotly.offline import get_plotlyjs  # not on every import of the package
+
+    def of_training(name: str) -> _Points:
+        return [(entry["step"], entry[f"train/{name}"]) for entry in history if f"train/{name}" in entry]
+
+    validation = {name: list(points.items()) for name, points in validated.items()}
+    losses = {name: points for name, points in validation.items() if "loss" in name.lower()}
+    charts = [_chart("Loss", "In training: the mean over a step's window and all ranks", of_training("loss"), losses)]
+    charts += [_chart(heading, caption, of_training(name)) for name, (heading, caption) in _CURVES.items()]
+    charts += [_chart(name, "", [], {name: points}) for name, points in validation.items() if name not in losses]
+    charts += [_phases(history, first_step)]
+    drawn = [(text, figure) for text, figure in charts if figure.data]
+    steps = [first_step, *(step for _, figure in drawn for trace in figure.data for step in trace.x)]
+    margin = max(0.5, (max(steps) - min(steps)) / 50)  # half a bar at least
+    for _, figure in drawn:
+        figure.update_xaxes(range=[min(steps) - margin, max(steps) + margin])
+    if rates := [rate for _, rate in of_training("tokens_per_second") if math.isfinite(rate)]:
+        head = {**head, "Throughput": f"{median(rates):,.0f} label tokens a second (median)"}
+    return Template((files(__package__) / "report_page.html").read_text(encoding="utf-8")).substitute(
+        title=_escape(title),
+        head=_table(head),
+        charts="\n".join(text for text, _ in drawn) or "No step was logged.",
+        configuration=f"<h2>Configuration</h2>\n{_table(configuration)}" if configuration else "",
+        plotly=get_plotlyjs() if drawn else "",
+        # Only a "<" could end the script that this stands in.
+        figures=f"[{','.join(figure.to_json() for _, figure in drawn)}]".replace("<", "\\u003c"),
+    )
+
+
+def _chart(heading: str, caption: str, training: _Points, validation: Mapping[str, _Points] | None = None) -> _Chart:
+    """Curves over the step, without those that have no point."""
+    figure, finite = _empty_figure(), []
+    curves = {"training": training, **(validation or {})}
+    for (name, points), colour in zip(curves.items(), itertools.cycle([_TRAINING, *_VALIDATION]), strict=False):
+        if not points:
+            continue
+        is_dense = len(points) > 40
+        figure.add_scatter(
+            x=[step for step, _ in points],
+            y=[float(f"{value:.6g}") if math.isfinite(value) else None for _, value in points],
+            name=_escape(name),
+            mode="lines" if is_dense else "lines+markers",
+            line={"color": colour, "width": 1.5},
+            marker={"size": 5 if name == "training" else 8, "symbol": "circle" if name == "training" else "diamond"},
+            hovertemplate="%{y}",
+        )
+        finite += [value for _, value in points if math.isfinite(value)]
+        if broken := [str(step) for step, value in points if not math.isfinite(value)]:
+            more = f" and {len(broken) - 10} more" if len(broken) > 10 else ""
+            caption += f"; not finite in {name} at step {', '.join(broken[:10])}{more}"
+    if heading == "Gradient norm" and finite and 0 < 100 * min(finite) < max(finite):
+        figure.update_yaxes(type="log")
+    if heading != "Loss":
+        figure.update_yaxes(rangemode="tozero")
+    if finite and max(finite) < 1:
+        figure.update_yaxes(exponentformat="power")  # no "100µ" for a learning rate
+    return _captioned(heading, caption.removeprefix("; ")), figure
+
+
+def _phases(history: Sequence[Mapping[str, Any]], first_step: int) -> _Chart:
+    """Seconds a step, stacked; logged steps share a bar where there are many."""
+    size = math.ceil(len(history) / _MAX_BARS) or 1
+    groups = [history[start : start + size] for start in range(0, len(history), size)]
+    ends = [group[-1]["step"] for group in groups]
+    widths = [end - before for before, end in zip([first_step, *ends], ends, strict=False)]
+    totals = {phase: sum(entry["seconds"].get(phase, 0.0) for entry in history) for phase in _PHASES}
+    figure = _empty_figure()
+    for phase, total in totals.items():
+        seconds = [sum(entry["seconds"].get(phase, 0.0) for entry in group) for group in groups]
+        if not total:
+            continue
+        figure.add_bar(
+            x=[end - (width - 1) / 2 for end, width in zip(ends, widths, strict=True)],
+            y=[float(f"{spent / width:.4g}") for spent, width in zip(seconds, widths, strict=True)],
+            width=widths,
+            name=f"{phase} {total / sum(totals.values()):.0%}",
+            marker={"color": _PHASES[phase], "line": {"width": 0}},
+            hovertemplate="%{y} s",
+        )
+    figure.update_layout(barmode="stack", showlegend=True, legend={"traceorder": "normal"})
+    return _captioned("Time", _TIME, "wide"), figure
+
+
+def _empty_figure() -> Any:
+    import plotly.graph_objects as go
+
+    axis = {"automargin": True, "zeroline": False, "gridcolor": "rgba(128,128,128,0.25)"}
+    transparent = dict.fromkeys(("paper_bgcolor", "plot_bgcolor"), "rgba(0,0,0,0)")
+    return go.Figure(
+        layout={
+            "template": None,
+            "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
+            "xaxis": {**axis, "title": "optimizer step", "hoverformat": ".0f"},
+            "yaxis": axis,
+            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+            "hovermode": "x unified",
+            "hoverlabel": {"bgcolor": "#333333", "font": {"color": "#ffffff"}},
+            **transparent,
+        }
+    )
+
+
+def _captioned(heading: str, caption: str, width: str = "half") -> str:
+    return (
+        f'<figure class="{width}"><h2>{_escape(heading)}</h2><figcaption>{_escape(caption)}</figcaption>'
+        '<div class="chart"></div></figure>'
+    )
+
+
+def _table(facts: Mapping[Any, Any]) -> str:
+    rows = (f"<tr><th>{_escape(name)}</th><td>{_cell(value)}</td></tr>" for name, value in facts.items())
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _cell(value: Any) -> str:
+    if not isinstance(value, Mapping | list | tuple | set | frozenset):
+        return _escape(value)
+    content = _table(value) if isinstance(value, Mapping) else "<br>".join(map(_cell, value))
+    if len(value) < _FOLDED_FROM:
+        return content if value else "none"
+    return f"<details><summary>{len(value)} entries</summary>{content}</details>"
+
+
+def _escape(value: Any) -> str:
+    return html.escape(str(value))

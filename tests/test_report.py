@@ -1,0 +1,263 @@
+"""A fit leaves a page with all that was logged, which a browser shows without errors and without a network."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from fsspec.implementations.memory import MemoryFileSystem
+from lightning.pytorch import Trainer
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy, EvaluationLoss, StepMonitor, TrainingReport, report, report_page
+from tests.browser import CHROMIUM, opened_browser
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import SILENT, Batch, micro_batches
+from tests.trainer.runs import CASE, LabelledModule, loader, make_trainer
+
+HOSTILE = "</script><script>throw 1</script><img src=x onerror=throw/**/2>&amp;<b>"
+
+
+class Validated(LabelledModule):
+    """Has a loss in validation, and one more value, whose name is no user's friend."""
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:  # type: ignore[override]
+        self.log(HOSTILE, float(batch_idx), batch_size=1)
+        self.log("val/loss", 0.5, batch_size=1)
+        return self(batch)
+
+
+def figures(page: str) -> dict[str, dict[str, Any]]:
+    """What is drawn, by heading: the traces by name, and the rest."""
+    found = re.search(r"^(\[.*\])\.forEach", page, re.MULTILINE)
+    assert found is not None
+    headings = re.findall(r'<figure class="\w+"><h2>(.*?)</h2>', page)
+    drawn = json.loads(found[1])
+    return {
+        heading: {"traces": {trace["name"]: trace for trace in figure["data"]}, **figure["layout"]}
+        for heading, figure in zip(headings, drawn, strict=True)
+    }
+
+
+def single_process(folder: Path, **settings: Any) -> Trainer:
+    """With one of Lightning's own strategies."""
+    quiet = {**SILENT, "callbacks": [StepMonitor(every_n_steps=1), TrainingReport()], **settings}
+    return Trainer(accelerator="cpu", devices=1, max_epochs=1, default_root_dir=folder, **quiet)
+
+
+# --- Whole fits -------------------------------------------------------------------------------------------------------
+
+
+def _fit(folder: Path, engine: str) -> tuple[Any, ...]:
+    monitor = StepMonitor(every_n_steps=1)
+    trainer = make_trainer(
+        AutomodelStrategy(data_parallel=engine, track_grad_norm=True),
+        callbacks=[TrainingReport(), monitor, EvaluationLoss()],
+        default_root_dir=folder / str(dist.get_rank()),
+        accumulate_grad_batches=2,
+        val_check_interval=4,
+        num_sanity_val_steps=-1,
+    )
+    trainer.fit(Validated(), loader(), loader())
+    return monitor.history, float(trainer.callback_metrics["val_loss"])
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_two_ranks(pool2: RankPool, tmp_path: Path, engine: str) -> None:
+    """Rank 0 writes what StepMonitor has recorded and validation logged, and alone: nothing in it can communicate."""
+    (history, val_loss), _ = pool2.run(_fit, tmp_path, engine)
+    assert [path.name for path in (tmp_path / "0").iterdir()] == ["report.html"]
+    assert not (tmp_path / "1" / "report.html").exists()
+    page = (tmp_path / "0" / "report.html").read_text()
+    drawn = figures(page)
+    for heading, name in (("Loss", "loss"), ("Gradient norm", "grad_norm"), ("Throughput", "tokens_per_second")):
+        trace = drawn[heading]["traces"]["training"]
+        assert trace["x"] == [entry["step"] for entry in history] == [1, 2, 3, 4]
+        assert trace["y"] == pytest.approx([entry[f"train/{name}"] for entry in history], rel=1e-5)
+    for name in ("val_loss", "val/loss"):
+        assert drawn["Loss"]["traces"][name]["x"] == [0, 2, 4]
+    assert drawn["Loss"]["traces"]["val_loss"]["y"][-1] == pytest.approx(val_loss, rel=1e-5)
+    assert "Padding" not in drawn  # there is no mask
+    seconds = {phase for entry in history for phase, spent in entry["seconds"].items() if spent}
+    assert {name.split()[0] for name in drawn["Time"]["traces"]} == seconds
+    bars = drawn["Time"]["traces"].values()
+    assert sum(sum(bar["y"]) for bar in bars) == pytest.approx(
+        sum(sum(entry["seconds"].values()) for entry in history), rel=1e-2
+    )
+    assert "<h1>Validated</h1>" in page
+    assert f"AutomodelStrategy: {engine} over data_parallel" in page
+    assert re.search(r"<th>Ranks</th><td>2</td>.*<th>Steps</th><td>4</td>", page)
+    assert re.search(r"<th>label_shift</th><td>0</td>", page)
+
+
+def test_another_strategy(tmp_path: Path) -> None:
+    """It has what is known: no training loss, no configuration. A second fit has its own steps alone."""
+    trainer = single_process(tmp_path, num_sanity_val_steps=1)
+    batches = DataLoader(micro_batches(CASE)[0][:3], batch_size=None)
+    trainer.fit(Validated(), batches, batches)
+    page = (tmp_path / "report.html").read_text()
+    assert set(figures(page)["Loss"]["traces"]) == {"val/loss"}
+    assert figures(page)["Loss"]["traces"]["val/loss"]["x"] == [3]  # not that of a part of the set
+    assert "SingleDeviceStrategy" in page
+    assert "<h2>Configuration" not in page
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Validated(), batches)
+    assert figures((tmp_path / "report.html").read_text())["Learning rate"]["traces"]["training"]["x"] == [4, 5, 6]
+
+
+class Fails(LabelledModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            raise RuntimeError(HOSTILE)
+        return super().training_step(batch, batch_idx)
+
+
+def test_exception(tmp_path: Path) -> None:
+    """What there is by then, and what ended it; evaluation that fails later leaves the page as it is."""
+    batches = DataLoader(micro_batches(CASE)[0][:3], batch_size=None)
+    trainer = single_process(tmp_path)
+    with pytest.raises(RuntimeError, match="throw 1"):
+        trainer.fit(Fails(), batches)
+    page = (tmp_path / "report.html").read_text()
+    assert figures(page)["Learning rate"]["traces"]["training"]["x"] == [1, 2]
+    assert "<th>Ended by</th><td>RuntimeError: &lt;/script&gt;" in page
+    assert "<script>throw" not in page
+    with pytest.raises(IndexError):
+        trainer.validate(Fails(), DataLoader([0]))
+    assert (tmp_path / "report.html").read_text() == page
+
+
+def test_not_written(tmp_path: Path) -> None:
+    """A run does not fail for its report, and nothing of it is left."""
+    (tmp_path / "report.html").mkdir()
+    with pytest.warns(UserWarning, match=r"TrainingReport could not write report\.html: IsADirectoryError"):
+        single_process(tmp_path).fit(LabelledModule(), DataLoader(micro_batches(CASE)[0][:1], batch_size=None))
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_remote(tmp_path: Path) -> None:
+    """Any place that fsspec knows."""
+    callbacks = [StepMonitor(), TrainingReport("memory://of-a-test/report.html")]
+    trainer = single_process(tmp_path, callbacks=callbacks)
+    trainer.fit(LabelledModule(), DataLoader(micro_batches(CASE)[0][:1], batch_size=None))
+    assert MemoryFileSystem().cat_file("/of-a-test/report.html").endswith(b"</html>\n")
+
+
+def test_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """StepMonitor as the fit starts, plotly already before."""
+    with pytest.raises(ValueError, match=r"the Trainer has none: pass callbacks=\[StepMonitor\(\), TrainingReport\(\)"):
+        single_process(tmp_path, callbacks=[TrainingReport()]).fit(LabelledModule(), DataLoader([0]))
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'lightning-automodel\[report\]'"):
+        TrainingReport()
+
+
+# --- Pages ------------------------------------------------------------------------------------------------------------
+
+
+def entry(step: int, **values: float) -> dict[str, Any]:
+    """As StepMonitor logs it."""
+    logged = {f"train/{name}": value for name, value in values.items()}
+    return {"step": step, **logged, "seconds": {"data": 0.5, "forward": 1.0, "backward": 1.5}}
+
+
+def render(history: list[dict[str, Any]], **given: Any) -> str:
+    """With what a page has at least."""
+    settings = {"title": "Model", "head": {}, "first_step": 0, "validated": {}, "configuration": {}, **given}
+    return report_page.render(history=history, **settings)
+
+
+def test_no_steps() -> None:
+    """There is a page, without a chart and without the script that draws them."""
+    page = render([], head={"Steps": 0})
+    assert "No step was logged." in page
+    assert len(page) < 5000
+
+
+def test_not_finite() -> None:
+    """Left out of the curves and named; a norm of zero has no logarithm, one step is a point."""
+    history = [entry(step, loss=value, grad_norm=step**5) for step, value in enumerate([1.0, math.nan, math.inf], 1)]
+    page = render(history, validated={"val_loss": {1: -math.inf}})
+    drawn = figures(page)
+    assert drawn["Loss"]["traces"]["training"]["y"] == [1.0, None, None]
+    assert drawn["Loss"]["traces"]["val_loss"]["y"] == [None]
+    assert "not finite in training at step 2, 3; not finite in val_loss at step 1<" in page
+    assert drawn["Gradient norm"]["yaxis"]["type"] == "log"
+    assert "type" not in figures(render([entry(1, grad_norm=0.0), entry(2, grad_norm=1e9)]))["Gradient norm"]["yaxis"]
+    assert figures(render(history[:1]))["Loss"]["traces"]["training"]["mode"] == "lines+markers"
+
+
+def test_many_steps() -> None:
+    """Neighbours share a bar, which has their seconds a step; those before a resumed fit began do not count."""
+    drawn = figures(render([entry(1000 + 10 * index) for index in range(1, 201)], first_step=1000))
+    bars = drawn["Time"]["traces"]
+    assert list(bars) == ["data 17%", "forward 33%", "backward 50%"]
+    assert len(bars["forward 33%"]["y"]) <= 80
+    assert set(bars["forward 33%"]["y"]) == {0.1}
+    assert set(bars["forward 33%"]["width"]) == {30, 20}
+
+
+def test_long_lists_are_folded() -> None:
+    """Also in a table within the table; nothing is an empty cell."""
+    page = render([], configuration={"units": [f"blocks.{index}" for index in range(30)], "none": [], "few": [1, 2]})
+    assert "<details><summary>30 entries</summary>blocks.0<br>blocks.1<br>" in page
+    assert "<td>none</td>" in page
+    assert "<td>1<br>2</td>" in page
+
+
+# --- A browser --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
+def test_in_a_browser(tmp_path: Path) -> None:
+    """On a screen, a dark one and a phone: all is drawn, nothing fails, nothing is fetched, no name is a script."""
+    history = [entry(step, loss=5 / step, grad_norm=math.nan if step == 3 else 1.0) for step in range(1, 60)]
+    path = tmp_path / "report.html"
+    told = {HOSTILE: HOSTILE}
+    validated = {f"{HOSTILE} loss": {0: 1.0, 30: 0.5}, HOSTILE: {30: 1.0}}
+    path.write_text(render(history, title=HOSTILE, head=told, validated=validated, configuration={"nested": told}))
+    with opened_browser() as page:
+        for name, size, looks in (
+            ("screen", (1200, 900), {}),
+            ("dark", (1200, 900), {"is_dark": True}),
+            ("phone", (400, 800), {"is_phone": True}),
+        ):
+            page.open(path, *size, **looks)
+            assert page.evaluate("document.querySelector('h1').textContent") == HOSTILE
+            assert page.evaluate("document.querySelectorAll('.scatterlayer .trace').length") == 4
+            assert page.evaluate("document.querySelectorAll('.barlayer .point').length") == 3 * 59
+            assert page.evaluate("[...document.querySelectorAll('.legendtext')].map(text => text.textContent)")[:2] == [
+                "training",
+                f"{HOSTILE} loss",
+            ]
+            assert page.evaluate("document.images.length") == 0
+            assert page.evaluate("document.documentElement.scrollWidth") == size[0]
+            page.screenshot(tmp_path / f"{name}.png")
+            image = Image.open(tmp_path / f"{name}.png").convert("RGB")
+            assert image.size == size
+            colours = dict((colour, count) for count, colour in image.getcolors(1 << 24))
+            background = max(colours, key=colours.__getitem__)
+            assert (sum(background) < 100) == (name == "dark")
+            assert colours[background] < 0.99 * size[0] * size[1]
+            blue = sum(count for (r, g, b), count in colours.items() if b > r + 80 and b > g + 20)
+            assert blue > 200  # the curves of training
+        assert page.errors == []
+        assert set(page.fetched) == {path.as_uri()}
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
+def test_the_browser_tells_of_errors(tmp_path: Path) -> None:
+    """Else the test above could not fail."""
+    path = tmp_path / "page.html"
+    path.write_text("<img src='https://example.invalid/x.png'><script>throw new Error('meant')</script>")
+    with opened_browser() as page:
+        page.open(path, 400, 300)
+        assert "meant" in str(page.errors)
+        assert "https://example.invalid/x.png" in page.fetched
