@@ -221,6 +221,8 @@ class StepMonitor(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        strategy = _automodel(trainer)
+        self._drawn = strategy.seconds_drawing if strategy is not None else 0.0
         self._enter("forward")
         if self._flops is not None:
             self._flops.start(pl_module, batch)
@@ -262,6 +264,10 @@ class StepMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         strategy = _automodel(trainer)
+        if strategy is not None:  # has drawn since this batch's first hook
+            drawn = strategy.seconds_drawing - self._drawn
+            self._seconds["data"] += drawn
+            self._seconds["forward"] -= drawn
         self._count(batch, strategy is not None and strategy.is_filler)
         every, step = self._every_n_steps or trainer.log_every_n_steps, trainer.global_step  # type: ignore[attr-defined]
         if self._steps and every and step // every > self._logged_step // every:

@@ -112,6 +112,16 @@ def training_data_fetcher(trainer: Trainer) -> Any:
     return trainer.fit_loop._data_fetcher
 
 
+def is_sequential(evaluation_loop: Any) -> bool:
+    """Whether it takes a batch of one loader at a time, one loader after the other."""
+    return evaluation_loop._combined_loader._mode == "sequential"
+
+
+def has_length(evaluation_loop: Any) -> bool:
+    """Whether it takes as many batches as it knows before, and does not look ahead for the end."""
+    return evaluation_loop._data_fetcher.length is not None
+
+
 def forget_restart(fit_loop: Any) -> None:
     """Let ``fit_loop``, but not its children, be no restarted one: those skip schedules at the end of the epoch."""
     fit_loop._restarting = False

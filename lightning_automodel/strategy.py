@@ -253,6 +253,11 @@ class AutomodelStrategy(ParallelStrategy):
         return self._run is not None and self._run.inputs.is_filler
 
     @property
+    def seconds_drawing(self) -> float:
+        """Seconds of this fit in which ``count_window_ahead`` has drawn batches ahead; for ``StepMonitor``."""
+        return self._run.seconds_drawing if self._run is not None else 0.0
+
+    @property
     def num_processes(self) -> int:
         """Ranks on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0

@@ -31,15 +31,6 @@ ACCUMULATES_IN_LEAF = hasattr(FSDPModule, "set_keep_unsharded_storage")
 """Whether unreduced gradients are the ``.grad`` of unsharded parameters (torch 2.15), all of them."""
 
 
-ATTENTION_OPS = {
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
-"""What scaled_dot_product_attention runs, by device and input."""
-
-
 def forget_process_groups() -> list[Any]:
     """Let torch believe that no group was ever made, and return what would otherwise be destroyed.
 

@@ -1,5 +1,6 @@
 """What one run of the Trainer owns, from the strategy's ``setup`` to its ``teardown``."""
 
+import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -56,6 +57,7 @@ class TrainingRun:
 
     Attributes:
         inputs: Keeps ranks together whose data is unequal.
+        seconds_drawing: Spent on batches that were drawn ahead of their steps.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class TrainingRun:
         draws = Draws(host_group)
         self.inputs = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad", draws)
         self._draws, self._ahead = draws, None
+        self.seconds_drawing = 0.0
         if fitting and options.count_window_ahead:
             copies = mesh.sizes.tensor
             self._ahead = WindowAhead(module.trainer, host_group, copies, draws, self.weighting.count_on_host)
@@ -224,15 +227,21 @@ class TrainingRun:
 
     def begin_batch(self) -> None:
         """A training batch is about to be used; its hooks have run."""
+        start = time.perf_counter()
         prefetched = getattr(lightning_internals.training_data_fetcher(self.module.trainer), "batches", ())
         draw = self._draws.begin(len(prefetched))
         self.inputs.begin_training_batch(draw)
         if self._ahead is not None:
             self._ahead.begin_batch(draw)
+            self.seconds_drawing += time.perf_counter() - start
 
     def start_step(self, batch: Any) -> None:
         """A training step is about to run on ``batch``."""
         self._batch = batch
+        # In the first window alone, since it reads the device.
+        is_checked = self.windows.last_step is None and not (self.inputs.is_filler or self._draws_its_batches)
+        if self._ahead is not None and is_checked:
+            self.weighting.check_unchanged(batch, self._ahead.count)
         self.engine.start_forward(batch)
         # With the buffers that were just sent.
         self._filler_state = FillerState(self.module) if self.inputs.is_filler else None

@@ -1,6 +1,7 @@
 """Batches on their way from a loader to the Trainer: drawn ahead, counted, and followed by fillers."""
 
 import copy
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Draws(Iterator[Any]):
         empty: What to raise as ``ValueError`` where there is no batch at all; None raises nothing.
 
     Attributes:
-        pads: Whether fillers follow.
+        pads: Whether fillers follow, in this epoch.
         count: Tells the label tokens of a batch; None where nobody asks.
         handed_out: Draws whose batches were handed out and not begun; the Trainer may hold one.
         num_handed_out: Batches of this epoch that were handed out.
@@ -63,8 +64,9 @@ class Draws(Iterator[Any]):
         self._ahead: deque[tuple[Draw, Any]] = deque()
         self._source: Iterator[tuple[Draw, Any]] = iter(())
 
-    def restart(self, batches: Iterator[Any]) -> None:
+    def restart(self, batches: Iterator[Any], pads: bool) -> None:
         """Draw from ``batches`` from now on: an epoch begins."""
+        self.pads = pads
         self.handed_out.clear()
         self.num_handed_out = 0
         self._ahead.clear()
@@ -110,10 +112,17 @@ class Draws(Iterator[Any]):
             draw = Draw(batch is None, 0, batch is _END, has_batch)
             if is_first:
                 num_real = draw.num_real()
-                if 0 < num_real < self._group.size():
-                    filler = self._share(batch, has_batch.numbers().index(1))
-                elif num_real:
-                    filler = copy.deepcopy(batch)
+                try:
+                    if 0 < num_real < self._group.size():
+                        filler = self._share(batch, has_batch.numbers().index(1))
+                    elif num_real:
+                        filler = copy.deepcopy(batch)
+                except (TypeError, pickle.PicklingError) as error:
+                    raise TypeError(
+                        "uneven_inputs='pad' copies the first batch of each epoch, for ranks whose data ends, and this"
+                        f" {type(batch).__name__} cannot be copied ({error}): let the loader yield tensors, in dicts,"
+                        " tuples or dataclasses."
+                    ) from error
                 # Lightning skips a batch that is None, on all ranks alike.
                 is_first = filler is None and num_real > 0
             if draw.is_filler:
@@ -137,27 +146,30 @@ class LoaderProxy:
     Args:
         loader: Of the user.
         draws: What hands out the batches.
+        pads: Whether fillers follow.
         lengths: Of the loaders of all ranks, where they are padded; None where any is unknown.
     """
 
-    def __init__(self, loader: Any, draws: Draws, lengths: list[int] | None = None) -> None:
-        vars(self).update(user_loader=loader, draws=draws, rank_lengths=lengths)  # others are set on the loader
+    def __init__(self, loader: Any, draws: Draws, pads: bool = False, lengths: list[int] | None = None) -> None:
+        # Others are set on the loader.
+        vars(self).update(user_loader=loader, draws=draws, pads=pads, rank_lengths=lengths)
 
     @property  # type: ignore[misc]  # as proxies do
     def __class__(self) -> Any:
         return type(self.user_loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "user_loader":  # of a copy in the making
-            raise AttributeError(name)
         return getattr(self.user_loader, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.user_loader.__reduce_ex__(protocol)  # a copy stands in for nothing
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Lightning sets worker_init_fn, and forgets iterators.
         setattr(self.user_loader, name, value)
 
     def __len__(self) -> int:
-        if not self.draws.pads:
+        if not self.pads:
             return len(self.user_loader)
         if self.rank_lengths is None:
             raise TypeError(f"The number of batches of {type(self.user_loader).__name__} is not known on all ranks.")
@@ -165,7 +177,7 @@ class LoaderProxy:
 
     def __iter__(self) -> Iterator[Any]:
         # Iterated at once, as Lightning and resuming expect it, not with the first draw.
-        self.draws.restart(iter(self.user_loader))
+        self.draws.restart(iter(self.user_loader), self.pads)
         return self.draws
 
 

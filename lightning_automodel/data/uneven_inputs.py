@@ -66,15 +66,9 @@ class UnevenInputs:
         total = sized_len(sampler.dataset)
         if total is None or (total < sampler.num_replicas and not is_training):
             return loader
-        own, loader, batch_sampler = copy.copy(sampler), copy.copy(loader), copy.copy(batch_sampler)
+        own = copy.copy(sampler)
         own.total_size, own.num_samples = total, len(range(own.rank, total, own.num_replicas))
-        # DataLoader refuses to have its samplers set once it is made.
-        if batch_sampler is not None:
-            vars(batch_sampler)["sampler"] = own
-            vars(loader)["batch_sampler"] = batch_sampler
-        if loader.sampler is sampler:
-            vars(loader)["sampler"] = own
-        return loader
+        return _with_sampler(loader, sampler, own)
 
     def process(self, loader: Any) -> Any:
         """Compare the lengths of a loader of the current stage.
@@ -85,13 +79,11 @@ class UnevenInputs:
             What is to be iterated in its place.
         """
         length = sized_len(loader)
-        self._send(_UNKNOWN if length is None else length)
-        lengths = self._answers()
+        lengths = Exchange(self._group, _UNKNOWN if length is None else length).numbers()
         if len(lengths) > 1 and (_UNKNOWN in lengths or len(set(lengths)) > 1):
             if self.is_training and self._pads:
                 self._check_padding(loader)
-                self._draws.pads = True
-                return LoaderProxy(loader, self._draws, None if _UNKNOWN in lengths else lengths)
+                return LoaderProxy(loader, self._draws, True, None if _UNKNOWN in lengths else lengths)
             self._may_differ.add(self._stage)
             if not self.is_training:
                 empty = (
@@ -128,9 +120,11 @@ class UnevenInputs:
         Raises:
             ValueError: If batches are padded that come from several loaders.
         """
-        self._draw = draw
-        self.is_filler = draw is not None and draw.is_filler
-        if self._draws.pads and type(self._trainer.train_dataloader) is not LoaderProxy:
+        loader = self._trainer.train_dataloader
+        is_followed = type(loader) is LoaderProxy
+        self._draw = draw if is_followed else None
+        self.is_filler = self._draw is not None and self._draw.is_filler
+        if self._draws.pads and not is_followed and LoaderProxy in map(type, CombinedLoader(loader).flattened):
             raise ValueError(
                 "uneven_inputs='pad' trains on one loader, and the loaders of a CombinedLoader have unequally many"
                 " batches on the ranks: combine them in one Dataset, or give all ranks equally many batches."
@@ -138,7 +132,7 @@ class UnevenInputs:
 
     def mean_factor(self) -> float:
         """What a mean over ranks must be multiplied by, so that fillers do not count. Waits for all to draw."""
-        if self._draw is None or not self._draws.pads or not self._is_in_step or not self.is_training:
+        if self._draw is None or self._draw.has_batch is None or not self._is_in_step or not self.is_training:
             return 1.0
         return self._group.size() / max(self._draw.num_real(), 1)
 
@@ -215,13 +209,19 @@ class UnevenInputs:
 
     def _is_last(self, dataloader_idx: int) -> bool:
         """Whether the batch of the step that begins is this rank's last one of a loader, which the others are told."""
-        trainer, stage = self._trainer, self._stage
-        loader = CombinedLoader(getattr(trainer, _LOADERS[stage])).flattened[dataloader_idx]
+        trainer, stage, loop = self._trainer, self._stage, self._evaluation_loop
+        loaders = CombinedLoader(getattr(trainer, _LOADERS[stage])).flattened
+        step = getattr(trainer.lightning_module, _STEPS[stage])
+        draws_in_step = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+        is_sequential = lightning_internals.is_sequential(loop)
+        self._check_several(loaders, is_sequential, draws_in_step)
+        if not is_sequential:
+            self._send(_IS_LAST if loop.batch_progress.is_last_batch else _GOES_ON)
+            return loop.batch_progress.is_last_batch
+        loader = loaders[dataloader_idx]
         if type(loader) is not LoaderProxy:
             return False  # of equally many batches on all ranks
         draws: Draws = vars(loader)["draws"]
-        step = getattr(trainer.lightning_module, _STEPS[stage])
-        draws_in_step = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
         if draws_in_step:
             draws.handed_out.clear()
         else:
@@ -229,11 +229,30 @@ class UnevenInputs:
         # Of the step that begins: one that draws its batch itself has yet to do so.
         number = draws.num_handed_out - len(draws.handed_out) + draws_in_step
         is_last = (
-            number >= self._evaluation_loop.max_batches[dataloader_idx]
+            number >= loop.max_batches[dataloader_idx]
             or len(draws.handed_out) + len(draws.ahead(1 + draws_in_step)) <= draws_in_step
         )
         self._send(_IS_LAST if is_last else _GOES_ON)
         return is_last
+
+    def _check_several(self, loaders: list[Any], is_sequential: bool, draws_in_step: bool) -> None:
+        """Raise ``ValueError`` for what hides whether a batch of several loaders is the last."""
+        problem, loop = None, self._evaluation_loop
+        if draws_in_step and len(loaders) > 1:
+            problem = "a step that takes a dataloader_iter: let it take the batch"
+        elif not is_sequential and lightning_internals.has_length(loop) and None in map(sized_len, loaders):
+            problem = (
+                "a stream that may end before a limit or another loader: evaluate one loader after the other"
+                " (mode='sequential')"
+            )
+        if problem is not None:
+            raise ValueError(f"Nobody knows the last batch of several loaders of unequal lengths with {problem}.")
+
+    def _where_in_batch(self) -> str | None:
+        """The evaluation step or hook of a batch that runs, which a rank without data does not run; None elsewhere."""
+        where = self._trainer.lightning_module._current_fx_name or ""
+        is_of_batch = self._is_in_step or where.endswith(("batch_start", "batch_end"))
+        return where if is_of_batch and not self.is_training else None
 
     def check_reduction(self) -> None:
         """Before a value is reduced or gathered over ranks: all of them must be in a step, or none.
@@ -241,13 +260,15 @@ class UnevenInputs:
         Raises:
             RuntimeError: If some have no data left.
         """
-        if self.is_training or not self._is_in_step:
+        where, answers = self._where_in_batch(), self._answers()
+        if where is None or not (self._is_in_step or _GOES_ON in answers):
             return
-        if ended := [rank for rank, sent in enumerate(self._answers()) if sent == _HAS_ENDED]:
+        # Hooks of a rank's last batch run when all others have ended.
+        here = (_GOES_ON, _IS_LAST) if self._is_in_step else (_GOES_ON,)
+        if ended := [rank for rank, sent in enumerate(answers) if sent not in here]:
             raise RuntimeError(
-                f"A value is reduced or gathered over all ranks within an evaluation step, but not on"
-                f" {_ranks(ended)}, whose data has ended: log it with on_step=False, on_epoch=True, or give all ranks"
-                " equally many batches."
+                f"A value is reduced or gathered over all ranks within {where}, but not on {_ranks(ended)}, whose data"
+                " has ended: log it with on_step=False, on_epoch=True, or give all ranks equally many batches."
             )
 
     def check_gathering(self, tensor: Tensor) -> None:
@@ -259,7 +280,7 @@ class UnevenInputs:
             RuntimeError: If some have no data left.
             ValueError: If shapes differ.
         """
-        if self.is_training or not self._is_in_step:
+        if self._where_in_batch() is None:
             return
         self.check_reduction()
         shapes: list[Any] = [None] * self._group.size()
@@ -293,6 +314,18 @@ class UnevenInputs:
         if trainer.state.fn == TrainerFn.FITTING:
             return trainer.fit_loop.epoch_loop.val_loop
         return {"val": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}[self._stage]
+
+
+def _with_sampler(holder: Any, sampler: Any, own: Any) -> Any:
+    """A copy of a loader, or of a batch sampler within it or within another one, with ``own`` for ``sampler``."""
+    holder = copy.copy(holder)
+    for name, value in vars(holder).items():
+        # DataLoader refuses to have its samplers set once it is made.
+        if value is sampler:
+            vars(holder)[name] = own
+        elif getattr(value, "sampler", None) is sampler:
+            vars(holder)[name] = _with_sampler(value, sampler, own)
+    return holder
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -134,6 +134,16 @@ class TokenWeighting:
                 " both are alike."
             )
 
+    def check_unchanged(self, batch: Any, counted: float) -> None:
+        """Raise ``ValueError`` if a batch has another count than was ``counted`` as it was drawn. Reads the device."""
+        count = self.count_on_host(batch)
+        if not math.isclose(count, counted, rel_tol=1e-6):
+            raise ValueError(
+                f"count_window_ahead=True has counted {counted:g} label tokens in a batch as the loader yielded it, and"
+                f" training_step receives it with {count:g}: change labels in the Dataset or in collate_fn, not in"
+                " on_before_batch_transfer or on_after_batch_transfer."
+            )
+
     def aux_loss(self, output: Any, is_counted_ahead: bool) -> Tensor | None:
         """The [] part of the loss that is no token loss, which ``training_step`` returned as ``"aux_loss"``.
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.units import WrapPolicy, class_name, distinct, has_forward, outermost, units_of
-from lightning_automodel.torch_internals import ATTENTION_OPS, uncompiled
+from lightning_automodel.torch_internals import uncompiled
 
 ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective"] | Callable
 
@@ -28,7 +28,8 @@ def _selective() -> Any:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in _MATMULS:
             matmuls[context.is_recompute] += 1
-        is_kept = op in ATTENTION_OPS or (op in _MATMULS and matmuls[context.is_recompute] % 2 == 1)
+        # One of several operators does the attention, by device and input.
+        is_kept = "scaled_dot_product" in str(op) or (op in _MATMULS and matmuls[context.is_recompute] % 2 == 1)
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

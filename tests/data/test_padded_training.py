@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy
 from tests.data.test_uneven_inputs import CASE4, Stream
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Outcome, full_weights, micro_batches, weight_error
+from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, PLAN, Outcome, full_weights, micro_batches, weight_error
 from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, make_trainer, mean_loss
 
 ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -25,16 +26,22 @@ ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "undeferred": (2, {"defer_fsdp_grad_sync": False, "reshard_during_accumulation": True}),
     "ddp": (2, {"data_parallel": "ddp"}),
     "hsdp": (4, {"data_parallel_replicate_size": 2}),
+    "tensor_parallel": (4, {"tensor_parallel_size": 2}),
 }
 
 
 class Padded(LabelledModule):
     """Logs, updates a metric, draws random numbers and spoils its batch, as users do."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_tensor_parallel: bool = False) -> None:
         super().__init__()
+        self.is_tensor_parallel = is_tensor_parallel
         self.mean, self.seen, self.fillers = MeanMetric(), 0, 0
         self.register_buffer("tokens", torch.zeros((), dtype=torch.int64))
+
+    def configure_model(self) -> None:
+        if self.is_tensor_parallel:
+            parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss, tokens = self(batch), int((batch["labels"] != -100).sum())
@@ -66,7 +73,7 @@ class Reports(Callback):
 
 
 def _fit(options: dict[str, Any], counts: list[int], is_stream: bool, accumulate: int) -> dict[str, Any]:
-    module, reports = Padded(), Reports()
+    module, reports = Padded("tensor_parallel_size" in options), Reports()
     strategy = AutomodelStrategy(uneven_inputs="pad", **options)
     trainer = make_trainer(strategy, accumulate_grad_batches=accumulate, max_epochs=2, callbacks=[reports])
     rank = dist.get_rank() // options.get("tensor_parallel_size", 1)

@@ -237,7 +237,7 @@ def test_a_value_reduced_within_a_step_raises_where_a_rank_takes_none(pool2: Ran
     """It would wait for a rank that has no data left."""
     with pytest.raises(RankError) as raised:
         pool2.run(_log_each_step, options)
-    assert "within an evaluation step, but not on rank 1, whose data has ended" in raised.value.failures[0]
+    assert "within validation_step, but not on rank 1, whose data has ended" in raised.value.failures[0]
 
 
 def _count_gathers(is_stream: bool) -> int:

@@ -1,0 +1,393 @@
+"""Random settings of what draws, counts, pads and evaluates: weights, reports and values are those of one process.
+
+The references know neither ranks nor windows that are counted ahead, and drop what Lightning drops.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import Tensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from lightning_automodel import AutomodelStrategy, EvaluationLoss
+from tests.data.test_uneven_inputs import Stream
+from tests.rank_pool import RankPool
+from tests.trainer.cases import Case
+from tests.trainer.exactness import (
+    LEARNING_RATE,
+    MOMENTUM,
+    PLAN,
+    Batch,
+    Outcome,
+    TinyDecoder,
+    full_weights,
+    micro_batches,
+    weight_error,
+)
+from tests.trainer.runs import TOLERANCE, make_trainer, mean_loss
+
+# For each engine: ranks, tensor-parallel ranks, options.
+ENGINES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "fsdp2": (2, 1, {}),
+    "resharded": (2, 1, {"reshard_during_accumulation": True}),
+    "undeferred": (2, 1, {"defer_fsdp_grad_sync": False}),
+    "ddp": (2, 1, {"data_parallel": "ddp"}),
+    "hsdp": (4, 1, {"data_parallel_replicate_size": 2}),
+    "tensor_parallel": (4, 2, {"tensor_parallel_size": 2}),
+}
+
+
+def pool_of(engine: str, pool2: RankPool, pool4: RankPool) -> RankPool:
+    return pool2 if ENGINES[engine][0] == 2 else pool4
+
+
+def data_ranks(engine: str) -> int:
+    return ENGINES[engine][0] // ENGINES[engine][1]
+
+
+@functools.cache
+def data(ranks: int, has_gaps: bool, num_batches: int = 8) -> list[list[Batch]]:
+    """Micro-batches by rank; some have no label token."""
+    gap: Any = "micro_batches" if has_gaps else "none"
+    return micro_batches(Case(seed=23, telling="labels", num_batches=num_batches, gap=gap, num_ranks=ranks))
+
+
+def aux_of(logits: Tensor) -> Tensor:
+    """Not linear in the tokens of a batch."""
+    return 0.3 * logits.softmax(-1).mean((0, 1)).square().sum()
+
+
+# --- Training ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Training:
+    """One fit; what the fields mean, the Trainer's and the strategy's arguments tell."""
+
+    engine: str
+    counts: tuple[int, ...]
+    accumulation: tuple[int, ...]
+    pads: bool = False
+    is_stream: bool = False
+    num_workers: int = 0
+    limit: int | float | None = None
+    val_check_interval: int | None = None
+    max_steps: int = -1
+    without: tuple[int, ...] = ()
+    has_aux: bool = False
+    per_token_loss: bool = True
+    loss_reduction: str = "mean"
+
+    @property
+    def num_batches(self) -> int:
+        """Micro-batches of an epoch."""
+        longest = max(self.counts)
+        if self.limit is None:
+            return longest
+        return int(longest * self.limit) if isinstance(self.limit, float) else min(longest, self.limit)
+
+    def batches(self) -> list[list[Batch | None]]:
+        """Those of each rank."""
+        by_rank = data(len(self.counts), self.per_token_loss)
+        return [
+            [None if index in self.without else batch for index, batch in enumerate(own[:count])]
+            for own, count in zip(by_rank, self.counts, strict=True)
+        ]
+
+
+def draw_training(seed: int) -> Training:
+    rng = random.Random(seed)
+    engine = rng.choice(list(ENGINES))
+    ranks, pads, per_token = data_ranks(engine), rng.random() < 0.5, rng.random() < 0.8
+    counts = [rng.randrange(1, 8)] * ranks
+    if pads:
+        counts = [rng.randrange(8) for _ in range(ranks)]
+        counts[rng.randrange(ranks)] += 1
+    longest, is_stream = max(counts), rng.random() < 0.5
+    limit = rng.choice([None, None, rng.randrange(1, longest + 1), None if is_stream else rng.uniform(1 / longest, 1)])
+    if isinstance(limit, float) and int(limit * longest) == 0:
+        limit = None
+    epochs = rng.randrange(1, 4)
+    window = rng.randrange(1, 5)
+    setting = Training(
+        engine=engine,
+        counts=tuple(counts),
+        accumulation=(window,) * epochs if rng.random() < 0.6 else tuple(rng.randrange(1, 5) for _ in range(epochs)),
+        pads=pads,
+        is_stream=is_stream,
+        num_workers=1 if rng.random() < 0.1 else 0,
+        limit=limit,
+        max_steps=rng.choice([-1, -1, rng.randrange(1, 5)]),
+        # Fillers are copies of the first batch that is one.
+        without=() if pads or rng.random() < 0.7 else tuple(rng.sample(range(longest), rng.randrange(longest))),
+        has_aux=per_token and rng.random() < 0.5,
+        per_token_loss=per_token,
+        loss_reduction=rng.choice(["mean", "mean", "sum"]) if per_token else "mean",
+    )
+    interval = rng.choice([None, rng.randrange(1, setting.num_batches + 1)])
+    return replace(setting, val_check_interval=interval)
+
+
+class Trained(LightningModule):
+    def __init__(self, setting: Training) -> None:
+        super().__init__()
+        self.setting, self.model = setting, TinyDecoder(23).double()
+
+    def configure_model(self) -> None:
+        if self.setting.engine == "tensor_parallel":
+            parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        logits = self.model(batch["input_ids"])
+        labels, reduction = batch["labels"].flatten(), self.setting.loss_reduction
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction=reduction)
+        if not self.setting.has_aux:
+            return loss
+        aux = aux_of(logits)
+        return {"loss": loss + aux, "aux_loss": aux}
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.model(batch["input_ids"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+Report = tuple[float, int, int]
+
+
+def _train(setting: Training) -> tuple[dict[str, Tensor], Report | None, int]:
+    ranks, tensor, options = ENGINES[setting.engine]
+    own = setting.batches()[dist.get_rank() // tensor]
+    strategy = AutomodelStrategy(
+        count_window_ahead=True,
+        uneven_inputs="pad" if setting.pads else "error",
+        per_token_loss=setting.per_token_loss,
+        loss_reduction=setting.loss_reduction,  # type: ignore[arg-type]
+        timeout=0.3,
+        **options,
+    )
+    constant = len(set(setting.accumulation)) == 1
+    scheduler = GradientAccumulationScheduler(dict(enumerate(setting.accumulation)))
+    validates = setting.val_check_interval is not None
+    trainer = make_trainer(
+        strategy,
+        max_epochs=len(setting.accumulation),
+        max_steps=setting.max_steps,
+        accumulate_grad_batches=setting.accumulation[0] if constant else 1,
+        callbacks=[] if constant else [scheduler],
+        limit_train_batches=setting.limit,
+        val_check_interval=setting.val_check_interval,
+    )
+    source: Any = Stream(own) if setting.is_stream else own
+    module = Trained(setting)
+    loader = DataLoader(source, batch_size=None, num_workers=setting.num_workers)
+    # Of an unequal number of batches.
+    validation = DataLoader(data(ranks, False)[0][: 1 + dist.get_rank() // tensor], batch_size=None)
+    trainer.fit(module, loader, validation if validates else None)
+    step = strategy.last_step
+    report = None if step is None else (float(step.loss), int(step.num_label_tokens), int(step.num_micro_batches))
+    return full_weights(module.model), report, trainer.global_step
+
+
+def _train_plainly(setting: Training) -> tuple[dict[str, Tensor], Report | None, int]:
+    model = TinyDecoder(23).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    by_rank, report, steps = setting.batches(), None, 0
+    for accumulate in setting.accumulation:
+        for start in range(0, setting.num_batches, accumulate):
+            end = min(start + accumulate, setting.num_batches)
+            if end - 1 in setting.without or steps == setting.max_steps:
+                continue  # Lightning steps where the last batch of a window is one
+            window = [batch for own in by_rank for batch in own[start:end] if batch is not None]
+            tokens = sum(int((batch["labels"] != -100).sum()) for batch in window)
+            if setting.per_token_loss:
+                loss = torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / max(tokens, 1)
+            else:
+                loss = torch.stack([mean_loss(model, batch) for batch in window]).mean()
+            report = (loss.item() if tokens else math.nan, tokens * setting.per_token_loss, len(window))
+            if setting.has_aux:
+                loss = loss + torch.stack([aux_of(model(batch["input_ids"])) for batch in window]).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            steps += 1
+    return full_weights(model), report, steps
+
+
+def _check_training(setting: Training, pool: RankPool) -> None:
+    weights, report, steps = _train_plainly(setting)
+    for found, found_report, found_steps in pool.run(_train, setting, timeout_s=60):
+        assert weight_error(Outcome(found, None), Outcome(weights, None)) <= TOLERANCE
+        assert found_report == (None if report is None else pytest.approx(report, rel=1e-12, nan_ok=True))
+        assert found_steps == steps
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("seed", [*range(1000, 1004), *(pytest.param(n, marks=pytest.mark.sweep) for n in range(300))])
+def test_training(pool2: RankPool, pool4: RankPool, seed: int) -> None:
+    setting = draw_training(seed)
+    _check_training(setting, pool_of(setting.engine, pool2, pool4))
+
+
+# --- Evaluation -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation: of each loader the batches of each rank, and whether it is a stream."""
+
+    engine: str
+    stage: str
+    counts: tuple[tuple[int, ...], ...]
+    streams: tuple[bool, ...]
+    limit: int | float | None
+    sanity_steps: int
+    train_counts: tuple[int, ...]
+    inference_mode: bool
+
+    def batches(self) -> list[list[list[Batch]]]:
+        """Of each loader, by rank."""
+        by_rank = data(data_ranks(self.engine), True)
+        return [
+            [own[index:][: self._limited(count)] for own, count in zip(by_rank, counts, strict=True)]
+            for index, counts in enumerate(self.counts)
+        ]
+
+    def _limited(self, count: int) -> int:
+        if self.limit is None:
+            return count
+        return int(count * self.limit) if isinstance(self.limit, float) else min(count, self.limit)
+
+
+def draw_evaluation(seed: int) -> Evaluation:
+    rng = random.Random(seed)
+    engine = rng.choice(list(ENGINES))
+    ranks, loaders = data_ranks(engine), rng.choice([1, 1, 2, 3])
+    streams = tuple(rng.random() < 0.4 for _ in range(loaders))
+    floats = [0.5, 1.0] if not any(streams) else [None]
+    limit: Any = rng.choice([None, None, rng.randrange(1, 6), rng.choice(floats)])
+    smallest = 2 if isinstance(limit, float) else 1
+    return Evaluation(
+        engine=engine,
+        stage=rng.choice(["validate", "test", "predict", "fit"]),
+        counts=tuple(tuple(rng.randrange(smallest, 6) for _ in range(ranks)) for _ in range(loaders)),
+        streams=streams,
+        limit=limit,
+        sanity_steps=rng.choice([0, 1, 2, -1]),
+        train_counts=tuple(rng.randrange(1, 4) for _ in range(ranks)),
+        inference_mode=rng.random() < 0.5,
+    )
+
+
+class Evaluated(LightningModule):
+    def __init__(self, setting: Evaluation) -> None:
+        super().__init__()
+        self.setting, self.model = setting, TinyDecoder(23).double()
+        torch.set_default_dtype(torch.float64)  # in which Lightning adds up
+        self.means = torch.nn.ModuleList(MeanMetric() for _ in setting.counts)
+
+    configure_model = Trained.configure_model
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return mean_loss(self.model, batch)
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        loss, tokens = mean_loss(self.model, batch), int((batch["labels"] != -100).sum())
+        value = loss.detach() if tokens else torch.zeros_like(loss)
+        self.means[dataloader_idx].update(value, tokens)
+        each: dict[str, Any] = {"add_dataloader_idx": False, "on_step": False, "on_epoch": True}
+        self.log(f"metric{dataloader_idx}", self.means[dataloader_idx], **each)
+        self.log(f"mean{dataloader_idx}", value, batch_size=tokens, sync_dist=True, **each)
+        self.log(f"sum{dataloader_idx}", float(tokens), reduce_fx="sum", sync_dist=True, **each)
+        self.log(f"most{dataloader_idx}", float(tokens), reduce_fx="max", sync_dist=True, **each)
+        return loss
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return self.model(batch["input_ids"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def _evaluate(setting: Evaluation) -> tuple[dict[str, float], list[list[Tensor]]]:
+    _, tensor, options = ENGINES[setting.engine]
+    rank = dist.get_rank() // tensor
+    by_rank = data(data_ranks(setting.engine), True)
+    loaders = []
+    for index, (counts, is_stream) in enumerate(zip(setting.counts, setting.streams, strict=True)):
+        own = by_rank[rank][index:][: counts[rank]]
+        loaders.append(DataLoader(Stream(own) if is_stream else own, batch_size=None))
+    limits = {"validate": "val", "fit": "val"}.get(setting.stage, setting.stage)
+    trainer = make_trainer(
+        AutomodelStrategy(uneven_inputs="pad", timeout=0.3, **options),
+        callbacks=[EvaluationLoss()],
+        num_sanity_val_steps=setting.sanity_steps,
+        inference_mode=setting.inference_mode,
+        max_epochs=2,
+        **{f"limit_{limits}_batches": setting.limit},
+    )
+    module = Evaluated(setting)
+    several: Any = loaders if len(loaders) > 1 else loaders[0]
+    if setting.stage == "predict":
+        predicted = trainer.predict(module, several)
+        return {}, predicted if len(loaders) > 1 else [predicted]  # type: ignore[list-item,return-value]
+    if setting.stage == "fit":
+        own = data(data_ranks(setting.engine), True)[rank][: setting.train_counts[rank]]
+        trainer.fit(module, DataLoader(own, batch_size=None), several)
+    else:
+        getattr(trainer, setting.stage)(module, several, verbose=False)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, []
+
+
+def _expected_values(setting: Evaluation, model: TinyDecoder) -> dict[str, float]:
+    values, loss_name = {}, "test_loss" if setting.stage == "test" else "val_loss"
+    for index, by_rank in enumerate(setting.batches()):
+        batches = [batch for own in by_rank for batch in own]
+        counts = [int((batch["labels"] != -100).sum()) for batch in batches]
+        mean = math.nan
+        if sum(counts):
+            mean = math.fsum(float(mean_loss(model, batch, "sum")) for batch in batches) / sum(counts)
+        values |= {
+            f"metric{index}": mean,
+            f"mean{index}": mean,
+            f"sum{index}": sum(counts),
+            f"most{index}": max(counts),
+        }
+        values[loss_name if len(setting.counts) == 1 else f"{loss_name}/dataloader_idx_{index}"] = mean
+    return values
+
+
+def _check_evaluation(setting: Evaluation, pool: RankPool) -> None:
+    model = TinyDecoder(23).double()
+    results = pool.run(_evaluate, setting, timeout_s=60)
+    for rank, (values, predicted) in enumerate(results):
+        if setting.stage != "predict":
+            assert values == pytest.approx(_expected_values(setting, model), rel=1e-12, nan_ok=True)
+            continue
+        wanted = [by_rank[rank // ENGINES[setting.engine][1]] for by_rank in setting.batches()]
+        assert [len(own) for own in predicted] == [len(own) for own in wanted]
+        for own, batches in zip(predicted, wanted, strict=True):
+            for prediction, batch in zip(own, batches, strict=True):
+                torch.testing.assert_close(prediction, model(batch["input_ids"]).detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("seed", [*range(1000, 1004), *(pytest.param(n, marks=pytest.mark.sweep) for n in range(300))])
+def test_evaluation(pool2: RankPool, pool4: RankPool, seed: int) -> None:
+    setting = draw_evaluation(seed)
+    _check_evaluation(setting, pool_of(setting.engine, pool2, pool4))

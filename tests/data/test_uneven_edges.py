@@ -1,0 +1,241 @@
+"""What users do with unequal loaders and windows counted ahead beside the plain case: once wrong, or a hang."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torchmetrics import SumMetric
+
+from lightning_automodel import AutomodelStrategy, StepMonitor
+from tests.data.test_uneven_inputs import Numbers, Stream
+from tests.rank_pool import RankError, RankPool
+from tests.trainer.exactness import Batch, micro_batches
+from tests.trainer.runs import CASE, LabelledModule, make_trainer
+
+TIMEOUT_MINUTES = 0.3
+
+
+def batches(counts: tuple[int, int]) -> list[Batch]:
+    """This rank's."""
+    return [dict(batch) for batch in micro_batches(CASE)[dist.get_rank()][: counts[dist.get_rank()]]]
+
+
+def loader_of(counts: tuple[int, int], is_stream: bool = False) -> DataLoader:
+    own = batches(counts)
+    return DataLoader(Stream(own) if is_stream else own, batch_size=None)
+
+
+def strategy(**options: Any) -> AutomodelStrategy:
+    return AutomodelStrategy(timeout=TIMEOUT_MINUTES, **options)
+
+
+# --- Evaluation -------------------------------------------------------------------------------------------------------
+
+
+def _with_own_sampler(batch_size: int) -> tuple[list[int], float, list[int]]:
+    data = torch.arange(10.0, 80.0, 10.0)
+    loader = DataLoader(data, batch_size, sampler=DistributedSampler(data, shuffle=False))
+    predicted = make_trainer(strategy()).predict(Numbers(), loader)
+    (values,) = make_trainer(strategy()).validate(Numbers(), loader, verbose=False)
+    return [number for batch in predicted for number in batch], values["mean"], list(loader.sampler)
+
+
+def test_no_sample_is_predicted_twice_with_a_sampler_of_the_user(pool2: RankPool) -> None:
+    """In prediction Lightning puts the batch sampler into another one. The user's own repeats as before."""
+    results = pool2.run(_with_own_sampler, 2)
+    assert results == [([10, 30, 50, 70], 40.0, [0, 2, 4, 6]), ([20, 40, 60], 40.0, [1, 3, 5, 0])]
+
+
+class Counts(LabelledModule):
+    """Counts the batches of all loaders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = SumMetric()
+
+    def validation_step(self, batch: list[Batch | None], batch_idx: int) -> None:
+        for each in batch:
+            if each is not None:
+                self(each)
+                self.seen.update(1.0)
+        self.log("seen", self.seen)
+
+
+def _combine(mode: Any, counts: list[tuple[int, int]], streams: tuple[bool, ...], options: dict[str, Any]) -> float:
+    loaders = [loader_of(each, is_stream) for each, is_stream in zip(counts, streams, strict=True)]
+    trainer = make_trainer(strategy(**options))
+    return trainer.validate(Counts(), CombinedLoader(loaders, mode), verbose=False)[0]["seen"]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize("streams", [(False, False), (True, True)], ids=["sized", "streams"])
+def test_batches_of_several_loaders_at_once(pool2: RankPool, streams: Any, options: dict[str, Any]) -> None:
+    for mode, wanted in (("min_size", 2 * (2 + 3)), ("max_size_cycle", 2 * (5 + 4))):
+        assert pool2.run(_combine, mode, [(5, 3), (2, 4)], streams, options) == [wanted, wanted]
+
+
+def test_a_stream_that_may_end_before_another_loader(pool2: RankPool) -> None:
+    with pytest.raises(RankError, match=r"a stream that may end before .* another loader: evaluate one loader after"):
+        pool2.run(_combine, "min_size", [(3, 2), (5, 5)], (True, False), {})
+
+
+class DrawsItsBatches(LabelledModule):
+    def validation_step(self, dataloader_iter: Iterator[Any]) -> None:  # type: ignore[override]
+        self(next(dataloader_iter)[0])
+
+
+def _draw_from_several() -> None:
+    make_trainer(strategy()).validate(DrawsItsBatches(), [loader_of((5, 3)), loader_of((2, 4))], verbose=False)
+
+
+def test_a_step_that_draws_from_several_loaders(pool2: RankPool) -> None:
+    with pytest.raises(RankError, match="a step that takes a dataloader_iter: let it take the batch"):
+        pool2.run(_draw_from_several)
+
+
+class LogsInHook(LabelledModule):
+    def on_validation_batch_end(self, *args: Any) -> None:
+        self.log("x", 1.0, on_step=True, on_epoch=True, sync_dist=True)
+
+
+class GathersInHook(LabelledModule):
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self.all_gather(torch.ones(1))
+
+
+def _reduce_in_hook(module: Any, counts: tuple[int, int]) -> None:
+    make_trainer(strategy()).validate(module(), loader_of(counts), verbose=False)
+
+
+@pytest.mark.parametrize("module", [LogsInHook, GathersInHook])
+def test_a_value_reduced_in_a_hook_of_a_batch(pool2: RankPool, module: Any) -> None:
+    """Raises at once where a rank has ended; the other waits in its own last step, before the hook."""
+    for counts in ((5, 3), (4, 3)):
+        with pytest.raises(RankError, match=r"within on_validation_batch_\w+, but not on rank 1, whose data has ended"):
+            pool2.run(_reduce_in_hook, module, counts)
+    assert pool2.run(_reduce_in_hook, module, (3, 3)) == [None, None]
+
+
+# --- Training ---------------------------------------------------------------------------------------------------------
+
+
+class Reloads(LabelledModule):
+    """A loader for each epoch."""
+
+    def __init__(self, plan: list[tuple[int, int]]) -> None:
+        super().__init__()
+        self.plan, self.fillers = list(plan), 0
+
+    def train_dataloader(self) -> DataLoader:
+        return loader_of(self.plan.pop(0))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.fillers += self.trainer.strategy.is_filler
+        return self(batch)
+
+
+def _reload(plan: list[tuple[int, int]], ahead: bool) -> tuple[int, int, int]:
+    module = Reloads(plan)
+    trainer = make_trainer(
+        strategy(uneven_inputs="pad", count_window_ahead=ahead), max_epochs=2, reload_dataloaders_every_n_epochs=1
+    )
+    trainer.fit(module)
+    return module.fillers, trainer.global_step, trainer.num_training_batches
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_loader_that_is_equal_after_one_that_was_not(pool2: RankPool, ahead: bool) -> None:
+    """It is padded no more, and its length is known."""
+    assert pool2.run(_reload, [(2, 4), (3, 3)], ahead) == [(2, 7, 3), (0, 7, 3)]
+    assert pool2.run(_reload, [(3, 3), (2, 4)], ahead) == [(2, 7, 4), (0, 7, 4)]
+
+
+class Generators(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        for batch in batches((3, 2)):
+            yield (each for each in [batch])
+
+
+def _pad_generators() -> None:
+    options: dict[str, Any] = {"uneven_inputs": "pad", "count_label_tokens": lambda batch: 1}
+    make_trainer(strategy(**options)).fit(LabelledModule(), DataLoader(Generators(), batch_size=None))
+
+
+def test_a_batch_that_cannot_be_copied(pool2: RankPool) -> None:
+    with pytest.raises(RankError, match=r"this generator cannot be copied .*: let the loader yield tensors"):
+        pool2.run(_pad_generators)
+
+
+class Masks(LabelledModule):
+    """Drops label tokens after the batch was drawn."""
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        labels = batch["labels"].clone()
+        labels[:, ::2] = -100
+        return {**batch, "labels": labels}
+
+
+def _mask() -> None:
+    trainer = make_trainer(strategy(count_window_ahead=True), accumulate_grad_batches=2)
+    trainer.fit(Masks(), loader_of((4, 4)))
+
+
+def test_labels_that_change_after_they_were_counted(pool2: RankPool) -> None:
+    """Gradients were divided by another number of tokens than they hold."""
+    with pytest.raises(RankError, match=r"has counted \d+ label tokens .* receives it with \d+: change labels in the"):
+        pool2.run(_mask)
+
+
+class SlowDataset(Dataset):
+    def __init__(self) -> None:
+        self.batches = batches((8, 8))
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Batch:
+        time.sleep(0.03)
+        return self.batches[index]
+
+
+def _wait_for_data() -> float:
+    monitor = StepMonitor(every_n_steps=1)
+    trainer = make_trainer(strategy(count_window_ahead=True), accumulate_grad_batches=4, callbacks=[monitor])
+    trainer.fit(LabelledModule(), DataLoader(SlowDataset(), batch_size=None))
+    return min(each["seconds"]["data"] for each in monitor.history)
+
+
+def test_drawing_ahead_is_waiting_for_data(pool2: RankPool) -> None:
+    """All four batches of a window, not the first alone."""
+    assert min(pool2.run(_wait_for_data)) >= 4 * 0.03
+
+
+class Copies(Callback):
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        loader = trainer.train_dataloader
+        assert isinstance(loader, DataLoader)
+        self.lengths = [len(list(make_copy(loader))) for make_copy in (copy.copy, copy.deepcopy)]
+
+
+def _copy() -> list[int]:
+    callback = Copies()
+    trainer = make_trainer(strategy(count_window_ahead=True), callbacks=[callback], accumulate_grad_batches=3)
+    trainer.fit(LabelledModule(), loader_of((5, 5)))
+    assert trainer.global_step == 2
+    return callback.lengths
+
+
+def test_a_copy_of_the_trainers_loader(pool2: RankPool) -> None:
+    """It is one of the user's loader, and draws nothing from training."""
+    assert pool2.run(_copy) == [[5, 5], [5, 5]]
