@@ -57,8 +57,8 @@ class WindowAhead:
         """
         if type(self._trainer.train_dataloader) is not LoaderProxy:
             raise ValueError(
-                "count_window_ahead=True draws from one training loader, and there are several: combine their data in"
-                " one Dataset, or leave it out."
+                "count_window_ahead=True draws from one training loader, not from a list, a dictionary or a"
+                " CombinedLoader of them: combine their data in one Dataset, or leave it out."
             )
         if self._draws_in_step:
             draw = next(iter(self._draws.ahead(1)), None)
