@@ -8,8 +8,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
@@ -64,7 +66,14 @@ class UnevenInputs:
         if (is_training and not self._pads) or not isinstance(sampler, DistributedSampler) or sampler.drop_last:
             return loader
         total = sized_len(sampler.dataset)
-        if total is None or (total < sampler.num_replicas and not is_training):
+        if total is not None and total < sampler.num_replicas and not is_training:
+            rank_zero_warn(
+                f"The {self._stage} data holds {total} samples for {sampler.num_replicas} ranks, each of which needs"
+                " one: some count twice. Evaluate more samples, or on fewer ranks.",
+                category=PossibleUserWarning,
+            )
+            return loader
+        if total is None:
             return loader
         own = copy.copy(sampler)
         own.total_size, own.num_samples = total, len(range(own.rank, total, own.num_replicas))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -221,6 +222,25 @@ def test_no_sample_is_repeated(pool2: RankPool, batch_size: int) -> None:
     for found, _ in results:
         assert list(found.values()) == pytest.approx([40.0, 25.0, 20.0])
     assert [predicted for _, predicted in results] == [[10, 30, 50, 70], [20, 40, 60]]
+
+
+def _evaluate_one_number() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(AutomodelStrategy(data_parallel="ddp"), use_distributed_sampler=True)
+        trainer.validate(Numbers(), DataLoader(torch.ones(1), 1))
+    return [str(each.message) for each in caught if "some count twice" in str(each.message)]
+
+
+def test_fewer_samples_than_ranks_are_told(pool2: RankPool) -> None:
+    found = pool2.run(_evaluate_one_number)
+    assert found == [
+        [
+            "The val data holds 1 samples for 2 ranks, each of which needs one: some count twice. Evaluate"
+            " more samples, or on fewer ranks."
+        ],
+        [],
+    ]
 
 
 class LogsEachStep(Evaluates):
