@@ -320,6 +320,7 @@ def work_longer_than_the_timeout(folder: str) -> tuple[bool, tuple[str, str] | N
     return True, None
 
 
+@pytest.mark.sweep  # waits longer than a time limit
 def test_timeout_does_not_bound_work(pool4: RankPool, tmp_path: Path) -> None:
     assert pool4.run(work_longer_than_the_timeout, str(tmp_path)) == [(True, None)] * 4
 

@@ -388,7 +388,8 @@ def _leftovers() -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads and descriptors in /proc")
-@pytest.mark.parametrize("worlds", [3, pytest.param(20, marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("worlds", [3, 20])
 def test_nothing_is_left_after_many_worlds_of_one(worlds: int) -> None:
     counts = []
     for _ in range(worlds + 1):

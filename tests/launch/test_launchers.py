@@ -161,6 +161,7 @@ def test_script_fails(runs: dict[str, Future], fault: str) -> None:
         assert_gone(folder)
 
 
+@pytest.mark.sweep  # three programs import everything anew
 def test_one_traceback_where_all_ranks_raise_the_same(runs: dict[str, Future]) -> None:
     """Every rank of a script still raises it, and one says where."""
     status, printed = runs["alike"].result()

@@ -71,9 +71,9 @@ def stopped_by(end: str, engine: dict[str, Any], hook: str, when: int, folder: P
 @pytest.mark.parametrize(
     ("engine", "end", "hook", "when"),
     [
-        (FSDP2, "error", "on_after_backward", 5),
+        pytest.param(FSDP2, "error", "on_after_backward", 5, marks=pytest.mark.sweep),
         pytest.param(DDP, "error", "on_train_batch_end", 3, marks=pytest.mark.sweep),
-        (DDP, "error", "on_validation_batch_end", 3),
+        pytest.param(DDP, "error", "on_validation_batch_end", 3, marks=pytest.mark.sweep),
         (FSDP2, "SIGTERM", "on_train_batch_start", 3),
         pytest.param(DDP, "SIGTERM", "on_train_batch_start", 4, marks=pytest.mark.sweep),
         pytest.param(FSDP2, "should_stop", "on_train_batch_end", 3, marks=pytest.mark.sweep),
@@ -144,6 +144,7 @@ def saved_by_checkpoint_callback(folder: Path) -> list[str]:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.sweep
 def test_module_hook_comes_before_checkpoint(pool2: RankPool, tmp_path: Path) -> None:
     for differing in pool2.run(saved_by_checkpoint_callback, tmp_path, timeout_s=300):
         assert differing == []

@@ -105,6 +105,7 @@ def _resume(folder: str) -> tuple[Outcome, Outcome]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.sweep
 def test_a_checkpoint_of_wrapped_blocks_is_resumed(pool2: RankPool, tmp_path: Path) -> None:
     """Weights and optimizer state find their blocks again behind the wrappers."""
     expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE, epochs=2))
