@@ -1,0 +1,355 @@
+"""`token_loss` gives the loss and the gradients of all logits, without them, however the ranks hold the head.
+
+Shapes: b rows, s positions, d width, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_automodel import AutomodelStrategy, token_loss
+from tests.rank_pool import RankPool
+from tests.trainer.cases import Case
+from tests.trainer.exactness import (
+    VOCABULARY,
+    WIDTH,
+    Batch,
+    Block,
+    Outcome,
+    TinyDecoder,
+    full_weights,
+    relative_error,
+    weight_error,
+)
+from tests.trainer.hugging_face import ACCUMULATE, CAUSAL, OwnLoss, filled, tied_llama, train_plainly, untied_gpt2
+from tests.trainer.plain import differ_by_rank, prefixed
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer
+
+
+CHUNK = 3 * VOCABULARY  # three positions
+CLASS_WEIGHTS = torch.linspace(0.5, 2.0, VOCABULARY, dtype=torch.float64)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "shifted": {"label_shift": 1},
+    "ignore_index": {"ignore_index": 3},
+    "smoothed": {"label_smoothing": 0.1},
+    "weighted": {"weight": CLASS_WEIGHTS},
+    "all": {"label_shift": 1, "label_smoothing": 0.1, "weight": CLASS_WEIGHTS, "z_loss": 0.01},
+}
+
+
+def of_all_logits(
+    hidden: Tensor,
+    head: nn.Module,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_shift: int = 0,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """The same by `F.cross_entropy`."""
+    logits = head(hidden)[..., : labels.shape[-1] - label_shift, :].flatten(0, -2)
+    labels = labels[..., label_shift:].flatten()
+    options = {"weight": weight, "label_smoothing": label_smoothing, "ignore_index": ignore_index}
+    loss = F.cross_entropy(logits, labels, reduction="sum", **options)
+    used = labels != ignore_index
+    counts = torch.ones(int(used.sum())) if weight is None else weight[labels[used]]
+    return loss + z_loss * (counts * logits[used].logsumexp(-1).square()).sum(), counts.sum()
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """[b, s, d] hidden states and [b, s] labels, some of which do not count."""
+    hidden = torch.randn(3, 6, WIDTH, dtype=dtype, requires_grad=True)
+    labels = torch.randint(VOCABULARY, (3, 6))
+    labels[0, :4] = labels[2, 2] = -100
+    return hidden, labels
+
+
+def with_gradients(
+    function: Callable[..., tuple[Tensor, Tensor]], hidden: Tensor, head: nn.Module, labels: Tensor, **options: Any
+) -> list[Tensor]:
+    """Loss, count, and the gradients of three times the loss."""
+    loss, count = function(hidden, head, labels, **options)
+    wanted = [tensor for tensor in (hidden, *head.parameters()) if tensor.requires_grad]
+    return [loss.detach(), count, *torch.autograd.grad(3 * loss, wanted)]
+
+
+def deviation(actual: list[Tensor], expected: list[Tensor]) -> float:
+    return max(relative_error(one, other) for one, other in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("chunk_elements", [1, CHUNK, 2**22])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_equals_all_logits(name: str, chunk_elements: int) -> None:
+    (hidden, labels), head, options = inputs(), nn.Linear(WIDTH, VOCABULARY).double(), OPTIONS[name]
+    labels = labels.where(labels != -100, options.get("ignore_index", -100))
+    actual = with_gradients(token_loss, hidden, head, labels, chunk_elements=chunk_elements, **options)
+    assert deviation(actual, with_gradients(of_all_logits, hidden, head, labels, **options)) <= TOLERANCE
+    with torch.no_grad():
+        loss, _ = token_loss(hidden, head, labels, chunk_elements=chunk_elements, **options)
+    assert relative_error(loss, actual[0]) <= TOLERANCE
+
+
+def test_sequences_without_a_batch() -> None:
+    (hidden, labels), head = inputs(), nn.Linear(WIDTH, VOCABULARY).double()
+    actual = with_gradients(token_loss, hidden[1], head, labels[1])
+    assert deviation(actual, with_gradients(of_all_logits, hidden[1], head, labels[1])) <= TOLERANCE
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (2, 1), (2, 0)])
+def test_without_labels(shape: tuple[int, int]) -> None:
+    """The head takes part, with gradients of zero, as other ranks need it."""
+    hidden = torch.randn(*shape, WIDTH, requires_grad=True)
+    head = nn.Linear(WIDTH, VOCABULARY)
+    loss, count, *gradients = with_gradients(
+        token_loss, hidden, head, torch.full(shape, -100), label_shift=1, label_smoothing=0.1
+    )
+    assert loss == count == 0
+    assert all(gradient.count_nonzero() == 0 for gradient in gradients)
+
+
+@pytest.mark.parametrize("frozen", ["head", "hidden"])
+def test_frozen(frozen: str) -> None:
+    (hidden, labels), head = inputs(), nn.Linear(WIDTH, VOCABULARY).double()
+    (head if frozen == "head" else hidden).requires_grad_(False)
+    actual = with_gradients(token_loss, hidden, head, labels, chunk_elements=CHUNK)
+    assert deviation(actual, with_gradients(of_all_logits, hidden, head, labels)) <= TOLERANCE
+
+
+class TiedOutside(nn.Module):
+    """Uses a matrix that it does not register, twice, and drops out half of what it gets."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding = [embedding]
+        self.scale = nn.Parameter(torch.full((), 2.0, dtype=torch.float64))
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight = self.embedding[0].weight
+        return F.linear(hidden, weight) * self.scale + hidden @ weight.tanh().T
+
+
+def test_any_module_is_a_head() -> None:
+    """Every parameter that the logits depend on gets its gradient, whoever holds it and however it is used."""
+    (hidden, labels), embedding = inputs(), nn.Embedding(VOCABULARY, WIDTH).double()
+    head = TiedOutside(embedding)
+    wanted = [hidden, head.scale, embedding.weight]
+    for expected, actual in zip(
+        *(
+            torch.autograd.grad(loss, wanted)
+            for loss in (
+                of_all_logits(hidden, head, labels)[0],
+                token_loss(hidden, head, labels, chunk_elements=CHUNK)[0],
+            )
+        ),
+        strict=True,
+    ):
+        assert relative_error(actual, expected) <= TOLERANCE
+
+
+def test_dropout_in_the_head() -> None:
+    """What a chunk drops is dropped in its gradient too."""
+    (hidden, labels), linear = inputs(), nn.Linear(WIDTH, VOCABULARY, bias=False).double()
+    head = nn.Sequential(nn.Dropout(0.5), linear)
+    torch.manual_seed(3)
+    loss, _ = token_loss(hidden, head, labels, chunk_elements=CHUNK)
+    (gradient,) = torch.autograd.grad(loss, linear.weight)
+    torch.manual_seed(3)
+    rows, targets = hidden[labels != -100], labels[labels != -100]
+    dropped = torch.cat([F.dropout(chunk, 0.5) for chunk in rows.split(CHUNK // VOCABULARY)])
+    expected = F.cross_entropy(linear(dropped), targets, reduction="sum")
+    assert relative_error(loss, expected) <= TOLERANCE
+    assert relative_error(gradient, torch.autograd.grad(expected, linear.weight)[0]) <= TOLERANCE
+
+
+class _Sizes(TorchDispatchMode):
+    """Elements of whatever is computed, but for views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor):
+                    self.largest[func.overloadpacket.__name__] = max(self.largest[str(func)], tensor.numel())
+        return result
+
+
+def test_nothing_is_larger_than_a_chunk() -> None:
+    """But for one gradient of the head, which is added up and scaled in place: no matrix product makes another."""
+    vocabulary, chunk_elements = 1000, 4000
+    hidden, head = torch.randn(60, WIDTH, requires_grad=True), nn.Linear(WIDTH, vocabulary)
+    with _Sizes() as sizes:
+        loss, _ = token_loss(hidden, head, torch.arange(60), chunk_elements=chunk_elements)
+        loss.backward()
+    as_large_as_the_head = {name for name, size in sizes.largest.items() if size > chunk_elements}
+    assert as_large_as_the_head == {"zeros_like", "addmm_", "mul_"}
+    assert max(sizes.largest.values()) == head.weight.numel()
+
+
+def test_autocast() -> None:
+    """Logits in bfloat16, the loss in float32, and the head's gradient added up in its own dtype."""
+    (hidden, labels), head = inputs(torch.float32), nn.Linear(WIDTH, VOCABULARY)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = with_gradients(token_loss, hidden, head, labels, chunk_elements=CHUNK)
+        expected = with_gradients(lambda h, m, y: of_all_logits(h, lambda x: m(x).float(), y), hidden, head, labels)
+    assert [each.dtype for each in actual] == [each.dtype for each in expected]
+    assert relative_error(actual[0], expected[0]) <= 1e-6
+    assert deviation(actual[2:], expected[2:]) <= 0.01
+
+
+def test_half_precision_gradients_do_not_drown() -> None:
+    """Thousands of chunks add up as precisely as one does, and a large count upstream is not rounded."""
+    hidden = torch.randn(3000, WIDTH, dtype=torch.bfloat16)
+    labels = torch.randint(VOCABULARY, (3000,))
+    head = nn.Linear(WIDTH, VOCABULARY, bias=False).bfloat16()
+    wide = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    wide.weight.data = head.weight.data.float()
+    (expected,) = torch.autograd.grad(of_all_logits(hidden.float(), wide, labels)[0] * 1001, wide.weight)
+    loss, _ = token_loss(hidden, head, labels, chunk_elements=1)
+    assert loss.dtype == torch.float32
+    (actual,) = torch.autograd.grad(loss * 1001, head.weight)
+    assert relative_error(actual, expected) <= 2**-7
+
+
+@pytest.mark.parametrize("compiled", ["step", "head", "method"])
+def test_compiled(compiled: str) -> None:
+    (hidden, labels), head = inputs(), nn.Linear(WIDTH, VOCABULARY).double()
+    called: Any = head
+
+    def step(hidden: Tensor, labels: Tensor) -> Tensor:
+        return token_loss(hidden.tanh(), called, labels, chunk_elements=CHUNK)[0] * 2
+
+    expected = torch.autograd.grad(step(hidden, labels), [hidden, *head.parameters()])
+    run = step
+    if compiled == "step":
+        run = torch.compile(step, backend="aot_eager")
+    elif compiled == "head":
+        called = torch.compile(head, backend="aot_eager")
+    else:
+        head.compile(backend="aot_eager")
+    actual = torch.autograd.grad(run(hidden, labels), [hidden, *head.parameters()])
+    assert deviation(list(actual), list(expected)) <= TOLERANCE
+
+
+def test_a_gradient_hook_is_refused() -> None:
+    (hidden, labels), head = inputs(), nn.Linear(WIDTH, VOCABULARY).double()
+    head.bias.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(ValueError, match=r"A parameter \[11\] of the head has a gradient hook"):
+        token_loss(hidden, head, labels)
+    assert "forward" not in vars(head)
+
+
+def test_shapes_are_checked() -> None:
+    (hidden, labels), head = inputs(), nn.Linear(WIDTH, VOCABULARY).double()
+    with pytest.raises(ValueError, match=r"hidden \[3, 6, 7\] must be \[\.\.\., s, d\] for labels \[3, 5\]"):
+        token_loss(hidden, head, labels[:, 1:])
+    with pytest.raises(ValueError, match="chunk_elements must be at least 1, got 0"):
+        token_loss(hidden, head, labels, chunk_elements=0)
+
+
+def test_one_backward() -> None:
+    (hidden, labels), head = inputs(), nn.Linear(WIDTH, VOCABULARY).double()
+    loss, _ = token_loss(hidden, head, labels)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backpropagated once"):
+        loss.backward()
+
+
+# --- Trained by the strategy
+
+
+class TiedDecoder(TinyDecoder):
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.head.weight = self.embedding.weight
+
+
+class InChunks(OwnLoss):
+    """Trains a decoder on the sum of its token losses."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        hidden = self.model.embedding(batch["input_ids"])
+        for block in self.model.blocks:
+            hidden = block(hidden)
+        loss, count = token_loss(self.model.norm(hidden), self.model.head, batch["labels"], **self.options)
+        return {"loss": loss, "num_label_tokens": count}
+
+    options: Mapping[str, Any] = {"chunk_elements": CHUNK, "weight": CLASS_WEIGHTS, "label_smoothing": 0.1}
+
+
+def is_unit(module: nn.Module) -> bool:
+    return isinstance(module, Block) or isinstance(module, nn.Linear) and module.out_features == VOCABULARY
+
+
+CASE = Case(seed=41, telling="labels", num_batches=5, gap="rank")
+HEADS: dict[str, tuple[type[TinyDecoder], dict[str, Any]]] = {
+    "in_the_root": (TinyDecoder, {}),
+    "a_unit": (TinyDecoder, {"auto_wrap_policy": is_unit}),
+    "tied": (TiedDecoder, {}),
+}
+ENGINES = {name: STRATEGIES[name] for name in ("kept", "resharded", "ddp")}
+
+
+def fit_decoder(head: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    make_model, more = HEADS[head]
+    module = InChunks(make_model(CASE.seed).double())
+    differ_by_rank(module)
+    more = {} if "data_parallel" in options else more
+    strategy = AutomodelStrategy(loss_reduction="sum", **options, **more)
+    make_trainer(strategy, accumulate_grad_batches=2).fit(module, loader(CASE))
+    return full_weights(module.model)
+
+
+def plain_decoder(head: str, case: Case) -> dict[str, Tensor]:
+    """Weights after a plain loop over windows of two micro-batches of all ranks."""
+    from tests.trainer.exactness import micro_batches
+    from tests.trainer.plain import sgd, windows
+
+    model = HEADS[head][0](CASE.seed).double()
+    optimizer = sgd(model)
+    for window in windows(case, 2):
+        batches = [by_rank[index] for by_rank in micro_batches(case) for index in window]
+        losses, counts = zip(
+            *(
+                of_all_logits(
+                    model(b["input_ids"]), nn.Identity(), b["labels"], weight=CLASS_WEIGHTS, label_smoothing=0.1
+                )
+                for b in batches
+            ),
+            strict=True,
+        )
+        optimizer.zero_grad()
+        (sum(losses) / sum(counts)).backward()
+        optimizer.step()
+    return full_weights(model)
+
+
+@pytest.mark.parametrize("options", by_default(ENGINES, "resharded"))
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.every_case
+def test_trained(pool2: RankPool, head: str, options: dict[str, Any]) -> None:
+    """One rank has no label in any micro-batch."""
+    expected = plain_decoder(head, CASE)
+    for weights in pool2.run(fit_decoder, head, options):
+        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
