@@ -87,10 +87,11 @@ def token_loss(
             )
         rows = states[..., : used.shape[-1], :][used]  # [n, d]
         with torch.no_grad():
-            vocabulary = torch_internals.local_tensor(logits_of(rows[:0])).shape[-1]
-        loss = _sum_over_chunks(loss_of, rows, targets, max(1, chunk_elements // max(1, vocabulary)))
+            num_classes = logits_of(rows[:0]).shape[-1]
+        num_ranks = 1 if mesh is None else mesh.size()
+        loss = _sum_over_chunks(loss_of, rows, targets, max(1, chunk_elements * num_ranks // num_classes))
         # In as many equal parts as there are tensor-parallel ranks: the plan may hand back the whole, or shard it.
-        return loss if mesh is None else DTensor.from_local(loss.expand(mesh.size()), mesh, [Replicate()])
+        return loss if mesh is None else DTensor.from_local(loss.expand(num_ranks), mesh, [Replicate()])
 
     patches = PatchStack()
     patches.set(head, "forward", chunked_forward)
@@ -113,25 +114,25 @@ def _sum_over_chunks(
     loss_of: Callable[[Tensor, Tensor], Tensor], rows: Tensor, targets: Tensor, num_rows: int
 ) -> Tensor:
     """[1] sum of ``loss_of`` over chunks of the [n, d] rows and their [n] targets: one, empty, where there is none."""
-    losses: list[Tensor] = []
-    row_gradients: list[Tensor] = []
-    gradients: dict[Tensor, Tensor] = {}  # by the parameters that the losses turn out to depend on
-    for chunk, chunk_targets in zip(rows.split(num_rows), targets.split(num_rows), strict=True):
-        chunk = chunk.detach().requires_grad_(rows.requires_grad)
+    total = torch.zeros(1, dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
+    # By the tensors that the losses turn out to depend on. What outlives a chunk is allocated once: small tensors among
+    # the freed logits of each would keep their memory from being used again.
+    gradients: dict[Tensor, Tensor] = {}
+    for start in range(0, max(1, rows.shape[0]), num_rows):
+        chunk = rows[start : start + num_rows].detach().requires_grad_(rows.requires_grad)
         with _LinearInPlace(gradients):
-            loss = loss_of(chunk, chunk_targets)
-        losses.append(loss.detach())
+            loss = loss_of(chunk, targets[start : start + num_rows])
+        total += loss.detach()
         if not loss.requires_grad:
             continue
         leaves = list(_leaves(loss))
         for leaf, gradient in zip(leaves, torch.autograd.grad(loss, leaves, allow_unused=True), strict=True):
             if leaf is chunk:
-                row_gradients.append(gradient)
+                if rows not in gradients:
+                    gradients[rows] = torch.empty_like(rows)
+                gradients[rows][start : start + num_rows] = gradient
             elif gradient is not None:
                 _total(gradients, leaf).add_(gradient)
-    total = torch.stack(losses).sum().reshape(1)
-    if row_gradients:
-        gradients[rows] = torch.cat(row_gradients)
     return _WithGradients.apply(total, list(gradients.values()), *gradients) if gradients else total
 
 
