@@ -86,10 +86,11 @@ def token_loss(
                 f"hidden {list(states.shape)} must be [..., s, d] for labels {list(labels.shape)} [..., s]."
             )
         rows = states[..., : used.shape[-1], :][used]  # [n, d]
-        with torch.no_grad():
-            num_classes = logits_of(rows[:0]).shape[-1]
         num_ranks = 1 if mesh is None else mesh.size()
-        loss = _sum_over_chunks(loss_of, rows, targets, max(1, chunk_elements * num_ranks // num_classes))
+        with _autocast_without_cache(rows.device.type):
+            with torch.no_grad():
+                num_classes = logits_of(rows[:0]).shape[-1]
+            loss = _sum_over_chunks(loss_of, rows, targets, max(1, chunk_elements * num_ranks // num_classes))
         # In as many equal parts as there are tensor-parallel ranks: the plan may hand back the whole, or shard it.
         return loss if mesh is None else DTensor.from_local(loss.expand(num_ranks), mesh, [Replicate()])
 
@@ -110,6 +111,12 @@ def token_loss(
     return (loss.full_tensor() if isinstance(loss, DTensor) else loss), count
 
 
+def _autocast_without_cache(device_type: str) -> torch.autocast:
+    """Autocast as it is. What it casts where no gradient is made must not serve those who want one afterwards."""
+    dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
 def _sum_over_chunks(
     loss_of: Callable[[Tensor, Tensor], Tensor], rows: Tensor, targets: Tensor, num_rows: int
 ) -> Tensor:
@@ -118,9 +125,10 @@ def _sum_over_chunks(
     # By the tensors that the losses turn out to depend on. What outlives a chunk is allocated once: small tensors among
     # the freed logits of each would keep their memory from being used again.
     gradients: dict[Tensor, Tensor] = {}
+    linear_in_place = _LinearInPlace(gradients)
     for start in range(0, max(1, rows.shape[0]), num_rows):
         chunk = rows[start : start + num_rows].detach().requires_grad_(rows.requires_grad)
-        with _LinearInPlace(gradients):
+        with linear_in_place:
             loss = loss_of(chunk, targets[start : start + num_rows])
         total += loss.detach()
         if not loss.requires_grad:
@@ -168,30 +176,45 @@ class _LinearInPlace(TorchFunctionMode):
     def __init__(self, gradients: dict[Tensor, Tensor]) -> None:
         super().__init__()
         self._gradients = gradients
+        self._casts: dict[Tensor, Tensor] = {}  # once for all chunks, as autocast's own cache would
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and not kwargs and torch.is_grad_enabled():
             rows, weight, *bias = args
             if weight.requires_grad and weight.is_leaf and not isinstance(weight, DTensor):
-                return _Linear.apply(rows, weight, bias[0] if bias else None, self._gradients)
+                return _Linear.apply(rows, weight, bias[0] if bias else None, self._gradients, self._cast(weight))
         return func(*args, **(kwargs or {}))
+
+    def _cast(self, weight: Tensor) -> Tensor:
+        device_type = weight.device.type
+        if not torch.is_autocast_enabled(device_type) or weight.dtype == torch.float64:
+            return weight.detach()
+        if weight not in self._casts:
+            self._casts[weight] = weight.detach().to(torch.get_autocast_dtype(device_type))
+        return self._casts[weight]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, gradients: dict[Tensor, Tensor]) -> Tensor:
-        ctx.save_for_backward(rows, weight)
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, gradients: dict[Tensor, Tensor], cast: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight, cast)
         ctx.bias, ctx.gradients = bias, gradients
-        return F.linear(rows, weight, bias)
+        return F.linear(rows, cast, bias)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight = ctx.saved_tensors
+        rows, weight, cast = ctx.saved_tensors
         total = _total(ctx.gradients, weight)
-        outer = upstream.flatten(0, -2).T, rows.flatten(0, -2).to(upstream.dtype)  # computed in the dtype of autocast
-        total.addmm_(*outer) if total.dtype == upstream.dtype else total.add_(outer[0] @ outer[1])
+        by_class, by_width = upstream.flatten(0, -2).T, rows.flatten(0, -2).to(upstream.dtype)
+        if total.dtype == upstream.dtype:
+            total.addmm_(by_class, by_width)
+        else:
+            total.add_(by_class @ by_width)
+        row_gradient = (upstream @ cast).to(rows.dtype) if ctx.needs_input_grad[0] else None
         bias_gradient = None if ctx.bias is None else upstream.flatten(0, -2).sum(0).to(ctx.bias.dtype)
-        return (upstream @ weight.to(upstream.dtype)).to(rows.dtype), None, bias_gradient, None
+        return row_gradient, None, bias_gradient, None, None
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy, token_loss
+from lightning_automodel import AutomodelStrategy, EvaluationLoss, token_loss
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import (
@@ -236,6 +237,31 @@ def test_autocast() -> None:
     assert deviation(actual[2:], expected[2:]) <= 0.01
 
 
+class Multiplies(nn.Module):
+    """Not by `F.linear`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, VOCABULARY))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.weight
+
+
+@pytest.mark.parametrize("make_head", [Multiplies, lambda: nn.Linear(WIDTH, VOCABULARY, bias=False)])
+def test_autocast_caches_nothing_without_a_gradient(make_head: Callable[[], nn.Module]) -> None:
+    """A head that is used again in the same context gets the gradient of that use too."""
+    (hidden, labels), head = inputs(torch.float32), make_head()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first, _ = token_loss(hidden, head, labels, chunk_elements=CHUNK)
+        again = head(hidden).float().square().sum()
+        (actual,) = torch.autograd.grad(first + again, head.weight)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = F.cross_entropy(head(hidden).flatten(0, 1).float(), labels.flatten(), reduction="sum")
+        (expected,) = torch.autograd.grad(loss + head(hidden).float().square().sum(), head.weight)
+    assert relative_error(actual, expected) <= 0.01
+
+
 def test_half_precision_gradients_do_not_drown() -> None:
     """Thousands of chunks add up as precisely as one does, and a large count upstream is not rounded."""
     hidden = torch.randn(1000, WIDTH, dtype=torch.bfloat16)
@@ -379,6 +405,75 @@ def test_trained_by_replicas_of_shards(pool4: RankPool, head: str) -> None:
     options = {"data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": "all_reduce"}
     for weights in pool4.run(fit_decoder, head, options, case):
         assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
+
+
+class Trunk(TinyDecoder):
+    """All of a decoder but its head."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        del self.head
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.norm(hidden)
+
+
+class TwoRoots(LightningModule):
+    """Steps by hand; trunk and head are sharded and gathered one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.trunk = Trunk(CASE.seed).double()
+        self.head = TinyDecoder(CASE.seed).head.double()
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return token_loss(self.trunk(batch["input_ids"]), self.head, batch["labels"], chunk_elements=CHUNK)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss, count = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss, num_label_tokens=count)
+        optimizer.step()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss, count = self.loss(batch)
+        return {"loss": loss / count.clamp(min=1), "num_label_tokens": count}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return sgd(self)
+
+
+def fit_by_hand(options: dict[str, Any]) -> tuple[dict[str, Tensor], float]:
+    """Train, then evaluate: the weights, and the mean loss over all ranks."""
+    module = TwoRoots()
+    strategy = AutomodelStrategy(loss_reduction="sum", **options)
+    make_trainer(strategy).fit(module, loader(CASE))
+    evaluated = AutomodelStrategy(**options)
+    trainer = make_trainer(evaluated, callbacks=[EvaluationLoss()])
+    trainer.validate(module, loader(CASE), verbose=False)
+    return full_weights(module), float(trainer.callback_metrics["val_loss"])
+
+
+@pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}])
+def test_by_hand_and_in_evaluation(pool2: RankPool, options: dict[str, Any]) -> None:
+    module = TwoRoots()
+    optimizer = sgd(module)
+    for batches in zip(*micro_batches(CASE), strict=True):
+        losses, counts = zip(*map(module.loss, batches), strict=True)
+        optimizer.zero_grad()
+        (sum(losses) / max(1, sum(counts))).backward()
+        optimizer.step()
+    with torch.no_grad():
+        sums = [module.loss(batch) for batches in micro_batches(CASE) for batch in batches]
+    mean = float(sum(loss for loss, _ in sums) / sum(count for _, count in sums))
+    for weights, evaluated in pool2.run(fit_by_hand, options):
+        assert weight_error(Outcome(weights, None), Outcome(full_weights(module), None)) <= TOLERANCE
+        assert evaluated == pytest.approx(mean, rel=1e-6)
 
 
 def gathers_of_a_step(wraps_head: bool, chunked: bool) -> int:
