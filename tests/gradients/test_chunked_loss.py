@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, EvaluationLoss, token_loss
 from tests.rank_pool import RankPool
+from tests.sharding.test_hf_tensor_parallel import ROUNDING, make_model
 from tests.trainer.cases import Case
 from tests.trainer.exactness import (
     PLAN,
@@ -51,7 +52,7 @@ from tests.trainer.hugging_face import (
     untied_llama,
 )
 from tests.trainer.plain import differ_by_rank, prefixed, sgd, windows
-from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, first_by_default, loader, make_trainer
 
 CHUNK = 3 * VOCABULARY  # three positions
 CLASS_WEIGHTS = torch.linspace(0.5, 2.0, VOCABULARY, dtype=torch.float64)
@@ -626,3 +627,52 @@ def test_hugging_face(pool2: RankPool, make_model: Callable[[], nn.Module], opti
     expected, _ = train_plainly(make_model(), CAUSAL, all_logits)
     for weights in pool2.run(fit_causal, make_model, options):
         assert weight_error(Outcome(weights, None), prefixed(expected)) <= TOLERANCE
+
+
+def fit_by_plan(kind: str) -> dict[str, Tensor]:
+    module = CausalInChunks(make_model(kind).model)
+    data = DataLoader(micro_batches(replace(CAUSAL, num_ranks=1))[0], batch_size=None)
+    strategy = AutomodelStrategy(tensor_parallel_size=2)
+    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, data)
+    return full_weights(module)
+
+
+@pytest.mark.parametrize("kind", first_by_default(["Llama-tied", "Qwen3"]))
+def test_hugging_face_by_its_tensor_parallel_plan(pool2: RankPool, kind: str) -> None:
+    """The plan gathers the logits; here they stay where they are, beside an embedding that is the same shards."""
+    expected, _ = train_plainly(make_model(kind).model, replace(CAUSAL, num_ranks=1), all_logits)
+    for weights in pool2.run(fit_by_plan, kind):
+        assert weight_error(Outcome(weights, None), prefixed(expected)) <= ROUNDING
+
+
+def fit_mixed(chunked: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], set[torch.dtype]]:
+    """Weights after one step in bfloat16, and the dtypes of the losses."""
+    module = (CausalInChunks if chunked else OwnLoss)(tied_llama().float())
+    dtypes: set[torch.dtype] = set()
+    step = module.training_step
+
+    def training_step(batch: Batch, batch_idx: int) -> Any:
+        output = step(dict(batch), batch_idx)
+        dtypes.add((output["loss"] if chunked else output).dtype)
+        return output
+
+    module.training_step = training_step
+    strategy = AutomodelStrategy(label_shift=1, **options)
+    trainer = make_trainer(
+        strategy, accumulate_grad_batches=CAUSAL.num_batches, precision="bf16-mixed", gradient_clip_val=0.1
+    )
+    trainer.fit(module, loader(CAUSAL))
+    return full_weights(module), dtypes
+
+
+@pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}])
+def test_mixed_precision(pool2: RankPool, options: dict[str, Any]) -> None:
+    """As far from the loss over all logits as bfloat16 is."""
+    before = {f"model.{name}": weight.float() for name, weight in full_weights(tied_llama()).items()}
+    for (chunked, dtypes), (whole, _) in zip(
+        *(pool2.run(fit_mixed, way, options) for way in (True, False)), strict=True
+    ):
+        assert dtypes == {torch.float32}
+        steps = [torch.cat([(each[n] - before[n]).flatten() for n in before]) for each in (chunked, whole)]
+        assert F.cosine_similarity(*steps, dim=0) > 0.999
+        assert relative_error(steps[0].norm(), steps[1].norm()) <= 0.01
