@@ -63,7 +63,8 @@ def token_loss(
     if chunk_elements < 1:
         raise ValueError(f"chunk_elements must be at least 1, got {chunk_elements}.")
     targets = labels[..., label_shift:]
-    used = targets != ignore_index
+    num_positions = targets.shape[-1]
+    used = (targets != ignore_index).nonzero(as_tuple=True)  # found once: an accelerator waits for it
     targets = targets[used]  # [n]
     mesh: DeviceMesh | None = None
     head = torch_internals.uncompiled(head)
@@ -85,7 +86,7 @@ def token_loss(
             raise ValueError(
                 f"hidden {list(states.shape)} must be [..., s, d] for labels {list(labels.shape)} [..., s]."
             )
-        rows = states[..., : used.shape[-1], :][used]  # [n, d]
+        rows = states[..., :num_positions, :][used]  # [n, d]
         num_ranks = 1 if mesh is None else mesh.size()
         with _autocast_without_cache(rows.device.type):
             with torch.no_grad():
@@ -107,7 +108,7 @@ def token_loss(
         raise ValueError(
             f"The head casts its output to {loss.dtype}, too coarse for a sum of losses: set no output_dtype."
         )
-    count = used.sum() if weight is None else weight[targets].sum()
+    count = torch.ones_like(targets).sum() if weight is None else weight[targets].sum()
     return (loss.full_tensor() if isinstance(loss, DTensor) else loss), count
 
 

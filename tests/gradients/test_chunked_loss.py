@@ -577,10 +577,11 @@ def fit_by_two(output: str, wraps_head: bool) -> dict[str, Tensor]:
     return full_weights(module.model)
 
 
-@pytest.mark.parametrize(("output", "wraps_head"), [("sharded", True), ("gathered", False)])
-def test_trained_by_tensor_parallel_ranks(pool4: RankPool, output: str, wraps_head: bool) -> None:
+@pytest.mark.parametrize("head", first_by_default([("sharded", True), ("gathered", False)]))
+def test_trained_by_tensor_parallel_ranks(pool4: RankPool, head: tuple[str, bool]) -> None:
+    """Beside FSDP2, as a unit of its own or in the root's."""
     expected = plain_decoder("in_the_root", CASE)
-    for weights in pool4.run(fit_by_two, output, wraps_head):
+    for weights in pool4.run(fit_by_two, *head):
         assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
 
 
@@ -620,7 +621,7 @@ def fit_causal(make_model: Callable[[], nn.Module], options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("options", by_default(ENGINES, "kept"))
-@pytest.mark.parametrize("make_model", [tied_llama, lora_head, untied_gpt2])
+@pytest.mark.parametrize("make_model", first_by_default([tied_llama, lora_head, untied_gpt2], 2))
 @pytest.mark.every_case
 def test_hugging_face(pool2: RankPool, make_model: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     """A head that is tied to the embedding, one that PEFT adapts, and one of its own."""
@@ -637,7 +638,8 @@ def fit_by_plan(kind: str) -> dict[str, Tensor]:
     return full_weights(module)
 
 
-@pytest.mark.parametrize("kind", first_by_default(["Llama-tied", "Qwen3"]))
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", ["Llama-tied", "Qwen3"])
 def test_hugging_face_by_its_tensor_parallel_plan(pool2: RankPool, kind: str) -> None:
     """The plan gathers the logits; here they stay where they are, beside an embedding that is the same shards."""
     expected, _ = train_plainly(make_model(kind).model, replace(CAUSAL, num_ranks=1), all_logits)
