@@ -32,11 +32,11 @@ def token_loss(
     The same as ``F.cross_entropy(head(hidden).flatten(0, -2), labels.flatten(), reduction="sum")`` in less memory:
     positions without a label are left out, and the others go through the head in chunks. Where gradients are wanted,
     each chunk's are made at once, so that its logits are computed once and then dropped; those of the head add up in
-    float32 at least. All chunks run within one call of ``head``, so FSDP2 gathers it as for one. Sums, unlike means,
-    may be added over calls: ``loss / count.clamp(min=1)`` is the mean.
+    float32 at least. All chunks run within one call of ``head``, so FSDP2 gathers it as for one. A loss can
+    be backpropagated once.
 
-    Every rank must call this in the same order, also without any label. A head that tensor parallelism shards over the
-    vocabulary keeps its logits where they are; one all-gather of a few numbers for each position reduces the softmax.
+    Where FSDP2 or tensor parallelism shards the head, every rank must call this, also without any label. Logits that
+    are sharded over the vocabulary stay where they are; an all-gather of a few numbers a position reduces the softmax.
     On an accelerator, selecting the labelled positions synchronises with the host once.
 
     Args:
@@ -53,8 +53,8 @@ def token_loss(
         chunk_elements: Logits of one chunk on one rank. More of them make fewer, larger matrix products.
 
     Returns:
-        [] the sum, at least float32, and [] the count, which nobody differentiates: a mean over several ranks or
-        micro-batches is the sum of the former by the sum of the latter.
+        [] the sum, at least float32, and [] the count: positions, or the sum of their labels' weights. Without weights,
+        ``loss / count.clamp(min=1)`` is the mean, and 0 without labels.
 
     Raises:
         ValueError: If shapes do not match, the head gives back its output in half precision, or a gradient hook on one
