@@ -20,6 +20,7 @@ from lightning_automodel.distributed.process_group import (
     get_world_size_safe,
     initialize_distributed,
 )
+from lightning_automodel.gradients.chunked_loss import token_loss
 from lightning_automodel.gradients.rescale_clip import clip_gradients, rescale_gradients
 from lightning_automodel.gradients.token_loss import StepReport, reduce_loss
 from lightning_automodel.report import TrainingReport
@@ -46,6 +47,7 @@ __all__ = [
     "initialize_distributed",
     "reduce_loss",
     "rescale_gradients",
+    "token_loss",
 ]
 
 AutomodelStrategy.register_strategies(StrategyRegistry)

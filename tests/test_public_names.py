@@ -34,6 +34,7 @@ PUBLIC_NAMES = [
     "initialize_distributed",
     "reduce_loss",
     "rescale_gradients",
+    "token_loss",
 ]
 KEYWORDS: dict[str, Any] = {
     "data_parallel": "fsdp2",
@@ -100,6 +101,17 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
         "model": inspect.Parameter.empty,
         "clip_norm": inspect.Parameter.empty,
         "foreach": True,
+    },
+    "token_loss": {
+        "hidden": inspect.Parameter.empty,
+        "head": inspect.Parameter.empty,
+        "labels": inspect.Parameter.empty,
+        "ignore_index": -100,
+        "label_shift": 0,
+        "weight": None,
+        "label_smoothing": 0.0,
+        "z_loss": 0.0,
+        "chunk_elements": 2**22,
     },
     "barrier_and_log": {"message": "", "string": ""},
     "dp_eval_sample_shard": {"strategy": None, "dp_rank": 0, "dp_size": 1, "distributed_config": None},

@@ -122,4 +122,4 @@ def test_no_range_to_keep() -> None:
     """Without float16 nothing is multiplied."""
     scaling, window, loss = _scaling(False), WindowSums(), torch.tensor(3.0)
     assert scaling.apply(loss, window) is loss
-    assert scaling.correction(window) == 1.0
+    assert scaling.correction(window) is None

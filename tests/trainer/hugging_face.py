@@ -48,6 +48,13 @@ def tied_llama() -> PreTrainedModel:
     return filled(LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=True)))
 
 
+def untied_llama() -> PreTrainedModel:
+    """The same with a head of its own."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return filled(LlamaForCausalLM(LlamaConfig(**_SIZES)))
+
+
 def untied_gpt2() -> PreTrainedModel:
     """A decoder with learned positions, biases, and a head of its own."""
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -135,7 +135,7 @@ def _error(
             {},
             {},
             "ValueError",
-            ["returned 'aux_loss'", "not known at its first backward", "Pass per_token_loss=False, or leave"],
+            ["returned 'aux_loss'", "not known at its first backward", "Pass count_window_ahead=True, or per_token_loss=False"],
             id="aux_loss",
         ),
         pytest.param(

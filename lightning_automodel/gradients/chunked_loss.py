@@ -1,0 +1,281 @@
+"""Cross-entropy from the last hidden state, in chunks: neither the logits of all positions nor their gradient exist."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+
+from lightning_automodel import torch_internals
+from lightning_automodel.patching import PatchStack
+
+
+@torch.compiler.disable  # how many chunks there are depends on the labels
+def token_loss(
+    hidden: Tensor,
+    head: nn.Module,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_shift: int = 0,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_elements: int = 2**22,
+) -> tuple[Tensor, Tensor]:
+    """Sum of the cross-entropies of ``head(hidden)`` at the positions that carry a label, and their count.
+
+    The same as ``F.cross_entropy(head(hidden).flatten(0, -2), labels.flatten(), reduction="sum")`` in less memory:
+    positions without a label are left out, and the others go through the head in chunks. Where gradients are wanted,
+    each chunk's are made at once, so that its logits are computed once and then dropped; those of the head add up in
+    float32 at least. All chunks run within one call of ``head``, so FSDP2 gathers it as for one. A loss can
+    be backpropagated once.
+
+    Where FSDP2 or tensor parallelism shards the head, every rank must call this, also without any label. Logits that
+    are sharded over the vocabulary stay where they are; an all-gather of a few numbers a position reduces the softmax.
+    On an accelerator, selecting the labelled positions synchronises with the host once.
+
+    Args:
+        hidden: [..., s, d] what ``head`` is applied to.
+        head: Gives [..., v] logits for [..., d] hidden states, each position for itself. Hooks on its output see the
+            loss instead.
+        labels: [..., s] integers.
+        ignore_index: Label of positions that do not count.
+        label_shift: Positions by which the label stands behind the hidden state that predicts it: 1 for Hugging Face
+            causal language models, 0 where labels are shifted already.
+        weight: [v] of each class. Multiplies the position's loss; the count is then the sum of the labels' weights.
+        label_smoothing: As ``F.cross_entropy`` has it.
+        z_loss: Coefficient of the squared log-partition function, added to each position's cross-entropy.
+        chunk_elements: Logits of one chunk on one rank. More of them make fewer, larger matrix products.
+
+    Returns:
+        [] the sum, at least float32, and [] the count: positions, or the sum of their labels' weights. Without weights,
+        ``loss / count.clamp(min=1)`` is the mean, and 0 without labels.
+
+    Raises:
+        ValueError: If shapes do not match, the head gives back its output in half precision, or a gradient hook on one
+            of its parameters would see the chunks.
+    """
+    if chunk_elements < 1:
+        raise ValueError(f"chunk_elements must be at least 1, got {chunk_elements}.")
+    targets = labels[..., label_shift:]
+    num_positions = targets.shape[-1]
+    used = (targets != ignore_index).nonzero(as_tuple=True)  # found once: an accelerator waits for it
+    targets = targets[used]  # [n]
+    mesh: DeviceMesh | None = None
+    head = torch_internals.uncompiled(head)
+    forward = head.forward
+
+    def logits_of(rows: Tensor) -> Tensor:
+        return forward(rows if mesh is None else DTensor.from_local(rows, mesh, [Replicate()]))
+
+    def loss_of(rows: Tensor, targets: Tensor) -> Tensor:
+        return _cross_entropy(logits_of(rows), targets, weight, label_smoothing, z_loss)
+
+    @torch.compiler.disable
+    def chunked_forward(states: Tensor) -> Tensor:
+        """Stand in for the head's forward, between its hooks: parameters are gathered, ``states`` laid out."""
+        nonlocal mesh
+        if isinstance(states, DTensor):
+            mesh, states = states.device_mesh, states.full_tensor()
+        if states.shape[:-1] != labels.shape:
+            raise ValueError(
+                f"hidden {list(states.shape)} must be [..., s, d] for labels {list(labels.shape)} [..., s]."
+            )
+        rows = states[..., :num_positions, :][used]  # [n, d]
+        num_ranks = 1 if mesh is None else mesh.size()
+        with _autocast_without_cache(rows.device.type):
+            with torch.no_grad():
+                num_classes = logits_of(rows[:0]).shape[-1]
+            loss = _sum_over_chunks(loss_of, rows, targets, max(1, chunk_elements * num_ranks // num_classes))
+        # In as many equal parts as there are tensor-parallel ranks: the plan may hand back the whole, or shard it.
+        return loss if mesh is None else DTensor.from_local(loss.expand(num_ranks), mesh, [Replicate()])
+
+    patches = PatchStack()
+    patches.set(head, "forward", chunked_forward)
+    try:
+        loss = head(hidden)
+    finally:
+        patches.restore()
+    if mesh is not None and loss.shape[0] < mesh.size():
+        loss = DTensor.from_local(loss, mesh, [Shard(0)])
+    loss = loss.mean()
+    if loss.dtype in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"The head casts its output to {loss.dtype}, too coarse for a sum of losses: set no output_dtype."
+        )
+    count = torch.ones_like(targets).sum() if weight is None else weight[targets].sum()
+    return (loss.full_tensor() if isinstance(loss, DTensor) else loss), count
+
+
+def _autocast_without_cache(device_type: str) -> torch.autocast:
+    """Autocast as it is. What it casts where no gradient is made must not serve those who want one afterwards."""
+    dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+def _sum_over_chunks(
+    loss_of: Callable[[Tensor, Tensor], Tensor], rows: Tensor, targets: Tensor, num_rows: int
+) -> Tensor:
+    """[1] sum of ``loss_of`` over chunks of the [n, d] rows and their [n] targets: one, empty, where there is none."""
+    total = torch.zeros(1, dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
+    # By the tensors that the losses turn out to depend on. What outlives a chunk is allocated once: small tensors among
+    # the freed logits of each would keep their memory from being used again.
+    gradients: dict[Tensor, Tensor] = {}
+    linear_in_place = _LinearInPlace(gradients)
+    for start in range(0, max(1, rows.shape[0]), num_rows):
+        chunk = rows[start : start + num_rows].detach().requires_grad_(rows.requires_grad)
+        with linear_in_place:
+            loss = loss_of(chunk, targets[start : start + num_rows])
+        total += loss.detach()
+        if not loss.requires_grad:
+            continue
+        leaves = list(_leaves(loss))
+        for leaf, gradient in zip(leaves, torch.autograd.grad(loss, leaves, allow_unused=True), strict=True):
+            if leaf is chunk:
+                if rows not in gradients:
+                    gradients[rows] = torch.empty_like(rows)
+                gradients[rows][start : start + num_rows] = gradient
+            elif gradient is not None:
+                _total(gradients, leaf).add_(gradient)
+    return _WithGradients.apply(total, list(gradients.values()), *gradients) if gradients else total
+
+
+def _total(gradients: dict[Tensor, Tensor], leaf: Tensor) -> Tensor:
+    """What the gradients of ``leaf`` add up in: many chunks would be lost in a half-precision sum."""
+    if leaf not in gradients:
+        gradients[leaf] = torch.zeros_like(leaf, dtype=torch.promote_types(leaf.dtype, torch.float32))
+    return gradients[leaf]
+
+
+class _WithGradients(torch.autograd.Function):
+    """A value whose gradients with respect to ``inputs`` are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.gradients, ctx.dtypes = gradients, [each.dtype for each in inputs]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("A token_loss can be backpropagated once: its gradients are not kept. Call it again.")
+        gradients, ctx.gradients = ctx.gradients, None
+        # In place, since the head's may be as large as its weight; in the dtype of the loss, since half precision would
+        # round what is upstream, a number of tokens.
+        scaled = (each.to(upstream.dtype).mul_(upstream[0]) for each in gradients)
+        return None, None, *(each.to(dtype) for each, dtype in zip(scaled, ctx.dtypes, strict=True))
+
+
+class _LinearInPlace(TorchFunctionMode):
+    """Lets the weight of ``F.linear`` gather its gradient where it adds up, without another tensor of its size."""
+
+    def __init__(self, gradients: dict[Tensor, Tensor]) -> None:
+        super().__init__()
+        self._gradients = gradients
+        self._casts: dict[Tensor, Tensor] = {}  # once for all chunks, as autocast's own cache would
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and not kwargs and torch.is_grad_enabled():
+            rows, weight, *bias = args
+            if weight.requires_grad and weight.is_leaf and not isinstance(weight, DTensor):
+                return _Linear.apply(rows, weight, bias[0] if bias else None, self._gradients, self._cast(weight))
+        return func(*args, **(kwargs or {}))
+
+    def _cast(self, weight: Tensor) -> Tensor:
+        device_type = weight.device.type
+        if not torch.is_autocast_enabled(device_type) or weight.dtype == torch.float64:
+            return weight.detach()
+        if weight not in self._casts:
+            self._casts[weight] = weight.detach().to(torch.get_autocast_dtype(device_type))
+        return self._casts[weight]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, gradients: dict[Tensor, Tensor], cast: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight, cast)
+        ctx.bias, ctx.gradients = bias, gradients
+        return F.linear(rows, cast, bias)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, cast = ctx.saved_tensors
+        total = _total(ctx.gradients, weight)
+        by_class, by_width = upstream.flatten(0, -2).T, rows.flatten(0, -2).to(upstream.dtype)
+        if total.dtype == upstream.dtype:
+            total.addmm_(by_class, by_width)
+        else:
+            total.add_(by_class @ by_width)
+        row_gradient = (upstream @ cast).to(rows.dtype) if ctx.needs_input_grad[0] else None
+        bias_gradient = None if ctx.bias is None else upstream.flatten(0, -2).sum(0).to(ctx.bias.dtype)
+        return row_gradient, None, bias_gradient, None, None
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The tensors whose ``.grad`` a backward of ``loss`` would fill, each once."""
+    to_visit: list[Any] = [loss.grad_fn]
+    seen: set[Any] = {None}  # what leads to a tensor that wants no gradient
+    while to_visit:
+        node = to_visit.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        to_visit.extend(following for following, _ in node.next_functions)
+        leaf = getattr(node, "variable", None)
+        if leaf is None:
+            continue
+        if torch_internals.has_gradient_hook(leaf):
+            raise ValueError(
+                f"A parameter {list(leaf.shape)} of the head has a gradient hook (register_hook), which would see each"
+                " chunk's gradient: use register_post_accumulate_grad_hook, or change the gradient in"
+                " on_after_backward."
+            )
+        yield leaf
+
+
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, weight: Tensor | None, label_smoothing: float, z_loss: float
+) -> Tensor:
+    """[] sum over the [n] targets, from [n, v] logits that may be sharded over the vocabulary."""
+    mesh, start, num_classes = None, 0, logits.shape[-1]
+    if isinstance(logits, DTensor):
+        mesh = logits.device_mesh
+        logits = logits.redistribute(placements=[Shard(1)]).to_local()
+        start = mesh.get_local_rank() * -(-num_classes // mesh.size())  # as DTensor cuts
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    weight = None if weight is None else weight.to(logits.dtype)
+    log_partition = logits.logsumexp(-1)
+    if mesh is None:
+        label_logit = logits.gather(-1, targets[:, None]).squeeze(-1)
+    else:
+        own = (targets >= start) & (targets < start + logits.shape[-1])
+        label_logit = logits.gather(-1, torch.where(own, targets - start, 0)[:, None]).squeeze(-1)
+        label_logit = label_logit.masked_fill(~own, -torch.inf)
+        # One rank alone has the label's logit: log-sum-exp finds it, and makes a label of no rank's an infinite loss.
+        log_partition, label_logit = _from_all(torch.stack([log_partition, label_logit]), mesh).logsumexp(0)
+    losses = log_partition - label_logit  # [n]
+    if weight is not None:
+        losses = losses * weight[targets]
+    if label_smoothing:
+        classes = slice(start, start + logits.shape[-1])
+        of_all = logits.sum(-1) if weight is None else logits @ weight[classes]
+        of_all = of_all if mesh is None else _from_all(of_all, mesh).sum(0)
+        total_weight = num_classes if weight is None else weight.sum()
+        smooth = (total_weight * log_partition - of_all) / num_classes
+        losses = (1 - label_smoothing) * losses + label_smoothing * smooth
+    if z_loss:
+        z_losses = z_loss * log_partition.square()
+        losses = losses + (z_losses if weight is None else z_losses * weight[targets])
+    return losses.sum()
+
+
+def _from_all(values: Tensor, mesh: DeviceMesh) -> Tensor:
+    """[ranks, ...] the ``values`` of all tensor-parallel ranks; each gets the gradient of its own."""
+    return DTensor.from_local(values[None], mesh, [Shard(0)]).full_tensor()

@@ -1,0 +1,680 @@
+"""`token_loss` gives the loss and the gradients of all logits, without them, however the ranks hold the head.
+
+Shapes: b rows, s positions, d width, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy, EvaluationLoss, token_loss
+from tests.rank_pool import RankPool
+from tests.sharding.test_hf_tensor_parallel import ROUNDING, make_model
+from tests.trainer.cases import Case
+from tests.trainer.exactness import (
+    PLAN,
+    VOCABULARY,
+    WIDTH,
+    Batch,
+    Block,
+    Outcome,
+    TinyDecoder,
+    full_weights,
+    micro_batches,
+    relative_error,
+    weight_error,
+)
+from tests.trainer.hugging_face import (
+    ACCUMULATE,
+    CAUSAL,
+    OwnLoss,
+    filled,
+    tied_llama,
+    train_plainly,
+    untied_gpt2,
+    untied_llama,
+)
+from tests.trainer.plain import differ_by_rank, prefixed, sgd, windows
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, first_by_default, loader, make_trainer
+
+CHUNK = 3 * VOCABULARY  # three positions
+CLASS_WEIGHTS = torch.linspace(0.5, 2.0, VOCABULARY, dtype=torch.float64)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "shifted": {"label_shift": 1},
+    "ignore_index": {"ignore_index": 3},
+    "smoothed": {"label_smoothing": 0.1},
+    "weighted": {"weight": CLASS_WEIGHTS},
+    "all": {"label_shift": 1, "label_smoothing": 0.1, "weight": CLASS_WEIGHTS, "z_loss": 0.01},
+}
+
+
+def of_all_logits(
+    hidden: Tensor,
+    head: nn.Module,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_shift: int = 0,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """The same by `F.cross_entropy`."""
+    logits = head(hidden)[..., : labels.shape[-1] - label_shift, :].flatten(0, -2)
+    labels = labels[..., label_shift:].flatten()
+    options = {"weight": weight, "label_smoothing": label_smoothing, "ignore_index": ignore_index}
+    loss = F.cross_entropy(logits, labels, reduction="sum", **options)
+    used = labels != ignore_index
+    counts = torch.ones(int(used.sum())) if weight is None else weight[labels[used]]
+    return loss + z_loss * (counts * logits[used].logsumexp(-1).square()).sum(), counts.sum()
+
+
+def inputs(dtype: torch.dtype = torch.float64, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """[b, s, d] hidden states and [b, s] labels, some of which do not count."""
+    hidden = torch.randn(3, 6, WIDTH, dtype=dtype, requires_grad=True)
+    labels = torch.randint(VOCABULARY, (3, 6))
+    labels[0, :4] = labels[2, 2] = ignore_index
+    return hidden, labels
+
+
+def with_gradients(
+    function: Callable[..., tuple[Tensor, Tensor]], hidden: Tensor, head: nn.Module, labels: Tensor, **options: Any
+) -> list[Tensor]:
+    """Loss, count, and the gradients of three times the loss."""
+    loss, count = function(hidden, head, labels, **options)
+    wanted = [tensor for tensor in (hidden, *head.parameters()) if tensor.requires_grad]
+    return [loss.detach(), count, *torch.autograd.grad(3 * loss, wanted)]
+
+
+def deviation(actual: list[Tensor], expected: list[Tensor]) -> float:
+    return max(relative_error(one, other) for one, other in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("chunk_elements", [1, CHUNK, 2**22])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_equals_all_logits(name: str, chunk_elements: int) -> None:
+    options = OPTIONS[name]
+    (hidden, labels), head = (
+        inputs(ignore_index=options.get("ignore_index", -100)),
+        nn.Linear(WIDTH, VOCABULARY).double(),
+    )
+    actual = with_gradients(token_loss, hidden, head, labels, chunk_elements=chunk_elements, **options)
+    assert deviation(actual, with_gradients(of_all_logits, hidden, head, labels, **options)) <= TOLERANCE
+    with torch.no_grad():
+        loss, _ = token_loss(hidden, head, labels, chunk_elements=chunk_elements, **options)
+    assert relative_error(loss, actual[0]) <= TOLERANCE
+
+
+def test_sequences_without_a_batch() -> None:
+    (hidden, labels), head = inputs(), nn.Linear(WIDTH, VOCABULARY).double()
+    actual = with_gradients(token_loss, hidden[1], head, labels[1])
+    assert deviation(actual, with_gradients(of_all_logits, hidden[1], head, labels[1])) <= TOLERANCE
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (2, 1), (2, 0)])
+def test_without_labels(shape: tuple[int, int]) -> None:
+    """The head takes part, with gradients of zero, as other ranks need it."""
+    hidden = torch.randn(*shape, WIDTH, requires_grad=True)
+    head = nn.Linear(WIDTH, VOCABULARY)
+    loss, count, *gradients = with_gradients(
+        token_loss, hidden, head, torch.full(shape, -100), label_shift=1, label_smoothing=0.1
+    )
+    assert loss == count == 0
+    assert all(gradient.count_nonzero() == 0 for gradient in gradients)
+
+
+@pytest.mark.parametrize("frozen", ["head", "hidden"])
+def test_frozen(frozen: str) -> None:
+    (hidden, labels), head = inputs(), nn.Linear(WIDTH, VOCABULARY).double()
+    (head if frozen == "head" else hidden).requires_grad_(False)
+    actual = with_gradients(token_loss, hidden, head, labels, chunk_elements=CHUNK)
+    assert deviation(actual, with_gradients(of_all_logits, hidden, head, labels)) <= TOLERANCE
+
+
+class TiedOutside(nn.Module):
+    """Uses a matrix that it does not register, twice, and drops out half of what it gets."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding = [embedding]
+        self.scale = nn.Parameter(torch.full((), 2.0, dtype=torch.float64))
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight = self.embedding[0].weight
+        return F.linear(hidden, weight) * self.scale + hidden @ weight.tanh().T
+
+
+def test_any_module_is_a_head() -> None:
+    """Every parameter that the logits depend on gets its gradient, whoever holds it and however it is used."""
+    (hidden, labels), embedding = inputs(), nn.Embedding(VOCABULARY, WIDTH).double()
+    head = TiedOutside(embedding)
+    wanted = [hidden, head.scale, embedding.weight]
+    for expected, actual in zip(
+        *(
+            torch.autograd.grad(loss, wanted)
+            for loss in (
+                of_all_logits(hidden, head, labels)[0],
+                token_loss(hidden, head, labels, chunk_elements=CHUNK)[0],
+            )
+        ),
+        strict=True,
+    ):
+        assert relative_error(actual, expected) <= TOLERANCE
+
+
+def test_dropout_in_the_head() -> None:
+    """What a chunk drops is dropped in its gradient too."""
+    (hidden, labels), linear = inputs(), nn.Linear(WIDTH, VOCABULARY, bias=False).double()
+    head = nn.Sequential(nn.Dropout(0.5), linear)
+    torch.manual_seed(3)
+    loss, _ = token_loss(hidden, head, labels, chunk_elements=CHUNK)
+    (gradient,) = torch.autograd.grad(loss, linear.weight)
+    torch.manual_seed(3)
+    rows, targets = hidden[labels != -100], labels[labels != -100]
+    dropped = torch.cat([F.dropout(chunk, 0.5) for chunk in rows.split(CHUNK // VOCABULARY)])
+    expected = F.cross_entropy(linear(dropped), targets, reduction="sum")
+    assert relative_error(loss, expected) <= TOLERANCE
+    assert relative_error(gradient, torch.autograd.grad(expected, linear.weight)[0]) <= TOLERANCE
+
+
+class _Sizes(TorchDispatchMode):
+    """Elements of whatever is computed, but for views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls[func.overloadpacket.__name__] += 1
+        if not func.is_view:
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor):
+                    name = func.overloadpacket.__name__
+                    self.largest[name] = max(self.largest[name], tensor.numel())
+        return result
+
+
+def test_nothing_is_larger_than_a_chunk() -> None:
+    """But for one gradient of the head, which is added up and scaled in place: no matrix product makes another."""
+    vocabulary, chunk_elements = 1000, 4000
+    hidden, head = torch.randn(60, WIDTH, requires_grad=True), nn.Linear(WIDTH, vocabulary)
+    with _Sizes() as sizes:
+        loss, _ = token_loss(hidden, head, torch.arange(60), chunk_elements=chunk_elements)
+        loss.backward()
+    as_large_as_the_head = {name for name, size in sizes.largest.items() if size > chunk_elements}
+    assert as_large_as_the_head == {"zeros_like", "addmm_", "mul_"}
+    assert max(sizes.largest.values()) == head.weight.numel()
+
+
+def test_autocast() -> None:
+    """Logits in bfloat16, the loss in float32, and the head's gradient added up in its own dtype."""
+    (hidden, labels), head = inputs(torch.float32), nn.Linear(WIDTH, VOCABULARY)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = with_gradients(token_loss, hidden, head, labels, chunk_elements=CHUNK)
+        expected = with_gradients(lambda h, m, y: of_all_logits(h, lambda x: m(x).float(), y), hidden, head, labels)
+    assert {each.dtype for each in (actual[0], *actual[2:])} == {torch.float32}
+    assert relative_error(actual[0], expected[0]) <= 1e-6
+    assert deviation(actual[2:], expected[2:]) <= 0.01
+
+
+class Multiplies(nn.Module):
+    """Not by `F.linear`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, VOCABULARY))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.weight
+
+
+@pytest.mark.parametrize("make_head", [Multiplies, lambda: nn.Linear(WIDTH, VOCABULARY, bias=False)])
+def test_autocast_caches_nothing_without_a_gradient(make_head: Callable[[], nn.Module]) -> None:
+    """A head that is used again in the same context gets the gradient of that use too."""
+    (hidden, labels), head = inputs(torch.float32), make_head()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first, _ = token_loss(hidden, head, labels, chunk_elements=CHUNK)
+        again = head(hidden).float().square().sum()
+        (actual,) = torch.autograd.grad(first + again, head.weight)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = F.cross_entropy(head(hidden).flatten(0, 1).float(), labels.flatten(), reduction="sum")
+        (expected,) = torch.autograd.grad(loss + head(hidden).float().square().sum(), head.weight)
+    assert relative_error(actual, expected) <= 0.01
+
+
+def test_half_precision_gradients_do_not_drown() -> None:
+    """Thousands of chunks add up as precisely as one does, and a large count upstream is not rounded."""
+    hidden = torch.randn(1000, WIDTH, dtype=torch.bfloat16)
+    labels = torch.randint(VOCABULARY, (1000,))
+    head = nn.Linear(WIDTH, VOCABULARY, bias=False).bfloat16()
+    wide = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    wide.weight.data = head.weight.data.float()
+    (expected,) = torch.autograd.grad(of_all_logits(hidden.float(), wide, labels)[0] * 1001, wide.weight)
+    loss, _ = token_loss(hidden, head, labels, chunk_elements=1)
+    assert loss.dtype == torch.float32
+    (actual,) = torch.autograd.grad(loss * 1001, head.weight)
+    assert relative_error(actual, expected) <= 2**-7
+
+
+@pytest.mark.parametrize("compiled", ["step", "head", "method"])
+def test_compiled(compiled: str) -> None:
+    (hidden, labels), head = inputs(), nn.Linear(WIDTH, VOCABULARY).double()
+    called: Any = head
+
+    def step(hidden: Tensor, labels: Tensor) -> Tensor:
+        return token_loss(hidden.tanh(), called, labels, chunk_elements=CHUNK)[0] * 2
+
+    expected = torch.autograd.grad(step(hidden, labels), [hidden, *head.parameters()])
+    run = step
+    if compiled == "step":
+        run = torch.compile(step, backend="aot_eager")
+    elif compiled == "head":
+        called = torch.compile(head, backend="aot_eager")
+    else:
+        head.compile(backend="aot_eager")
+    actual = torch.autograd.grad(run(hidden, labels), [hidden, *head.parameters()])
+    assert deviation(list(actual), list(expected)) <= TOLERANCE
+
+
+def test_a_gradient_hook_is_refused() -> None:
+    (hidden, labels), head = inputs(), nn.Linear(WIDTH, VOCABULARY).double()
+    head.bias.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(ValueError, match=r"A parameter \[11\] of the head has a gradient hook"):
+        token_loss(hidden, head, labels)
+    assert "forward" not in vars(head)
+
+
+def test_shapes_are_checked() -> None:
+    (hidden, labels), head = inputs(), nn.Linear(WIDTH, VOCABULARY).double()
+    with pytest.raises(ValueError, match=r"hidden \[3, 6, 7\] must be \[\.\.\., s, d\] for labels \[3, 5\]"):
+        token_loss(hidden, head, labels[:, 1:])
+    with pytest.raises(ValueError, match="chunk_elements must be at least 1, got 0"):
+        token_loss(hidden, head, labels, chunk_elements=0)
+
+
+def test_one_backward() -> None:
+    (hidden, labels), head = inputs(), nn.Linear(WIDTH, VOCABULARY).double()
+    loss, _ = token_loss(hidden, head, labels)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backpropagated once"):
+        loss.backward()
+
+
+# --- Trained by the strategy
+
+
+class TiedDecoder(TinyDecoder):
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.head.weight = self.embedding.weight
+
+
+class InChunks(OwnLoss):
+    """Trains a decoder on the sum of its token losses."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        hidden = self.model.embedding(batch["input_ids"])
+        for block in self.model.blocks:
+            hidden = block(hidden)
+        loss, count = token_loss(self.model.norm(hidden), self.model.head, batch["labels"], **self.options)
+        return {"loss": loss, "num_label_tokens": count}
+
+    options: Mapping[str, Any] = {"chunk_elements": CHUNK, "weight": CLASS_WEIGHTS, "label_smoothing": 0.1}
+
+
+def is_unit(module: nn.Module) -> bool:
+    return isinstance(module, Block) or (isinstance(module, nn.Linear) and module.out_features == VOCABULARY)
+
+
+CASE = Case(seed=41, telling="labels", num_batches=5, gap="rank")
+HEADS: dict[str, tuple[type[TinyDecoder], dict[str, Any]]] = {
+    "in_the_root": (TinyDecoder, {}),
+    "a_unit": (TinyDecoder, {"auto_wrap_policy": is_unit}),
+    "tied": (TiedDecoder, {}),
+}
+ENGINES = {name: STRATEGIES[name] for name in ("kept", "resharded", "ddp")}
+
+
+def fit_decoder(head: str, options: dict[str, Any], case: Case = CASE) -> dict[str, Tensor]:
+    make_model, more = HEADS[head]
+    module = InChunks(make_model(CASE.seed).double())
+    differ_by_rank(module)
+    more = {} if "data_parallel" in options else more
+    strategy = AutomodelStrategy(loss_reduction="sum", **options, **more)
+    make_trainer(strategy, accumulate_grad_batches=2).fit(module, loader(case))
+    return full_weights(module.model)
+
+
+def plain_decoder(head: str, case: Case) -> dict[str, Tensor]:
+    """Weights after a plain loop over windows of two micro-batches of all ranks."""
+    model = HEADS[head][0](CASE.seed).double()
+    optimizer = sgd(model)
+    for window in windows(case, 2):
+        batches = [by_rank[index] for by_rank in micro_batches(case) for index in window]
+        losses, counts = zip(
+            *(
+                of_all_logits(
+                    model(b["input_ids"]), nn.Identity(), b["labels"], weight=CLASS_WEIGHTS, label_smoothing=0.1
+                )
+                for b in batches
+            ),
+            strict=True,
+        )
+        optimizer.zero_grad()
+        (sum(losses) / sum(counts)).backward()
+        optimizer.step()
+    return full_weights(model)
+
+
+@pytest.mark.parametrize("options", by_default(ENGINES, "resharded"))
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.every_case
+def test_trained(pool2: RankPool, head: str, options: dict[str, Any]) -> None:
+    """One rank has no label in any micro-batch."""
+    expected = plain_decoder(head, CASE)
+    for weights in pool2.run(fit_decoder, head, options):
+        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.every_case
+def test_trained_by_replicas_of_shards(pool4: RankPool, head: str) -> None:
+    case = replace(CASE, num_ranks=4)
+    expected = plain_decoder(head, case)
+    options = {"data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": "all_reduce"}
+    for weights in pool4.run(fit_decoder, head, options, case):
+        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
+
+
+class Trunk(TinyDecoder):
+    """All of a decoder but its head."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        del self.head
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.norm(hidden)
+
+
+class TwoRoots(LightningModule):
+    """Steps by hand; trunk and head are sharded and gathered one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.trunk = Trunk(CASE.seed).double()
+        self.head = TinyDecoder(CASE.seed).head.double()
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return token_loss(self.trunk(batch["input_ids"]), self.head, batch["labels"], chunk_elements=CHUNK)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss, count = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss, num_label_tokens=count)
+        optimizer.step()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss, count = self.loss(batch)
+        return {"loss": loss / count.clamp(min=1), "num_label_tokens": count}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return sgd(self)
+
+
+def fit_by_hand(options: dict[str, Any]) -> tuple[dict[str, Tensor], float]:
+    """Train, then evaluate: the weights, and the mean loss over all ranks."""
+    module = TwoRoots()
+    strategy = AutomodelStrategy(loss_reduction="sum", **options)
+    make_trainer(strategy).fit(module, loader(CASE))
+    evaluated = AutomodelStrategy(**options)
+    trainer = make_trainer(evaluated, callbacks=[EvaluationLoss()])
+    trainer.validate(module, loader(CASE), verbose=False)
+    return full_weights(module), float(trainer.callback_metrics["val_loss"])
+
+
+@pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}])
+def test_by_hand_and_in_evaluation(pool2: RankPool, options: dict[str, Any]) -> None:
+    module = TwoRoots()
+    optimizer = sgd(module)
+    for batches in zip(*micro_batches(CASE), strict=True):
+        losses, counts = zip(*map(module.loss, batches), strict=True)
+        optimizer.zero_grad()
+        (sum(losses) / max(1, sum(counts))).backward()
+        optimizer.step()
+    with torch.no_grad():
+        sums = [module.loss(batch) for batches in micro_batches(CASE) for batch in batches]
+    mean = float(sum(loss for loss, _ in sums) / sum(count for _, count in sums))
+    for weights, evaluated in pool2.run(fit_by_hand, options):
+        assert weight_error(Outcome(weights, None), Outcome(full_weights(module), None)) <= TOLERANCE
+        assert evaluated == pytest.approx(mean, rel=1e-6)
+
+
+def gathers_of_a_step(wraps_head: bool, chunked: bool) -> int:
+    """All-gathers of a forward and a backward, many chunks long, of a head that is gathered for each of them."""
+    model = TinyDecoder(CASE.seed).double()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if wraps_head:
+        fully_shard(model.head, mesh=mesh)
+    hidden, labels = inputs()
+    fully_shard(model, mesh=mesh)
+    model.forward = lambda: (token_loss if chunked else of_all_logits)(hidden, model.head, labels, **more)[0]
+    more = {"chunk_elements": 1} if chunked else {}
+    with _Sizes() as sizes:
+        model().backward()
+    return sizes.calls["_allgather_base_"]
+
+
+@pytest.mark.parametrize("wraps_head", [False, True])
+def test_gathers_as_one_call_does(pool2: RankPool, wraps_head: bool) -> None:
+    """A unit of its own is gathered for the forward and for the backward, the root once."""
+    for chunked in (False, True):
+        assert pool2.run(gathers_of_a_step, wraps_head, chunked) == [3 if wraps_head else 1] * 2
+
+
+def output_dtype_error() -> str:
+    head = nn.Linear(WIDTH, VOCABULARY).double()
+    policy = MixedPrecisionPolicy(output_dtype=torch.bfloat16)
+    fully_shard(head, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=policy)
+    hidden, labels = inputs()
+    with pytest.raises(ValueError, match="casts its output") as raised:
+        token_loss(hidden, head, labels)
+    return str(raised.value)
+
+
+def test_an_output_in_half_precision_is_refused(pool2: RankPool) -> None:
+    """A sum of thousands of losses has three digits in bfloat16."""
+    for message in pool2.run(output_dtype_error):
+        assert message.startswith("The head casts its output to torch.bfloat16, too coarse for a sum of losses")
+
+
+# --- Tensor parallelism
+
+
+PLANS: dict[str, ParallelStyle] = {
+    "sharded": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    "sharded_local": ColwiseParallel(),
+    "gathered": ColwiseParallel(output_layouts=Replicate()),
+    "gathered_distributed": ColwiseParallel(output_layouts=Replicate(), use_local_output=False),
+    "sequence": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    "rowwise": RowwiseParallel(input_layouts=Replicate()),
+}
+
+
+def tensor_parallel_loss(plan: str, options: dict[str, Any]) -> list[Tensor]:
+    """Loss, count and gradients, those of the head gathered; peers have the same data."""
+    hidden, labels = inputs(ignore_index=options.get("ignore_index", -100))
+    head = nn.Linear(WIDTH, VOCABULARY).double()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor_parallel",))
+    parallelize_module(head, mesh, PLANS[plan])
+    local = hidden.tensor_split(mesh.size(), dim=1)[mesh.get_local_rank()] if plan == "sequence" else hidden
+    loss, count = token_loss(local, head, labels, chunk_elements=CHUNK, **options)
+    (3 * loss).backward()
+    assert hidden.grad is not None
+    if plan == "sequence":
+        dist.all_reduce(hidden.grad)
+    gradients = [parameter.grad.full_tensor() for parameter in head.parameters()]
+    return [loss.detach(), count, hidden.grad, *gradients]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.every_case
+def test_tensor_parallel(pool2: RankPool, plan: str) -> None:
+    """Whatever the plan hands back: the softmax is reduced over shards of 6 and 5 classes."""
+    for name, options in OPTIONS.items() if plan == "sharded" else [("all", OPTIONS["all"])]:
+        torch.manual_seed(0)
+        hidden, labels = inputs(ignore_index=options.get("ignore_index", -100))
+        head = nn.Linear(WIDTH, VOCABULARY).double()
+        expected = with_gradients(of_all_logits, hidden, head, labels, **options)
+        for actual in pool2.run(tensor_parallel_loss, plan, options):
+            assert deviation(actual, expected) <= TOLERANCE, name
+
+
+class ByTwo(InChunks):
+    """Two ranks compute each micro-batch together."""
+
+    def __init__(self, model: nn.Module, output: str) -> None:
+        super().__init__(model)
+        self.output = output
+
+    def configure_model(self) -> None:
+        parallelize_module(self.model, self.device_mesh["tensor_parallel"], {**PLAN, "head": PLANS[self.output]})
+
+
+def fit_by_two(output: str, wraps_head: bool) -> dict[str, Tensor]:
+    module = ByTwo(TinyDecoder(CASE.seed).double(), output)
+    more = {"auto_wrap_policy": is_unit} if wraps_head else {}
+    strategy = AutomodelStrategy(loss_reduction="sum", tensor_parallel_size=2, **more)
+    data = DataLoader(micro_batches(CASE)[dist.get_rank() // 2], batch_size=None)
+    make_trainer(strategy, accumulate_grad_batches=2).fit(module, data)
+    return full_weights(module.model)
+
+
+@pytest.mark.parametrize("head", first_by_default([("sharded", True), ("gathered", False)]))
+def test_trained_by_tensor_parallel_ranks(pool4: RankPool, head: tuple[str, bool]) -> None:
+    """Beside FSDP2, as a unit of its own or in the root's."""
+    expected = plain_decoder("in_the_root", CASE)
+    for weights in pool4.run(fit_by_two, *head):
+        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
+
+
+# --- Hugging Face models
+
+
+class CausalInChunks(OwnLoss):
+    """What README shows."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        labels = batch.pop("labels")
+        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        hidden = model.base_model(**batch).last_hidden_state
+        loss, count = token_loss(hidden, model.get_output_embeddings(), labels, label_shift=1, chunk_elements=CHUNK)
+        return {"loss": loss / count.clamp(min=1), "num_label_tokens": count}
+
+
+def lora_head() -> nn.Module:
+    """A frozen model whose head is adapted."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "lm_head"])
+    model = get_peft_model(untied_llama(), config)
+    return filled(model, only={name for name, parameter in model.named_parameters() if parameter.requires_grad})
+
+
+def all_logits(case: Case, model: nn.Module, batch: Batch) -> Tensor:
+    logits = model(**batch).logits
+    return of_all_logits(logits, nn.Identity(), batch["labels"], label_shift=1)[0]
+
+
+def fit_causal(make_model: Callable[[], nn.Module], options: dict[str, Any]) -> dict[str, Tensor]:
+    module = CausalInChunks(make_model())
+    differ_by_rank(module)
+    make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE).fit(module, loader(CAUSAL))
+    return full_weights(module)
+
+
+@pytest.mark.parametrize("options", by_default(ENGINES, "kept"))
+@pytest.mark.parametrize("make_model", first_by_default([tied_llama, lora_head, untied_gpt2], 2))
+@pytest.mark.every_case
+def test_hugging_face(pool2: RankPool, make_model: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    """A head that is tied to the embedding, one that PEFT adapts, and one of its own."""
+    expected, _ = train_plainly(make_model(), CAUSAL, all_logits)
+    for weights in pool2.run(fit_causal, make_model, options):
+        assert weight_error(Outcome(weights, None), prefixed(expected)) <= TOLERANCE
+
+
+def fit_by_plan(kind: str) -> dict[str, Tensor]:
+    module = CausalInChunks(make_model(kind).model)
+    data = DataLoader(micro_batches(replace(CAUSAL, num_ranks=1))[0], batch_size=None)
+    strategy = AutomodelStrategy(tensor_parallel_size=2)
+    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, data)
+    return full_weights(module)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", ["Llama-tied", "Qwen3"])
+def test_hugging_face_by_its_tensor_parallel_plan(pool2: RankPool, kind: str) -> None:
+    """The plan gathers the logits; here they stay where they are, beside an embedding that is the same shards."""
+    expected, _ = train_plainly(make_model(kind).model, replace(CAUSAL, num_ranks=1), all_logits)
+    for weights in pool2.run(fit_by_plan, kind):
+        assert weight_error(Outcome(weights, None), prefixed(expected)) <= ROUNDING
+
+
+def fit_mixed(chunked: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], set[torch.dtype]]:
+    """Weights after one step in bfloat16, and the dtypes of the losses."""
+    module = (CausalInChunks if chunked else OwnLoss)(tied_llama().float())
+    dtypes: set[torch.dtype] = set()
+    step = module.training_step
+
+    def training_step(batch: Batch, batch_idx: int) -> Any:
+        output = step(dict(batch), batch_idx)
+        dtypes.add((output["loss"] if chunked else output).dtype)
+        return output
+
+    module.training_step = training_step
+    strategy = AutomodelStrategy(label_shift=1, **options)
+    trainer = make_trainer(
+        strategy, accumulate_grad_batches=CAUSAL.num_batches, precision="bf16-mixed", gradient_clip_val=0.1
+    )
+    trainer.fit(module, loader(CAUSAL))
+    return full_weights(module), dtypes
+
+
+@pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}])
+def test_mixed_precision(pool2: RankPool, options: dict[str, Any]) -> None:
+    """As far from the loss over all logits as bfloat16 is."""
+    before = {f"model.{name}": weight.float() for name, weight in full_weights(tied_llama()).items()}
+    for (chunked, dtypes), (whole, _) in zip(
+        *(pool2.run(fit_mixed, way, options) for way in (True, False)), strict=True
+    ):
+        assert dtypes == {torch.float32}
+        steps = [torch.cat([(each[n] - before[n]).flatten() for n in before]) for each in (chunked, whole)]
+        assert F.cosine_similarity(*steps, dim=0) > 0.999
+        assert relative_error(steps[0].norm(), steps[1].norm()) <= 0.01
