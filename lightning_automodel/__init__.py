@@ -22,6 +22,7 @@ from lightning_automodel.distributed.process_group import (
 )
 from lightning_automodel.gradients.rescale_clip import clip_gradients, rescale_gradients
 from lightning_automodel.gradients.token_loss import StepReport, reduce_loss
+from lightning_automodel.sharding.context_parallel import context_parallel_attention
 from lightning_automodel.sharding.grad_sync import get_sync_ctx
 from lightning_automodel.strategy import AutomodelStrategy
 
@@ -34,6 +35,7 @@ __all__ = [
     "StepReport",
     "barrier_and_log",
     "clip_gradients",
+    "context_parallel_attention",
     "destroy_global_state",
     "dp_eval_sample_shard",
     "get_local_rank_preinit",

@@ -1,0 +1,300 @@
+"""Context parallelism: ranks that share a batch and hold a slice of its sequences each, against one process.
+
+The decoder attends by `context_parallel_attention`, with more heads than key heads and learned positions, so that a
+slice that attends to itself alone, or that counts its positions from zero, is wrong. Lengths are ragged and rarely
+divide by the number of chunks; many slices hold no label.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy, context_parallel_attention
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import Batch, Outcome, full_weights, weight_error
+from tests.trainer.plain import fill, sgd
+from tests.trainer.runs import TOLERANCE, make_trainer
+
+VOCABULARY, WIDTH, HEADS, KEY_HEADS, MAX_LENGTH = 11, 8, 4, 2, 21
+WRONG = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run; fields as in `tests.trainer.cases.Case`, and the ranks that share a batch."""
+
+    seed: int = 41
+    layout: str = "fsdp2"
+    num_ranks: int = 1
+    context: int = 2
+    accumulation: int = 2
+    num_batches: int = 5
+    gap: str = "none"
+    told: str = "labels"
+    loss_reduction: str = "mean"
+    label_shift: int = 0
+    clipping: str = "none"
+    is_causal: bool = True
+    padded: bool = False
+    recompute: bool = False
+    defer: bool = True
+    reshard: bool | str = "auto"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keywords of the strategy."""
+        options: dict[str, Any] = {
+            "context_parallel_size": self.context,
+            "label_shift": self.label_shift,
+            "loss_reduction": self.loss_reduction,
+            "activation_checkpointing": self.recompute,
+        }
+        if self.told == "callable":
+            options["count_label_tokens"] = functools.partial(count_used, self)
+        if self.layout == "ddp":
+            return {**options, "data_parallel": "ddp"}
+        replicas = self.num_ranks if self.layout == "hsdp" else 1
+        options |= {"data_parallel_replicate_size": replicas, "defer_fsdp_grad_sync": self.defer}
+        return {**options, "reshard_during_accumulation": self.reshard}
+
+    @property
+    def clip(self) -> dict[str, Any]:
+        """Keywords of the Trainer."""
+        value = {"none": None, "norm": 0.05, "value": 0.005}[self.clipping]
+        return {} if value is None else {"gradient_clip_val": value, "gradient_clip_algorithm": self.clipping}
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer."""
+
+    def __init__(self, is_causal: bool) -> None:
+        super().__init__()
+        self.is_causal = is_causal
+        self.norm = nn.LayerNorm(WIDTH)
+        self.project = nn.Linear(WIDTH, WIDTH + 2 * WIDTH * KEY_HEADS // HEADS)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.feed_forward = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        heads = self.project(self.norm(hidden)).unflatten(-1, (HEADS + 2 * KEY_HEADS, -1)).transpose(1, 2)
+        query, key, value = heads.split([HEADS, KEY_HEADS, KEY_HEADS], dim=1)  # [b, h, s, d]
+        mixed = context_parallel_attention(query, key, value, is_causal=self.is_causal, attention_mask=mask)
+        hidden = hidden + self.out(mixed.transpose(1, 2).flatten(-2))
+        return hidden + torch.tanh(self.feed_forward(hidden))
+
+
+class Decoder(nn.Module):
+    """Embeddings of tokens and positions, blocks, head."""
+
+    def __init__(self, is_causal: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(MAX_LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(is_causal) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        fill(self)
+
+    def forward(self, batch: Batch) -> Tensor:
+        hidden = self.embedding(batch["input_ids"]) + self.positions(batch["position_ids"])
+        for block in self.blocks:
+            hidden = block(hidden, batch.get("attention_mask"))
+        return self.head(hidden)
+
+
+def used_labels(run: Run, batch: Batch) -> Tensor:
+    return batch["shift_labels" if run.label_shift else "labels"]
+
+
+def count_used(run: Run, batch: Batch) -> int:
+    return int((used_labels(run, batch) != -100).sum())
+
+
+class DecoderModule(LightningModule):
+    """Trains a `Decoder` on slices and on whole batches alike."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+        self.model = Decoder(run.is_causal)
+
+    def loss(self, batch: Batch, reduction: str) -> Tensor:
+        logits, labels = self.model(batch), used_labels(self.run, batch)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = self.loss(batch, self.run.loss_reduction)
+        if self.run.told == "returned":
+            return {"loss": loss, "num_label_tokens": count_used(self.run, batch)}
+        return loss
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return sgd(self)
+
+
+@functools.cache
+def batches_by_rank(run: Run) -> list[list[Batch]]:
+    """The micro-batches of an epoch, by data-parallel rank and then by step."""
+    rng = random.Random(run.seed)
+    empty_rank, empty_window = rng.randrange(run.num_ranks), rng.randrange(-(-run.num_batches // run.accumulation))
+
+    def is_empty(rank: int, step: int) -> bool:
+        return {
+            "none": False,
+            "micro_batches": rng.random() < 0.4,
+            "rank": rank == empty_rank,
+            "window": step // run.accumulation == empty_window,
+        }[run.gap]
+
+    return [
+        [make_batch(run, rng, is_empty(rank, step)) for step in range(run.num_batches)] for rank in range(run.num_ranks)
+    ]
+
+
+def make_batch(run: Run, rng: random.Random, is_empty: bool) -> Batch:
+    num_rows, length = rng.randint(1, 3), rng.randint(1, MAX_LENGTH)
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    ids, labels = (torch.randint(VOCABULARY, (num_rows, length), generator=generator) for _ in range(2))
+    for row in labels:
+        row[torch.randperm(length, generator=generator)[: rng.randint(0, length)]] = -100
+    labels[0, -1] = 1
+    batch = {"input_ids": ids, "labels": labels}
+    if run.padded:
+        real = torch.tensor([[rng.randint(1, length)] for _ in range(num_rows)])
+        positions = torch.arange(length).expand(num_rows, -1)
+        batch["attention_mask"] = (positions >= length - real if rng.random() < 0.5 else positions < real).long()
+        labels[batch["attention_mask"] == 0] = -100
+    if is_empty:
+        labels[:] = -100
+    return batch
+
+
+def whole(run: Run, batch: Batch) -> Batch:
+    """A batch as one process takes it."""
+    ids, labels = batch["input_ids"], batch["labels"]
+    shifted = F.pad(labels[:, run.label_shift :], (0, run.label_shift), value=-100)[:, : labels.shape[1]]
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    return {**batch, "position_ids": positions, "shift_labels": shifted}
+
+
+@functools.cache
+def train_plainly(run: Run) -> tuple[dict[str, Tensor], float, int]:
+    """Weights, and the last window's loss and label tokens, of one process."""
+    module = DecoderModule(run)
+    optimizer = module.configure_optimizers()
+    for start in range(0, run.num_batches, run.accumulation):
+        window = [
+            whole(run, each) for batches in batches_by_rank(run) for each in batches[start : start + run.accumulation]
+        ]
+        count = sum(count_used(run, batch) for batch in window)
+        optimizer.zero_grad()
+        loss = torch.stack([module.loss(batch, "sum") for batch in window]).sum() / max(count, 1)
+        loss.backward()
+        parameters = list(module.parameters())
+        if run.clipping == "norm":
+            nn.utils.clip_grad_norm_(parameters, run.clip["gradient_clip_val"])
+        elif run.clipping == "value":
+            nn.utils.clip_grad_value_(parameters, run.clip["gradient_clip_val"])
+        optimizer.step()
+    return full_weights(module.model), loss.item(), count
+
+
+def data_rank(run: Run) -> int:
+    return dist.get_rank() // run.context
+
+
+def loader(run: Run) -> DataLoader:
+    return DataLoader(batches_by_rank(run)[data_rank(run)], batch_size=None)
+
+
+def fit(run: Run) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Runs on every rank: full weights, and the last step's report."""
+    module, strategy = DecoderModule(run), AutomodelStrategy(**run.options)
+    make_trainer(strategy, accumulate_grad_batches=run.accumulation, **run.clip).fit(module, loader(run))
+    report = strategy.last_step
+    assert report is not None
+    assert strategy.describe()["gradient_divisor"] == dist.get_world_size()
+    return full_weights(module.model), {
+        name: float(getattr(report, name)) for name in ("loss", "num_label_tokens", "num_micro_batches")
+    }
+
+
+def check(pool: RankPool, run: Run) -> None:
+    weights, loss, count = train_plainly(run)
+    last_window = (run.num_batches - 1) % run.accumulation + 1
+    for trained, report in pool.run(fit, run):
+        assert weight_error(Outcome(trained, None), Outcome(weights, None)) <= TOLERANCE
+        assert report["num_label_tokens"] == count
+        assert report["num_micro_batches"] == last_window * run.num_ranks
+        assert math.isnan(report["loss"]) if count == 0 else report["loss"] == pytest.approx(loss, rel=TOLERANCE)
+
+
+def draw_runs(seed: int, count: int) -> list[Run]:
+    """Runs in which every option takes each of its values about equally often."""
+    rng = random.Random(seed)
+
+    def column(*values: Any) -> list[Any]:
+        drawn = [values[index % len(values)] for index in range(count)]
+        rng.shuffle(drawn)
+        return drawn
+
+    layouts = [("fsdp2", 1, 2), ("fsdp2", 2, 2), ("fsdp2", 1, 4), ("hsdp", 2, 2), ("ddp", 1, 2), ("ddp", 2, 2)]
+    columns: dict[str, list[Any]] = {
+        "accumulation": column(1, 2, 3, 4),
+        "num_batches": column(3, 4, 5),
+        "gap": column("none", "micro_batches", "rank", "window"),
+        "told": column("labels", "returned", "callable"),
+        "loss_reduction": column("mean", "sum"),
+        "label_shift": column(0, 1),
+        "clipping": column("none", "norm", "value", "norm"),
+        "is_causal": column(True, True, False),
+        "padded": column(False, True),
+        "recompute": column(False, True, False),
+        "defer": column(True, True, False),
+        "reshard": column("auto", True, False),
+    }
+    return [
+        Run(
+            seed=rng.randrange(2**31),
+            **dict(zip(("layout", "num_ranks", "context"), layout, strict=True)),
+            **{name: values[index] for name, values in columns.items()},
+        )
+        for index, layout in enumerate(column(*layouts))
+    ]
+
+
+def test_two_ranks(pool2: RankPool) -> None:
+    """Slices without any label among them."""
+    check(pool2, Run(gap="micro_batches", clipping="norm"))
+
+
+def test_two_by_two(pool4: RankPool) -> None:
+    """Shards over data-parallel ranks and context peers; labels that are shifted across slices; padding."""
+    check(pool4, Run(num_ranks=2, label_shift=1, clipping="norm", padded=True, recompute=True))
+
+
+def test_replicas(pool4: RankPool) -> None:
+    check(pool4, Run(layout="hsdp", num_ranks=2, told="returned", is_causal=False))
+
+
+def test_ddp(pool4: RankPool) -> None:
+    check(pool4, Run(layout="ddp", num_ranks=2, gap="rank", loss_reduction="sum", told="callable"))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("run", [pytest.param(run, id=str(index)) for index, run in enumerate(draw_runs(1, 72))])
+def test_random_runs(request: pytest.FixtureRequest, run: Run) -> None:
+    check(request.getfixturevalue(f"pool{run.num_ranks * run.context}"), run)
