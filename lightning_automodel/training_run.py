@@ -34,6 +34,7 @@ from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import checks, meta_init, precision, tensor_parallel, units
 from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks
 from lightning_automodel.sharding.context_parallel import ContextParallelSteps
+from lightning_automodel.sharding.context_parallel_hf import let_models_attend_across
 from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
@@ -81,6 +82,7 @@ class TrainingRun:
             precision.check_conversion(plugin, module)
         if fitting:
             checks.check_training(module, module.trainer.accumulate_grad_batches, options.count_window_ahead)
+        self._restore_attention: Callable[[], None] = lambda: None
         self._context = self._slice_sequences()
         self._without_values = meta_init.names_without_values(module)
         for note in options.without_effect():
@@ -156,14 +158,16 @@ class TrainingRun:
         if mesh is None:
             return None
         checks.check_sliceable(module, mesh.size())
+        num_layers, self._restore_attention = let_models_attend_across(module)
         slices = SequenceSlices(
             mesh.get_local_rank(),
             mesh.size(),
             self._options.label_key,
             self._options.ignore_index,
             self._options.label_shift,
+            adds_mask=num_layers > 0,
         )
-        return ContextParallelSteps(module, mesh.get_group(), slices, self.device)
+        return ContextParallelSteps(module, mesh.get_group(), slices, self.device, num_layers)
 
     def _make_engine(self) -> Engine:
         module, options = self.module, self._options
@@ -438,4 +442,6 @@ class TrainingRun:
         self.patches.restore()
         self.engine.close()
         self._checkpointed.undo()
+        restore, self._restore_attention = self._restore_attention, lambda: None
+        restore()
         self._batch = self._count = self._aux_loss = None

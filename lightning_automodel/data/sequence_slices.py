@@ -26,11 +26,15 @@ class SequenceSlices:
         label_key: Key of the labels.
         ignore_index: Label of a position that the loss ignores.
         label_shift: Leading label positions of each row that the loss drops.
+        adds_mask: Whether an attention mask is made where it is missing.
     """
 
-    def __init__(self, rank: int, size: int, label_key: str, ignore_index: int, label_shift: int) -> None:
+    def __init__(
+        self, rank: int, size: int, label_key: str, ignore_index: int, label_shift: int, adds_mask: bool = False
+    ) -> None:
         self.chunks = rank, 2 * size - 1 - rank
         self._num_chunks, self._label_key, self._label_shift = 2 * size, label_key, label_shift
+        self._adds_mask = adds_mask
         self._padding = {
             **{_IDS: 0, _POSITIONS: 0, _MASK: 0},
             **{label_key: ignore_index, SHIFTED_LABELS: ignore_index},
@@ -60,6 +64,22 @@ class SequenceSlices:
         """Positions of a chunk; those behind the sequence's last are padding."""
         return -(-length // self._num_chunks)
 
+    def has_mask(self, batch: Any) -> bool:
+        """Whether a batch leaves positions out by an ``attention_mask``."""
+        return batch.get(_MASK) is not None
+
+    def documents(self, batch: Any) -> Tensor | None:
+        """[b, w * s] which document a position belongs to: ``position_ids`` that do not go on begin a new one.
+
+        None where there are no position ids, or a mask beside them: then Hugging Face models do not look at them.
+        """
+        positions = batch.get(_POSITIONS)
+        if positions is None or self.has_mask(batch):
+            return None
+        begins = positions.diff(dim=-1, prepend=positions[..., :1] - 1) != 1
+        length = positions.shape[-1]
+        return F.pad(begins.cumsum(-1), (0, self.chunk_length(length) * self._num_chunks - length), value=-1)
+
     def slice(self, batch: Any) -> MutableMapping[str, Any]:
         """A copy of a batch with this rank's slice of each sequence.
 
@@ -74,8 +94,10 @@ class SequenceSlices:
         """
         length = self.length(batch)
         sliced = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
-        if _POSITIONS not in batch:
+        if batch.get(_POSITIONS) is None:
             sliced[_POSITIONS] = torch.arange(length, device=batch[_IDS].device).expand(batch[_IDS].shape)
+        if self._adds_mask and batch.get(_MASK) is None:
+            sliced[_MASK] = torch.ones_like(batch[_IDS])
         if self._label_shift and self._label_key in batch:
             if SHIFTED_LABELS not in batch:
                 self._check(self._label_key, batch[self._label_key], length)

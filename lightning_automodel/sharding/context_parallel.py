@@ -26,6 +26,8 @@ class _Slices:
         chunks: Indices of the two chunks that this rank holds.
         chunk: Positions of a chunk.
         length: Positions of the whole sequence, without padding.
+        is_masked: Whether the batch has a mask of its own.
+        documents: See :meth:`SequenceSlices.documents`.
         num_calls: How often attention has crossed ranks.
         is_attending: Whether it does so now.
     """
@@ -34,6 +36,8 @@ class _Slices:
     chunks: tuple[int, int]
     chunk: int
     length: int
+    is_masked: bool = False
+    documents: Tensor | None = None
     num_calls: int = 0
     is_attending: bool = False
 
@@ -147,6 +151,16 @@ def is_sliced() -> bool:
     return _current is not None
 
 
+def is_masked() -> bool:
+    """Whether the batch of the step has a mask of its own."""
+    return _current is not None and _current.is_masked
+
+
+def documents() -> Tensor | None:
+    """[b, w * s] the documents that the positions of the whole sequence belong to, where they may be several."""
+    return None if _current is None else _current.documents
+
+
 def own_positions(device: torch.device) -> Tensor:
     """[s] where this rank's positions stand in the whole sequence."""
     assert _current is not None
@@ -227,13 +241,20 @@ class ContextParallelSteps:
         group: The ranks that share a batch.
         slices: Cuts it.
         device: This rank's device.
+        num_layers: How many layers attend, where that is known.
     """
 
     def __init__(
-        self, module: pl.LightningModule, group: dist.ProcessGroup, slices: SequenceSlices, device: torch.device
+        self,
+        module: pl.LightningModule,
+        group: dist.ProcessGroup,
+        slices: SequenceSlices,
+        device: torch.device,
+        num_layers: int,
     ) -> None:
         self.slices = slices
         self._module, self._group, self._device = module, group, device
+        self._num_layers = max(num_layers, 1)
         self._newest: _Slices | None = None
         self._is_first = True
         self._watched: set[str] = set()
@@ -247,7 +268,14 @@ class ContextParallelSteps:
             self._is_first = False
             check_same_batch(batch, self._group, self._device, "context-parallel")
         length = self.slices.length(batch)
-        self._newest = _Slices(self._group, self.slices.chunks, self.slices.chunk_length(length), length)
+        self._newest = _Slices(
+            self._group,
+            self.slices.chunks,
+            self.slices.chunk_length(length),
+            length,
+            self.slices.has_mask(batch),
+            self.slices.documents(batch),
+        )
         return self.slices.slice(batch)
 
     @contextmanager
@@ -265,11 +293,12 @@ class ContextParallelSteps:
                     yield
             else:
                 yield
-        if self._newest is not None and self._newest.num_calls == 0:
+        if self._newest is not None and self._newest.num_calls < self._num_layers:
             raise RuntimeError(
-                f"{class_name(self._module)}.{name} has computed on slices of sequences, and no attention has crossed"
-                f" the {self._group.size()} context-parallel ranks: its model must call"
-                " lightning_automodel.context_parallel_attention(query, key, value)."
+                f"{class_name(self._module)}.{name} has computed on slices of sequences, and attention has crossed the"
+                f" {self._group.size()} context-parallel ranks {self._newest.num_calls} times, of at least"
+                f" {self._num_layers}: each layer must call lightning_automodel.context_parallel_attention(query, key,"
+                " value)."
             )
 
     @contextmanager

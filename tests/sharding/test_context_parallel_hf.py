@@ -1,0 +1,126 @@
+"""Context parallelism of Hugging Face causal models on their own loss, against one process.
+
+Their norms and losses are float32, whose rounding depends on the last bit of what it rounds: 1e-6, where a mask that is
+wrong in one position makes 1e-2.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import VOCABULARY, Batch, Outcome, full_weights, weight_error
+from tests.trainer.hugging_face import _SIZES, OwnLoss, filled, tied_llama, untied_gpt2
+from tests.trainer.plain import sgd
+from tests.trainer.runs import make_trainer
+
+FLOAT32 = 1e-6
+CONTEXT, ACCUMULATE, NUM_BATCHES, MAX_LENGTH = 2, 2, 4, 15
+
+
+def qwen3() -> nn.Module:
+    """Layers with and without a window, and norms within attention."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    layers = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+    return filled(Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=4, **layers)))
+
+
+def mistral() -> nn.Module:
+    """A window in all layers."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return filled(MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=3)))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": tied_llama,
+    "qwen3": qwen3,
+    "mistral": mistral,
+    "gpt2": untied_gpt2,
+}
+KINDS = ("plain", "left", "right", "packed")
+
+
+@functools.cache
+def batches_by_rank(kind: str, num_ranks: int) -> list[list[Batch]]:
+    """Ragged batches of each data-parallel rank; positions without label, padded on one side, or several documents."""
+    rng = random.Random(f"{kind} {num_ranks}")
+    return [[make_batch(kind, rng) for _ in range(NUM_BATCHES)] for _ in range(num_ranks)]
+
+
+def make_batch(kind: str, rng: random.Random) -> Batch:
+    num_rows, length = rng.randint(1, 3), rng.randint(4, MAX_LENGTH)
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    ids, labels = (torch.randint(VOCABULARY, (num_rows, length), generator=generator) for _ in range(2))
+    labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    positions = torch.arange(length).expand(num_rows, -1)
+    if kind == "packed":
+        cut = rng.randint(1, length - 1)
+        batch["position_ids"] = torch.where(positions < cut, positions, positions - cut)
+    elif kind != "plain":
+        real = torch.tensor([[rng.randint(1, length)] for _ in range(num_rows)])
+        mask = positions >= length - real if kind == "left" else positions < real
+        batch["attention_mask"] = mask.long()
+        labels[~mask] = -100
+    return batch
+
+
+def train_plainly(model: nn.Module, kind: str, num_ranks: int) -> dict[str, Tensor]:
+    """Weights of one process. Gradients are divided after backward: the loss is float32."""
+    optimizer = sgd(model)
+    for start in range(0, NUM_BATCHES, ACCUMULATE):
+        window = [each for batches in batches_by_rank(kind, num_ranks) for each in batches[start : start + ACCUMULATE]]
+        counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in window]
+        optimizer.zero_grad()
+        for batch, count in zip(window, counts, strict=True):
+            if count:
+                (model(**batch, use_cache=False).loss * count).backward()
+        for parameter in model.parameters():
+            parameter.grad.div_(sum(counts))
+        optimizer.step()
+    return full_weights(model)
+
+
+def fit(make_model: Callable[[], nn.Module], kind: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[Any]]:
+    """Runs on every rank: full weights, and what was replaced on the model's configuration afterwards."""
+    module = OwnLoss(make_model())
+    strategy = AutomodelStrategy(context_parallel_size=CONTEXT, label_shift=1, **options)
+    num_ranks = dist.get_world_size() // CONTEXT
+    batches = batches_by_rank(kind, num_ranks)[dist.get_rank() // CONTEXT]
+    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE)
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    config = module.model.config
+    return full_weights(module.model), [config._attn_implementation, config.use_cache]
+
+
+def check(pool: RankPool, model: str, kind: str, **options: Any) -> None:
+    plain = MODELS[model]()
+    found = [plain.config._attn_implementation, plain.config.use_cache]
+    expected = Outcome(train_plainly(plain, kind, pool.num_ranks // CONTEXT), None)
+    for weights, left in pool.run(fit, MODELS[model], kind, options):
+        assert weight_error(Outcome(weights, None), expected) <= FLOAT32
+        assert left == found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "model", ["llama", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("qwen3", "mistral", "gpt2"))]
+)
+def test_trains_like_one_process(pool2: RankPool, model: str, kind: str) -> None:
+    check(pool2, model, kind)
+
+
+def test_windows_and_shards(pool4: RankPool) -> None:
+    check(pool4, "qwen3", "left", activation_checkpointing=True)
