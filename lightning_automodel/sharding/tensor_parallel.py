@@ -180,7 +180,8 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device,
         nonlocal checksum
         if tensor.layout == torch.strided and not tensor.is_nested:
             plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-            data = plain.contiguous().reshape(-1).view(torch.uint8).numpy()
+            # A copy: what has one element counts as contiguous with any stride, and could not be viewed.
+            data = plain.new_empty(plain.shape).copy_(plain).reshape(-1).view(torch.uint8).numpy()
             checksum = zlib.crc32(data.tobytes(), zlib.crc32(str(tuple(tensor.shape)).encode(), checksum))
 
     apply_to_collection(batch, Tensor, add, allow_frozen=True)

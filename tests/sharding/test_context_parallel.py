@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +22,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy, context_parallel_attention
+from lightning_automodel import AutomodelStrategy, EvaluationLoss, context_parallel_attention
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Batch, Outcome, full_weights, weight_error
 from tests.trainer.plain import fill, sgd
 from tests.trainer.runs import TOLERANCE, make_trainer
 
 VOCABULARY, WIDTH, HEADS, KEY_HEADS, MAX_LENGTH = 11, 8, 4, 2, 21
-WRONG = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,8 @@ class Decoder(nn.Module):
         fill(self)
 
     def forward(self, batch: Batch) -> Tensor:
-        hidden = self.embedding(batch["input_ids"]) + self.positions(batch["position_ids"])
+        positions = batch.get("position_ids", torch.arange(batch["input_ids"].shape[-1]))
+        hidden = self.embedding(batch["input_ids"]) + self.positions(positions)
         for block in self.blocks:
             hidden = block(hidden, batch.get("attention_mask"))
         return self.head(hidden)
@@ -139,7 +140,10 @@ class DecoderModule(LightningModule):
             return {"loss": loss, "num_label_tokens": count_used(self.run, batch)}
         return loss
 
-    validation_step = training_step
+    def validation_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = self.loss(batch, "mean")
+        self.log("count", float(count_used(self.run, batch)), sync_dist=True, reduce_fx="sum", batch_size=1)
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return sgd(self)
@@ -191,11 +195,11 @@ def whole(run: Run, batch: Batch) -> Batch:
 
 
 @functools.cache
-def train_plainly(run: Run) -> tuple[dict[str, Tensor], float, int]:
+def train_plainly(run: Run, epochs: int = 1) -> tuple[dict[str, Tensor], float, int]:
     """Weights, and the last window's loss and label tokens, of one process."""
     module = DecoderModule(run)
     optimizer = module.configure_optimizers()
-    for start in range(0, run.num_batches, run.accumulation):
+    for start in list(range(0, run.num_batches, run.accumulation)) * epochs:
         window = [
             whole(run, each) for batches in batches_by_rank(run) for each in batches[start : start + run.accumulation]
         ]
@@ -292,6 +296,180 @@ def test_replicas(pool4: RankPool) -> None:
 
 def test_ddp(pool4: RankPool) -> None:
     check(pool4, Run(layout="ddp", num_ranks=2, gap="rank", loss_reduction="sum", told="callable"))
+
+
+def describe() -> tuple[dict[str, Any], list[int]]:
+    """Runs on every rank: the mesh, and the samples that Lightning's sampler gives this rank."""
+    drawn: list[int] = []
+
+    class Module(DecoderModule):
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            drawn.extend(batch["number"].tolist())
+            return super().training_step(batch, batch_idx)
+
+    strategy = AutomodelStrategy(context_parallel_size=2)
+    row = torch.arange(6) % VOCABULARY
+    data = [{"input_ids": row, "labels": row, "number": index} for index in range(4)]
+    make_trainer(strategy, use_distributed_sampler=True).fit(Module(Run()), DataLoader(data, batch_size=1))
+    return strategy.describe()["mesh"], drawn
+
+
+def test_context_peers_are_one_to_samplers(pool4: RankPool) -> None:
+    """And the mesh says how many they are. What is not named is not sliced."""
+    meshes, drawn = zip(*pool4.run(describe), strict=True)
+    assert meshes[0] == {
+        "data_parallel_replicate": 1,
+        "data_parallel_shard": 2,
+        "context_parallel": 2,
+        "tensor_parallel": 1,
+        "data_parallel": 2,
+    }
+    assert drawn[0] == drawn[1]
+    assert drawn[2] == drawn[3]
+    assert sorted(drawn[0] + drawn[2]) == [0, 1, 2, 3]
+
+
+def evaluate(run: Run) -> tuple[float, float]:
+    """Runs on every rank: the evaluation's loss and label tokens; the ranks' data differ in length."""
+    module = DecoderModule(run)
+    batches = batches_by_rank(run)[data_rank(run)]
+    trainer = make_trainer(AutomodelStrategy(**run.options), callbacks=[EvaluationLoss()])
+    trainer.validate(module, DataLoader(batches[data_rank(run) :], batch_size=None), verbose=False)
+    return float(trainer.callback_metrics["val_loss"]), float(trainer.callback_metrics["count"])
+
+
+@pytest.mark.parametrize("label_shift", [0, pytest.param(1, marks=pytest.mark.sweep)])
+def test_evaluation(pool4: RankPool, label_shift: int) -> None:
+    """Each token counts once; a rank whose data has ended waits without taking part in attention."""
+    run = Run(num_ranks=2, label_shift=label_shift)
+    batches = [whole(run, each) for rank, own in enumerate(batches_by_rank(run)) for each in own[rank:]]
+    module = DecoderModule(run)
+    count = sum(count_used(run, batch) for batch in batches)
+    loss = sum(module.loss(batch, "sum").item() for batch in batches) / count
+    for found, counted in pool4.run(evaluate, run):
+        assert found == pytest.approx(loss, rel=TOLERANCE)
+        assert counted == count
+
+
+def save_and_resume(run: Run, folder: Path, epochs: int) -> dict[str, Tensor]:
+    """Runs on every rank: resume if there is a checkpoint, train up to `epochs`, save."""
+    module, path = DecoderModule(run), folder / "checkpoint"
+    options = {"max_epochs": epochs, "accumulate_grad_batches": run.accumulation, **run.clip}
+    trainer = make_trainer(AutomodelStrategy(**run.options), **options)
+    trainer.fit(module, loader(run), ckpt_path=path if epochs > 1 else None, weights_only=False)
+    trainer.save_checkpoint(path)
+    return full_weights(module.model)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(2, 1), *(pytest.param(*each, marks=pytest.mark.sweep) for each in [(1, 2), (2, 2)])],
+)
+def test_checkpoints_go_to_other_shapes(request: pytest.FixtureRequest, tmp_path: Path, first: int, then: int) -> None:
+    """From one context size into another, with the optimizer's state."""
+    run = Run(num_ranks=2, clipping="norm")
+    expected, _, _ = train_plainly(run, epochs=2)
+    for epochs, context in ((1, first), (2, then)):
+        pool = request.getfixturevalue(f"pool{2 * context}")
+        outcomes = pool.run(save_and_resume, replace(run, context=context), tmp_path, epochs)
+    for weights in outcomes:
+        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
+
+
+class WithinSlice(DecoderModule):
+    """Attends by torch's own function in one more layer."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        states = self.model.embedding(batch["input_ids"])[:, None]
+        F.scaled_dot_product_attention(states, states, states)
+        return super().training_step(batch, batch_idx)
+
+
+class WithoutAttention(DecoderModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return self.model.head(self.model.embedding(batch["input_ids"])).mean()
+
+
+class ShiftsItself(DecoderModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return F.cross_entropy(self.model(batch)[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+class LongerKeys(DecoderModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        states = self.model.embedding(batch["input_ids"])[:, None]
+        return context_parallel_attention(states, torch.cat([states, states], dim=-2), states).sum()
+
+
+class ByHand(DecoderModule):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.automatic_optimization = False
+
+
+class DrawsItself(DecoderModule):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+IDS = torch.ones(1, 4, dtype=torch.long)
+REFUSED: dict[str, tuple[type[DecoderModule], Any, dict[str, Any], str]] = {
+    "torch's own attention": (WithinSlice, None, {}, "scaled_dot_product_attention attends to this rank's slice"),
+    "no attention": (WithoutAttention, None, {}, "has crossed the 2 context-parallel ranks 0 times, of at least 1"),
+    "shifted in the slice": (ShiftsItself, None, {"label_shift": 1}, "take batch['shift_labels']"),
+    "keys of other positions": (LongerKeys, None, {}, "each rank holds 2 of this step's: it is for self-attention"),
+    "manual optimization": (ByHand, None, {}, "works under automatic optimization alone"),
+    "dataloader_iter": (DrawsItself, None, {}, "slices the batch that training_step gets"),
+    "a pair": (DecoderModule, (IDS, IDS), {}, "a batch that is a mapping, and this one is a list"),
+    "other names": (DecoderModule, {"tokens": IDS}, {}, "and the batch has the keys ['tokens']"),
+    "one label a row": (DecoderModule, {"input_ids": IDS, "labels": IDS[:, 0]}, {}, "make it [b, 4]"),
+    "a mask of pairs": (
+        *(DecoderModule, {"input_ids": IDS, "labels": IDS, "attention_mask": IDS[None, None]}, {}),
+        "slices the last dimension of batch['attention_mask'], which has the shape [1, 1, 1, 4]",
+    ),
+    "unequal batches": (DecoderModule, "rank", {}, "The context-parallel ranks [0, 1] were given different first"),
+}
+
+
+def refusals() -> dict[str, str]:
+    """Runs on every rank: what each of these raises."""
+    raised = {}
+    for name, (make_module, batch, options, _) in REFUSED.items():
+        if batch is None:
+            batch = {"input_ids": IDS, "labels": IDS}
+        elif batch == "rank":
+            batch = {"input_ids": IDS + dist.get_rank(), "labels": IDS}
+        trainer = make_trainer(AutomodelStrategy(context_parallel_size=2, **options))
+        try:
+            trainer.fit(make_module(Run()), DataLoader([batch], batch_size=None))
+        except Exception as error:
+            raised[name] = f"{type(error).__name__}: {error}"
+    return raised
+
+
+def test_what_would_be_wrong_in_slices_is_refused(pool2: RankPool) -> None:
+    for raised in pool2.run(refusals):
+        assert raised.keys() == REFUSED.keys()
+        for name, (*_, sentence) in REFUSED.items():
+            assert sentence in raised[name]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_attention_without_slices(is_causal: bool, is_masked: bool) -> None:
+    """Without a run it is the softmax of the textbook, with heads of a group repeated."""
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(2, heads, 5, 4, generator=generator).double() for heads in (4, 2, 2))
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
+    scores = query @ key.repeat_interleave(2, dim=1).transpose(-1, -2) / 2
+    allowed = torch.ones(5, 5).tril().bool() if is_causal else torch.ones(5, 5).bool()
+    if is_masked:
+        allowed = (allowed & mask[:, None, None].bool()) | torch.eye(5).bool()
+    expected = scores.masked_fill(~allowed, -math.inf).softmax(-1) @ value.repeat_interleave(2, dim=1)
+    attended = context_parallel_attention(
+        query, key, value, is_causal=is_causal, attention_mask=mask if is_masked else None
+    )
+    torch.testing.assert_close(attended, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.sweep
