@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,6 +30,7 @@ class _Slices:
         documents: See :meth:`SequenceSlices.documents`.
         num_calls: How often attention has crossed ranks.
         is_attending: Whether it does so now.
+        masks: Those of causal attention, by first position and dtype.
     """
 
     group: dist.ProcessGroup
@@ -40,6 +41,24 @@ class _Slices:
     documents: Tensor | None = None
     num_calls: int = 0
     is_attending: bool = False
+    masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def causal_mask(self, start: int, query: Tensor) -> Tensor:
+        """[c, start + c] what is added to the products of a chunk's rows.
+
+        One for all layers, which their backwards keep; of a mask of booleans torch would make one in each layer.
+        """
+        dtype = torch.get_autocast_dtype(query.device.type) if _is_cast(query) else query.dtype
+        if (start, dtype) not in self.masks:
+            seen = _mask(_positions(start, query), start + self.chunk, True, None)
+            zeros = torch.zeros(seen.shape, dtype=dtype, device=query.device)
+            self.masks[start, dtype] = zeros.masked_fill_(~seen, -torch.inf)
+        return self.masks[start, dtype]
+
+
+def _is_cast(query: Tensor) -> bool:
+    """Whether attention is computed in autocast's dtype."""
+    return torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64
 
 
 # Of the step, or the backward, that runs in this process. No context variable: recomputation may run in a thread of
@@ -132,7 +151,7 @@ def attend_across(
             if part is not None:
                 part = part[..., :end]
             elif is_causal and start > 0:
-                part = _mask(_positions(start, rows), end, is_causal, None)
+                part = slices.causal_mask(start, rows)
             parts.append(
                 F.scaled_dot_product_attention(
                     *(rows, key[..., :end, :], value[..., :end, :]),

@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import math
 import random
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -329,6 +331,33 @@ def test_context_peers_are_one_to_samplers(pool4: RankPool) -> None:
     assert sorted(drawn[0] + drawn[2]) == [0, 1, 2, 3]
 
 
+def count_collectives(run: Run) -> Counter[str]:
+    """Runs on every rank: how often context peers, who are two of four ranks, communicate in an epoch."""
+    counted: Counter[str] = Counter()
+
+    def counting(name: str) -> Any:
+        original = getattr(dist, name)
+
+        def call(*args: Any, group: Any = None, **kwargs: Any) -> Any:
+            counted[name] += group is not None and group.size() == run.context
+            return original(*args, group=group, **kwargs)
+
+        return patch.object(dist, name, call)
+
+    with counting("all_gather_into_tensor"), counting("reduce_scatter_tensor"):
+        fit(run)
+    return counted
+
+
+@pytest.mark.parametrize("recompute", [True, pytest.param(False, marks=pytest.mark.sweep)])
+def test_one_collective_a_layer_each_way(pool4: RankPool, recompute: bool) -> None:
+    """Keys and values together; recomputation gathers again."""
+    run = Run(num_ranks=2, recompute=recompute)
+    layers = run.num_batches * len(Decoder().blocks)
+    for counted in pool4.run(count_collectives, run):
+        assert counted == {"all_gather_into_tensor": layers * (1 + recompute), "reduce_scatter_tensor": layers}
+
+
 def evaluate(run: Run) -> tuple[float, float]:
     """Runs on every rank: the evaluation's loss and label tokens; the ranks' data differ in length."""
     module = DecoderModule(run)
@@ -363,7 +392,7 @@ def save_and_resume(run: Run, folder: Path, epochs: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [(2, 1), *(pytest.param(*each, marks=pytest.mark.sweep) for each in [(1, 2), (2, 2)])],
+    [pytest.param(*each, marks=pytest.mark.sweep) for each in [(2, 1), (1, 2), (2, 2)]],
 )
 def test_checkpoints_go_to_other_shapes(request: pytest.FixtureRequest, tmp_path: Path, first: int, then: int) -> None:
     """From one context size into another, with the optimizer's state."""

@@ -109,13 +109,18 @@ def check(pool: RankPool, model: str, kind: str, **options: Any) -> None:
         assert left == found
 
 
+@pytest.mark.parametrize("kind", ["left", "packed"])
+def test_layers_with_and_without_a_window(pool2: RankPool, kind: str) -> None:
+    check(pool2, "qwen3", kind)
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "model", ["llama", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("qwen3", "mistral", "gpt2"))]
-)
-def test_trains_like_one_process(pool2: RankPool, model: str, kind: str) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_all_models(pool2: RankPool, model: str, kind: str) -> None:
     check(pool2, model, kind)
 
 
+@pytest.mark.sweep
 def test_windows_and_shards(pool4: RankPool) -> None:
     check(pool4, "qwen3", "left", activation_checkpointing=True)
