@@ -105,7 +105,7 @@ class SequenceSlices:
                 sliced[SHIFTED_LABELS] = F.pad(
                     shifted, (0, length - shifted.shape[-1]), value=self._padding[self._label_key]
                 )
-            sliced[self._label_key] = ShiftedAway(self._label_key)
+            sliced[self._label_key] = ShiftedAway()
         for key, padding in self._padding.items():
             if isinstance(tensor := sliced.get(key), Tensor):
                 self._check(key, tensor, length)
@@ -133,18 +133,22 @@ class ShiftedAway:
     ``shift_labels``, and do not look at them.
     """
 
-    def __init__(self, key: str) -> None:
-        self._message = (
-            f"batch[{key!r}] cannot be shifted in a slice of a sequence: take batch['shift_labels'], which has for each"
-            " position of batch['input_ids'] the label of its prediction. (Or shift labels in the collate function,"
-            " and pass label_shift=0.)"
-        )
+    _MESSAGE = (
+        "The labels of a batch cannot be shifted in a slice of a sequence: take batch['shift_labels'], which has for"
+        " each position of batch['input_ids'] the label of its prediction. (Or shift labels in the collate function,"
+        " and pass label_shift=0.)"
+    )
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(self._message)
+        raise AttributeError(self._MESSAGE)
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise TypeError(self._message)
+        raise TypeError(self._MESSAGE)
 
     __getitem__ = __eq__ = __ne__ = __len__ = __iter__ = _refuse
     __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> NoReturn:
+        """What torch calls in place of a function of its own that is given one of these."""
+        raise TypeError(cls._MESSAGE)

@@ -13,6 +13,7 @@ NAME = "context_parallel"
 """Under which transformers knows both functions below; its attention and its masks must have one name."""
 
 _LAYERS = {"full_attention", "sliding_attention"}
+_POSITIONS_BY_ARGUMENT = 3  # forward(input_ids, attention_mask, position_ids)
 _CHANGES_SCORES = ("softcap", "position_bias", "s_aux", "head_mask")
 
 
@@ -35,8 +36,11 @@ def let_models_attend_across(module: nn.Module) -> tuple[int, Callable[[], None]
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _make_mask)
     before = [(model, model.config._attn_implementation, model.config.use_cache) for model in models]
+    hooks = [model.register_forward_pre_hook(_check_positions, with_kwargs=True) for model in models]
 
     def restore() -> None:
+        for hook in hooks:
+            hook.remove()
         for model, implementation, use_cache in before:
             model.set_attn_implementation(implementation)
             model.config.use_cache = use_cache
@@ -65,6 +69,15 @@ def _check(model: Any) -> None:
         raise ValueError(
             f"{name} is no causal language model, the Hugging Face models that have been checked with"
             " context_parallel_size > 1: leave it at 1."
+        )
+
+
+def _check_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a model's forward: it would count the positions of a slice from 0."""
+    if context_parallel.is_sliced() and kwargs.get("position_ids") is None and len(args) < _POSITIONS_BY_ARGUMENT:
+        raise RuntimeError(
+            f"{type(model).__name__} was called on a slice of a sequence without position_ids: with"
+            " context_parallel_size > 1 pass it those of the batch, as self.model(**batch) does."
         )
 
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
+from lightning_automodel.sharding.context_parallel_hf import let_models_attend_across
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import VOCABULARY, Batch, Outcome, full_weights, weight_error
-from tests.trainer.hugging_face import _SIZES, OwnLoss, filled, tied_llama, untied_gpt2
+from tests.trainer.hugging_face import _SIZES, OwnLoss, filled, t5, tied_llama, untied_gpt2
 from tests.trainer.plain import sgd
 from tests.trainer.runs import TOLERANCE, make_trainer
 
@@ -124,3 +125,51 @@ def test_all_models(pool2: RankPool, model: str, kind: str) -> None:
 @pytest.mark.sweep
 def test_windows_and_shards(pool4: RankPool) -> None:
     check(pool4, "qwen3", "left", activation_checkpointing=True)
+
+
+class LeavesOut(OwnLoss):
+    """Passes all but one entry of the batch to the model."""
+
+    def __init__(self, left_out: str) -> None:
+        super().__init__(tied_llama())
+        self.left_out = left_out
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return super().training_step({name: each for name, each in batch.items() if name != self.left_out}, batch_idx)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "positions": (lambda: LeavesOut("position_ids"), "LlamaForCausalLM was called on a slice of a sequence without"),
+    "masks": (lambda: LeavesOut("attention_mask"), "pass the batch's attention_mask and position_ids to the model"),
+    "shifted labels": (lambda: LeavesOut("shift_labels"), "take batch['shift_labels']"),
+    "encoder-decoder": (lambda: OwnLoss(t5()), "T5ForConditionalGeneration is no causal language model"),
+}
+
+
+def refusals() -> dict[str, str]:
+    """Runs on every rank: what each of these raises."""
+    raised = {}
+    for name, (make_module, _) in REFUSED.items():
+        trainer = make_trainer(AutomodelStrategy(context_parallel_size=CONTEXT, label_shift=1))
+        try:
+            trainer.fit(make_module(), DataLoader(batches_by_rank("plain", 1)[0], batch_size=None))
+        except Exception as error:
+            raised[name] = f"{type(error).__name__}: {error}"
+    return raised
+
+
+def test_what_would_be_wrong_in_slices_is_refused(pool2: RankPool) -> None:
+    for raised in pool2.run(refusals):
+        assert raised.keys() == REFUSED.keys()
+        for name, (_, sentence) in REFUSED.items():
+            assert sentence in raised[name]
+
+
+def test_layers_that_mix_positions_otherwise() -> None:
+    """Before anything of the model is touched."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    with torch.device("meta"):
+        model = Qwen3NextForCausalLM(Qwen3NextConfig(num_hidden_layers=4, num_experts=2))
+    with pytest.raises(ValueError, match="Qwen3NextForCausalLM has layers of the types linear_attention"):
+        let_models_attend_across(OwnLoss(model))
