@@ -66,6 +66,7 @@ def _is_cast(query: Tensor) -> bool:
 _current: _Slices | None = None
 
 
+@torch.compiler.disable  # compiled, it would be compiled anew for each step
 def context_parallel_attention(
     query: Tensor,
     key: Tensor,
@@ -260,7 +261,7 @@ class ContextParallelSteps:
         group: The ranks that share a batch.
         slices: Cuts it.
         device: This rank's device.
-        num_layers: How many layers attend, where that is known.
+        num_layers: How often a step attends at least, where that is known.
     """
 
     def __init__(

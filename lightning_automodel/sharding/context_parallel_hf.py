@@ -21,7 +21,7 @@ def let_models_attend_across(module: nn.Module) -> tuple[int, Callable[[], None]
     """Let the Hugging Face models in ``module`` attend by :func:`context_parallel.attend_across`, within steps.
 
     Returns:
-        The number of their attention layers, and what restores them.
+        How often a step that uses one of them attends, and what restores them.
 
     Raises:
         ValueError: For a model that mixes positions in other ways, or has not been checked.
@@ -36,7 +36,7 @@ def let_models_attend_across(module: nn.Module) -> tuple[int, Callable[[], None]
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _make_mask)
     before = [(model, model.config._attn_implementation, model.config.use_cache) for model in models]
-    hooks = [model.register_forward_pre_hook(_check_positions, with_kwargs=True) for model in models]
+    hooks = [model.register_forward_pre_hook(_check_inputs, with_kwargs=True) for model in models]
 
     def restore() -> None:
         for hook in hooks:
@@ -54,7 +54,7 @@ def let_models_attend_across(module: nn.Module) -> tuple[int, Callable[[], None]
                 f"{type(model).__name__} computes attention in a way of its own, not by transformers'"
                 " AttentionInterface, so that it would stay within a slice: leave context_parallel_size at 1."
             )
-    return sum(model.config.num_hidden_layers for model in models), restore
+    return min(model.config.num_hidden_layers for model in models), restore
 
 
 def _check(model: Any) -> None:
@@ -72,15 +72,22 @@ def _check(model: Any) -> None:
         )
 
 
-def _check_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a model's forward: it would count the positions of a slice from 0."""
-    if context_parallel.is_sliced() and kwargs.get("position_ids") is None and len(args) < _POSITIONS_BY_ARGUMENT:
+def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a model's forward: it would count the positions of a slice from 0, and shift the labels within it."""
+    if not context_parallel.is_sliced():
+        return
+    if isinstance(kwargs.get("labels"), Tensor) and kwargs.get("shift_labels") is None:
+        raise RuntimeError(
+            f"{type(model).__name__} would shift the labels of a slice of a sequence by itself: pass label_shift=1."
+        )
+    if kwargs.get("position_ids") is None and len(args) < _POSITIONS_BY_ARGUMENT:
         raise RuntimeError(
             f"{type(model).__name__} was called on a slice of a sequence without position_ids: with"
             " context_parallel_size > 1 pass it those of the batch, as self.model(**batch) does."
         )
 
 
+@torch.compiler.disable
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -106,7 +113,8 @@ def _attend(
             " context_parallel_size > 1: leave it at 1."
         )
     options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    mixed = context_parallel.attend_across(query, key, value, attention_mask, is_causal is not False, options)
+    is_causal = is_causal is not False and getattr(module, "is_causal", True)
+    mixed = context_parallel.attend_across(query, key, value, attention_mask, is_causal, options)
     return mixed.transpose(1, 2).contiguous(), None
 
 

@@ -226,9 +226,9 @@ def loader(run: Run) -> DataLoader:
     return DataLoader(batches_by_rank(run)[data_rank(run)], batch_size=None)
 
 
-def fit(run: Run) -> tuple[dict[str, Tensor], dict[str, float]]:
+def fit(run: Run, make_module: type[DecoderModule] = DecoderModule) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Runs on every rank: full weights, and the last step's report."""
-    module, strategy = DecoderModule(run), AutomodelStrategy(**run.options)
+    module, strategy = make_module(run), AutomodelStrategy(**run.options)
     make_trainer(strategy, accumulate_grad_batches=run.accumulation, **run.clip).fit(module, loader(run))
     report = strategy.last_step
     assert report is not None
@@ -499,6 +499,21 @@ def test_attention_without_slices(is_causal: bool, is_masked: bool) -> None:
         query, key, value, is_causal=is_causal, attention_mask=mask if is_masked else None
     )
     torch.testing.assert_close(attended, expected, rtol=1e-12, atol=1e-12)
+
+
+class Compiled(DecoderModule):
+    def configure_model(self) -> None:
+        for block in self.model.blocks:
+            block.compile(backend="eager")
+
+
+@pytest.mark.sweep
+def test_compiled_blocks(pool2: RankPool) -> None:
+    """Attention stays outside of the graphs."""
+    run = Run(recompute=True)
+    weights, _, _ = train_plainly(run)
+    for trained, _ in pool2.run(fit, run, Compiled):
+        assert weight_error(Outcome(trained, None), Outcome(weights, None)) <= TOLERANCE
 
 
 @pytest.mark.sweep

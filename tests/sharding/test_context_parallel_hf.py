@@ -138,10 +138,19 @@ class LeavesOut(OwnLoss):
         return super().training_step({name: each for name, each in batch.items() if name != self.left_out}, batch_idx)
 
 
+class ShiftsInTheModel(OwnLoss):
+    """Lets the model shift what belongs to its slice."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        own = {name: each for name, each in batch.items() if name != "shift_labels"}
+        return self.model(**(own | {"labels": batch["shift_labels"]})).loss
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "positions": (lambda: LeavesOut("position_ids"), "LlamaForCausalLM was called on a slice of a sequence without"),
     "masks": (lambda: LeavesOut("attention_mask"), "pass the batch's attention_mask and position_ids to the model"),
     "shifted labels": (lambda: LeavesOut("shift_labels"), "take batch['shift_labels']"),
+    "shifted again": (lambda: ShiftsInTheModel(tied_llama()), "would shift the labels of a slice of a sequence by"),
     "encoder-decoder": (lambda: OwnLoss(t5()), "T5ForConditionalGeneration is no causal language model"),
 }
 
