@@ -73,8 +73,6 @@ def check_training(module: pl.LightningModule, accumulate_grad_batches: int, cou
 def check_sliceable(module: pl.LightningModule, context_parallel_size: int) -> None:
     """Raise ValueError for a module of which not every step would get slices of its batches."""
     named = f"context_parallel_size={context_parallel_size}"
-    if not module.automatic_optimization:
-        raise ValueError(f"{named} works under automatic optimization alone: set self.automatic_optimization = True.")
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
         if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
             raise ValueError(f"{named} slices the batch that {name} gets: let it take the batch, not dataloader_iter.")

@@ -238,6 +238,13 @@ def fit(run: Run, make_module: type[DecoderModule] = DecoderModule) -> tuple[dic
     }
 
 
+def fit_by_hand(run: Run) -> tuple[dict[str, Tensor], None]:
+    """Runs on every rank: full weights after manual optimization."""
+    module = ByHand(run)
+    make_trainer(AutomodelStrategy(**run.options)).fit(module, loader(run))
+    return full_weights(module.model), None
+
+
 def check(pool: RankPool, run: Run) -> None:
     weights, loss, count = train_plainly(run)
     last_window = (run.num_batches - 1) % run.accumulation + 1
@@ -430,12 +437,6 @@ class LongerKeys(DecoderModule):
         return context_parallel_attention(states, torch.cat([states, states], dim=-2), states).sum()
 
 
-class ByHand(DecoderModule):
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.automatic_optimization = False
-
-
 class DrawsItself(DecoderModule):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         return super().training_step(next(dataloader_iter)[0], 0)
@@ -447,7 +448,6 @@ REFUSED: dict[str, tuple[type[DecoderModule], Any, dict[str, Any], str]] = {
     "no attention": (WithoutAttention, None, {}, "has crossed the 2 context-parallel ranks 0 times, of at least 1"),
     "shifted in the slice": (ShiftsItself, None, {"label_shift": 1}, "take batch['shift_labels']"),
     "keys of other positions": (LongerKeys, None, {}, "each rank holds 2 of this step's: it is for self-attention"),
-    "manual optimization": (ByHand, None, {}, "works under automatic optimization alone"),
     "dataloader_iter": (DrawsItself, None, {}, "slices the batch that training_step gets"),
     "a pair": (DecoderModule, (IDS, IDS), {}, "a batch that is a mapping, and this one is a list"),
     "other names": (DecoderModule, {"tokens": IDS}, {}, "and the batch has the keys ['tokens']"),
@@ -499,6 +499,32 @@ def test_attention_without_slices(is_causal: bool, is_masked: bool) -> None:
         query, key, value, is_causal=is_causal, attention_mask=mask if is_masked else None
     )
     torch.testing.assert_close(attended, expected, rtol=1e-12, atol=1e-12)
+
+
+class ByHand(DecoderModule):
+    """Accumulates, clips and steps itself."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer, index = self.optimizers(), batch_idx + 1
+        ends = index % self.run.accumulation == 0 or index == self.run.num_batches
+        with optimizer.toggle_model(sync_grad=ends):
+            self.manual_backward(self.loss(batch, "mean"))
+        if ends:
+            self.trainer.strategy.clip_gradients(optimizer, 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("ddp", marks=pytest.mark.sweep)])
+def test_manual_optimization(pool4: RankPool, layout: str) -> None:
+    run = Run(layout=layout, num_ranks=2, gap="micro_batches")
+    weights, _, _ = train_plainly(replace(run, clipping="norm"))
+    for trained, _ in pool4.run(fit_by_hand, run):
+        assert weight_error(Outcome(trained, None), Outcome(weights, None)) <= TOLERANCE
 
 
 class Compiled(DecoderModule):
