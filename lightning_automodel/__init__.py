@@ -24,6 +24,7 @@ from lightning_automodel.gradients.chunked_loss import token_loss
 from lightning_automodel.gradients.rescale_clip import clip_gradients, rescale_gradients
 from lightning_automodel.gradients.token_loss import StepReport, reduce_loss
 from lightning_automodel.report import TrainingReport
+from lightning_automodel.sharding.context_parallel import context_parallel_attention
 from lightning_automodel.sharding.grad_sync import get_sync_ctx
 from lightning_automodel.strategy import AutomodelStrategy
 
@@ -37,6 +38,7 @@ __all__ = [
     "TrainingReport",
     "barrier_and_log",
     "clip_gradients",
+    "context_parallel_attention",
     "destroy_global_state",
     "dp_eval_sample_shard",
     "get_local_rank_preinit",

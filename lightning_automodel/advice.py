@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_automodel.data.sequence_slices import SHIFTED_LABELS
 from lightning_automodel.gradients.token_loss import (
     Count,
     TokenWeighting,
@@ -80,7 +81,8 @@ class Advice:
         if self._shift_is_checked or not weighting.counts_labels_of(batch, output):
             return
         self._shift_is_checked = True
-        if weighting.label_shift == 0 and contains_hugging_face_causal_lm(module):
+        is_shifted = weighting.label_shift > 0 or weighting.label_key == SHIFTED_LABELS
+        if not is_shifted and contains_hugging_face_causal_lm(module):
             self.say_once(
                 "Label tokens are counted with label_shift=0, but Hugging Face causal language models drop the"
                 " first label of each row: pass label_shift=1 if training_step returns the model's own loss."

@@ -33,6 +33,7 @@ _SIZES: dict[str, Any] = {
     "data_parallel_size": "auto",
     "data_parallel_replicate_size": 1,
     "tensor_parallel_size": 1,
+    "context_parallel_size": 1,
 }
 _SWITCHES = (
     "per_token_loss",
@@ -71,6 +72,7 @@ class StrategyOptions:
     data_parallel_size: int | Literal["auto"]
     data_parallel_replicate_size: int | Literal["auto"]
     tensor_parallel_size: int
+    context_parallel_size: int
     device_mesh: DeviceMesh | None
     ddp_kwargs: dict[str, Any] | None
     ddp_comm_hook: Callable | None
@@ -114,6 +116,7 @@ class StrategyOptions:
         for name in ("data_parallel_size", "data_parallel_replicate_size"):
             self._check_integer(name, smallest=1, alternative="auto")
         self._check_integer("tensor_parallel_size", smallest=1)
+        self._check_integer("context_parallel_size", smallest=1)
         self._check_type("device_mesh", DeviceMesh | None, "a DeviceMesh (init_device_mesh makes one)")
         self._check_type("ddp_kwargs", dict | None, "a dictionary of keywords for DistributedDataParallel")
         self._check_type("label_key", str, "the name of an entry of the batch")
@@ -151,6 +154,25 @@ class StrategyOptions:
                 " without it are sums over as many tokens as a window has."
             )
         parse_timeout(self.timeout)
+        if self.context_parallel_size > 1:
+            self._check_beside_context_parallelism()
+
+    def _check_beside_context_parallelism(self) -> None:
+        """Raise ValueError for what is wrong with slices of sequences, or has not been checked with them."""
+        problems = {
+            "tensor_parallel_size > 1": self.tensor_parallel_size > 1,
+            "device_mesh": self.device_mesh is not None,
+            "per_token_loss=False (means of slices are not the mean of a batch)": not self.per_token_loss,
+            "count='samples' (a slice is no sample)": self.count == "samples",
+            "count_window_ahead=True": self.count_window_ahead,
+            "uneven_inputs='pad'": self.uneven_inputs == "pad",
+        }
+        found = [problem for problem, applies in problems.items() if applies]
+        if found:
+            raise ValueError(
+                f"context_parallel_size={self.context_parallel_size} does not go with {', '.join(found)}: leave one of"
+                " them out."
+            )
 
     def _check_type(self, name: str, valid: Any, description: str) -> None:
         value = getattr(self, name)

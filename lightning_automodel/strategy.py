@@ -62,6 +62,8 @@ class AutomodelStrategy(ParallelStrategy):
             ``"auto"``: the number of nodes.
         tensor_parallel_size: Ranks that compute each micro-batch together, by the plan that ``configure_model`` applies
             over ``self.device_mesh["tensor_parallel"]``, or by a Hugging Face model's own ``tp_plan``.
+        context_parallel_size: Ranks that share each batch and hold a slice of its sequence each, for sequences that do
+            not fit on one. Their attention is :func:`~lightning_automodel.context_parallel_attention`.
         device_mesh: A mesh over all ranks that the caller built; the sizes are read from it. What its dimensions may be
             called: :func:`~lightning_automodel.distributed.caller_mesh.adopt_mesh`.
         ddp_kwargs: For ``DistributedDataParallel`` (``find_unused_parameters``, ``bucket_cap_mb``, ...).
@@ -134,6 +136,7 @@ class AutomodelStrategy(ParallelStrategy):
         data_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_replicate_size: int | Literal["auto"] = 1,
         tensor_parallel_size: int = 1,
+        context_parallel_size: int = 1,
         device_mesh: DeviceMesh | None = None,
         ddp_kwargs: dict[str, Any] | None = None,
         ddp_comm_hook: Callable | None = None,
@@ -368,6 +371,7 @@ class AutomodelStrategy(ParallelStrategy):
             options.tensor_parallel_size,
             self.world_size,
             self.num_nodes,
+            options.context_parallel_size,
         )
         return build_mesh(device_type, sizes, timeout)
 
@@ -475,7 +479,7 @@ class AutomodelStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
-        checks.check_optimizers(self._module, self.optimizers, self._joined_mesh().sizes.data_parallel)
+        checks.check_optimizers(self._module, self.optimizers, self._joined_mesh().sizes.divisor)
         self._required_run.watch_module()
 
     @property
@@ -532,8 +536,9 @@ class AutomodelStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         run = self._required_run
         self._begin_step(self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True)
+        args = run.sliced(args)
         run.start_step(args[0] if args else next(iter(kwargs.values()), None))
-        with run.inputs.training_step():
+        with run.inputs.training_step(), run.attention("training_step"):
             output = super().training_step(*args, **kwargs)
         if self._module.automatic_optimization and output is not None:
             run.end_step(output)
@@ -649,15 +654,18 @@ class AutomodelStrategy(ParallelStrategy):
 
     def _evaluation_step(self, step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Evaluate one batch and leave nothing gathered: a callback may be about to swap weights."""
-        engine = self._required_run.engine
+        run = self._required_run
+        engine = run.engine
 
         def evaluate(*args: Any) -> STEP_OUTPUT:
             engine.start_evaluation()
-            output = step(*args, **kwargs)
+            args = run.sliced(args)
+            with run.attention(step.__name__):
+                output = step(*args, **kwargs)
             engine.end_evaluation()
             return output
 
-        return self._required_run.inputs.evaluate(evaluate, args, self._begin_evaluation, engine.join_evaluation)
+        return run.inputs.evaluate(evaluate, args, self._begin_evaluation, engine.join_evaluation)
 
     def _begin_evaluation(self) -> bool:
         """Whether all ranks stop after this step. Within a fit they stop in training steps alone."""
@@ -683,7 +691,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
-        """Reduce a value over the data-parallel ranks (or ``group``), leaving the input as it is.
+        """Reduce a value over the ranks that hold different tokens (or ``group``), leaving the input as it is.
 
         A collective on the group: one all-reduce, without the barrier that Lightning's own strategies put before it.
         The mean of integers is exact. Non-tensors are returned unchanged.

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +20,7 @@ from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.advice import Advice
 from lightning_automodel.data.draws import Draws
 from lightning_automodel.data.fillers import FillerState
+from lightning_automodel.data.sequence_slices import SHIFTED_LABELS, SequenceSlices
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.mesh import RunMesh
@@ -33,6 +34,8 @@ from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import checks, meta_init, precision, tensor_parallel, units
 from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks
+from lightning_automodel.sharding.context_parallel import ContextParallelSteps
+from lightning_automodel.sharding.context_parallel_hf import let_models_attend_across
 from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
@@ -81,6 +84,8 @@ class TrainingRun:
             precision.check_conversion(plugin, module)
         if fitting:
             checks.check_training(module, module.trainer.accumulate_grad_batches, options.count_window_ahead)
+        self._restore_attention: Callable[[], None] = lambda: None
+        self._context = self._slice_sequences()
         self._without_values = meta_init.names_without_values(module)
         for note in options.without_effect():
             advice.say_once(note)
@@ -99,12 +104,14 @@ class TrainingRun:
         self.model = self.engine.setup(module, fitting, self._give_values)
         tensor_parallel.synchronize_metrics(module, mesh, self.patches)
         advice.about_wrap_policy(options.auto_wrap_policy, self.engine.describe())
+        # The labels of a slice were shifted before they were cut.
+        is_shifted = self._context is not None and options.label_shift > 0
         self.weighting = TokenWeighting(
             per_token_loss=options.per_token_loss,
             loss_reduction=options.loss_reduction,
-            label_key=options.label_key,
+            label_key=SHIFTED_LABELS if is_shifted else options.label_key,
             ignore_index=options.ignore_index,
-            label_shift=options.label_shift,
+            label_shift=0 if is_shifted else options.label_shift,
             count_label_tokens=extract_batch_size if options.count == "samples" else options.count_label_tokens,
         )
         self._scaling = LossScaling(
@@ -164,6 +171,27 @@ class TrainingRun:
             torch_internals.compile_in_place(block, self.patches, **kwargs)
         return [f"{names[id(block)]} ({units.class_name(block)})" for block in chosen]
 
+    def _slice_sequences(self) -> ContextParallelSteps | None:
+        """What gives each step its slice, where ranks share batches.
+
+        Raises:
+            ValueError: For what the labels of a slice do not tell, or nobody has checked in slices.
+        """
+        module, mesh = self.module, self._mesh.context_parallel
+        if mesh is None:
+            return None
+        checks.check_sliceable(module, mesh.size())
+        num_layers, self._restore_attention = let_models_attend_across(module)
+        slices = SequenceSlices(
+            mesh.get_local_rank(),
+            mesh.size(),
+            self._options.label_key,
+            self._options.ignore_index,
+            self._options.label_shift,
+            adds_mask=num_layers > 0,
+        )
+        return ContextParallelSteps(module, mesh.get_group(), slices, self.device, num_layers)
+
     def _make_engine(self) -> Engine:
         module, options = self.module, self._options
         self.policy: MixedPrecisionPolicy | None = None
@@ -215,7 +243,7 @@ class TrainingRun:
         self.watch.watch_module(self.module, self.patches, self.engine.release)
         checks.check_hooks(self.module, self._options.count_window_ahead)
         # Under automatic optimization every backward is the strategy's.
-        if not (self._is_sharded or self.module.automatic_optimization) and self._mesh.sizes.data_parallel > 1:
+        if not (self._is_sharded or self.module.automatic_optimization) and self._mesh.sizes.divisor > 1:
             self.watch.watch_stray_backwards()
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
@@ -234,6 +262,14 @@ class TrainingRun:
         if self._ahead is not None:
             self._ahead.begin_batch(draw)
             self.seconds_drawing += time.perf_counter() - start
+
+    def sliced(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a step that begins, the batch first: this rank's slice of it under context parallelism."""
+        return args if self._context is None else (self._context.slice(args[0]), *args[1:])
+
+    def attention(self, step: str) -> AbstractContextManager[None]:
+        """Context of a step whose arguments are :meth:`sliced`."""
+        return nullcontext() if self._context is None else self._context.step(step)
 
     def start_step(self, batch: Any) -> None:
         """A training step is about to run on ``batch``."""
@@ -261,6 +297,8 @@ class TrainingRun:
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """See :meth:`AutomodelStrategy.evaluated`."""
+        if self._context is not None:
+            batch = self._context.slices.slice(batch)  # of which the output is
         sums = self.weighting.evaluated(batch, output, step)
         self.advice.about_label_shift(self.module, self.weighting, batch, output)
         return sums
@@ -298,7 +336,7 @@ class TrainingRun:
         if self.inputs.is_filler:
             objective = objective * 0
         with self.windows.backward(window, ends):
-            with self.engine.micro_batch(is_last=ends):
+            with self.engine.micro_batch(is_last=ends), self._recomputation():
                 plugin.backward(self._scaling.apply(objective, window.sums), module, optimizer, *args, **kwargs)
                 self.engine.end_backward()
             if not self.inputs.is_filler:
@@ -306,6 +344,10 @@ class TrainingRun:
         if self.module.automatic_optimization:
             self.restore_filler_state()
         return plugin.post_backward(loss, module)
+
+    def _recomputation(self) -> AbstractContextManager[None]:
+        """Context of a backward, in which blocks that are checkpointed compute their attention again."""
+        return nullcontext() if self._context is None else self._context.attending()
 
     def _objective(
         self, loss: Tensor, count: Count, accumulate: int, ahead: WindowTotals | None
@@ -315,7 +357,7 @@ class TrainingRun:
         token_losses = self.weighting.objective(token_loss, count) * accumulate
         if ahead is None:
             return token_losses, token_losses
-        divisor = self._mesh.sizes.data_parallel
+        divisor = self._mesh.sizes.divisor
         denominator = ahead.num_label_tokens if self._options.per_token_loss else ahead.num_micro_batches
         objective = token_losses * (divisor / denominator if denominator else 0.0)
         if self._aux_loss is not None:
@@ -407,7 +449,7 @@ class TrainingRun:
         return {
             "data_parallel": self._options.data_parallel,
             "mesh": self._mesh.sizes_by_name(),
-            "gradient_divisor": self._mesh.sizes.data_parallel,
+            "gradient_divisor": self._mesh.sizes.divisor,
             "gradient_denominator": "label tokens" if self._options.per_token_loss else "micro-batches",
             "precision": precision.describe_dtypes(self.plugin, self.module, self.policy),
             "tensors_created_without_values": len(self._without_values),
@@ -430,4 +472,6 @@ class TrainingRun:
         self.patches.restore()
         self.engine.close()
         self._checkpointed.undo()
+        restore, self._restore_attention = self._restore_attention, lambda: None
+        restore()
         self._batch = self._count = self._aux_loss = None

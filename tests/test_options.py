@@ -41,6 +41,7 @@ POLICY = "auto_wrap_policy must be a set of nn.Module classes or a function of a
         ({"data_parallel_replicate_size": -1}, f"data_parallel_replicate_size {SIZE} -1."),
         ({"data_parallel_replicate_size": 2.0}, f"data_parallel_replicate_size {SIZE} 2.0."),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1, got 0."),
+        ({"context_parallel_size": 0}, "context_parallel_size must be an integer of at least 1, got 0."),
         ({"label_shift": -1}, "label_shift must be an integer of at least 0, got -1."),
         ({"label_shift": True}, "label_shift must be an integer of at least 0, got True."),
         ({"per_token_loss": 1}, "per_token_loss must be one of True, False, got 1."),
@@ -289,3 +290,20 @@ def test_options_without_effect(options: dict[str, Any], notes: list[str]) -> No
 def test_hook_that_would_see_sums_over_tokens() -> None:
     with pytest.raises(ValueError, match="ddp_comm_hook needs count_window_ahead=True"):
         AutomodelStrategy(data_parallel="ddp", ddp_comm_hook=print)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"tensor_parallel_size": 2, "count_window_ahead": True}, "tensor_parallel_size > 1, count_window_ahead=True"),
+        ({"per_token_loss": False}, "per_token_loss=False (means of slices are not the mean of a batch)"),
+        ({"count": "samples"}, "count='samples' (a slice is no sample)"),
+        ({"uneven_inputs": "pad"}, "uneven_inputs='pad'"),
+    ],
+)
+def test_beside_context_parallelism(options: dict[str, Any], named: str) -> None:
+    """What slices of sequences would make wrong, or nobody has checked with them."""
+    message = f"context_parallel_size=2 does not go with {named}: leave one of them out."
+    with pytest.raises(ValueError, match="does not go with") as raised:
+        AutomodelStrategy(context_parallel_size=2, **options)
+    assert str(raised.value) == message

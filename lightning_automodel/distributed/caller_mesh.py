@@ -70,6 +70,7 @@ def adopt_mesh(
         "data_parallel_size": sizes.data_parallel,
         "data_parallel_replicate_size": sizes.replicate,
         "tensor_parallel_size": sizes.tensor,
+        "context_parallel_size": sizes.context,
     }
     for keyword, value in told.items():
         if value not in ("auto", actual[keyword]):

@@ -12,8 +12,11 @@ from lightning_automodel.distributed import connections, process_group
 
 REPLICATE = "data_parallel_replicate"
 SHARD = "data_parallel_shard"
+CONTEXT = "context_parallel"
 TENSOR = "tensor_parallel"
 DATA = "data_parallel"
+SHARD_CONTEXT = "data_parallel_shard_context"
+TOKENS = "data_parallel_context"
 
 
 @dataclass(frozen=True)
@@ -24,16 +27,23 @@ class MeshSizes:
         replicate: Ranks that hold copies of the same shard.
         shard: Ranks that one copy of the parameters is sharded over.
         tensor: Ranks that compute one micro-batch together.
+        context: Ranks that share each batch and hold a slice of its sequence each.
     """
 
     replicate: int
     shard: int
     tensor: int = 1
+    context: int = 1
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that hold different data: the divisor of the engine's gradient average."""
+        """Ranks that are given different batches."""
         return self.replicate * self.shard
+
+    @property
+    def divisor(self) -> int:
+        """Ranks that hold different tokens: what the engine averages gradients over."""
+        return self.data_parallel * self.context
 
 
 def resolve_sizes(
@@ -43,38 +53,41 @@ def resolve_sizes(
     tensor_parallel_size: int,
     world_size: int,
     num_nodes: int,
+    context_parallel_size: int = 1,
 ) -> MeshSizes:
     """Settle the sizes once the world is known.
 
-    Data-parallel ranks include replicas, and ``"auto"`` is what tensor parallelism leaves. ``"auto"`` replicas are as
-    many as nodes; under DDP all data-parallel ranks are replicas.
+    Data-parallel ranks include replicas, and ``"auto"`` is what tensor and context parallelism leave. ``"auto"``
+    replicas are as many as nodes; under DDP all data-parallel ranks are replicas.
 
     Raises:
         ValueError: If the sizes do not multiply to the world size, with the values that would.
     """
-    tensor = tensor_parallel_size
-    if world_size % tensor:
+    tensor, context = tensor_parallel_size, context_parallel_size
+    told = {"tensor_parallel_size": tensor, "context_parallel_size": context}
+    peers = [f"{name}={size}" for name, size in told.items() if size > 1]
+    if world_size % (tensor * context):
         raise ValueError(
-            f"tensor_parallel_size={tensor} does not divide the world size {world_size};"
+            f"{' times '.join(peers)} does not divide the world size {world_size};"
             f" valid sizes are {_divisors(world_size)}."
         )
-    size = world_size // tensor if data_parallel_size == "auto" else data_parallel_size
-    if size * tensor != world_size:
-        times = f" times tensor_parallel_size={tensor}" if tensor > 1 else ""
+    size = world_size // (tensor * context) if data_parallel_size == "auto" else data_parallel_size
+    if size * tensor * context != world_size:
         raise ValueError(
-            f"data_parallel_size={size}{times} does not match the world size {world_size}:"
-            f" pass data_parallel_size={world_size // tensor} or 'auto', or start {size * tensor} processes."
+            f"{' times '.join([f'data_parallel_size={size}', *peers])} does not match the world size {world_size}:"
+            f" pass data_parallel_size={world_size // (tensor * context)} or 'auto', or start"
+            f" {size * tensor * context} processes."
         )
     if data_parallel == "ddp":
         refuse_tensor_parallel_ddp(tensor)
-        return MeshSizes(replicate=size, shard=1)
+        return MeshSizes(replicate=size, shard=1, context=context)
     replicate = num_nodes if data_parallel_replicate_size == "auto" else data_parallel_replicate_size
     if size % replicate:
         raise ValueError(
             f"data_parallel_replicate_size={replicate} does not divide the {size} data-parallel ranks;"
             f" valid sizes are {_divisors(size)}."
         )
-    return MeshSizes(replicate=replicate, shard=size // replicate, tensor=tensor)
+    return MeshSizes(replicate=replicate, shard=size // replicate, tensor=tensor, context=context)
 
 
 def refuse_tensor_parallel_ddp(tensor_parallel_size: int) -> None:
@@ -97,25 +110,30 @@ class RunMesh:
     Attributes:
         mesh: All dimensions.
         sizes: How many ranks stand along them.
-        data_parallel: 1-D view over the ranks that hold different data.
-        fsdp: What ``fully_shard`` takes: 1-D, or 2-D (replicate, shard) where there are replicas.
+        data_parallel: 1-D view over the ranks that are given different batches.
+        tokens: 1-D view over the ranks that hold different tokens: data-parallel ranks times context peers.
+        fsdp: What ``fully_shard`` takes: 1-D, or 2-D (replicate, shard) where there are replicas. Parameters are
+            sharded over context peers too.
         tensor_parallel: 1-D view over the ranks that compute one micro-batch together; None without that dimension.
+        context_parallel: 1-D view over the ranks that share a batch; None where each has batches of its own.
     """
 
     mesh: DeviceMesh
     sizes: MeshSizes
     data_parallel: DeviceMesh
+    tokens: DeviceMesh
     fsdp: DeviceMesh
     tensor_parallel: DeviceMesh | None
+    context_parallel: DeviceMesh | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Group of the ranks that hold different data."""
-        return self.data_parallel.get_group()
+        """Group of the ranks that hold different tokens: over which they are counted and gradients averaged."""
+        return self.tokens.get_group()
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """Groups that together span the world: this rank's data-parallel group, then its tensor-parallel one."""
+        """Groups that together span the world: that of this rank's :attr:`group`, then its tensor-parallel one."""
         return [self.group] if self.tensor_group is None else [self.group, self.tensor_group]
 
     @property
@@ -161,16 +179,19 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
     process that fits often must not pile them up. A collective over the world: every rank must call it, with the same
     arguments and after the same calls before.
 
-    Tensor-parallel peers are neighbours, then the shards of one replica. ``timeout`` is for collectives on its groups.
+    Tensor-parallel peers are neighbours, then context peers, then the shards of one replica. There is a dimension for
+    context peers only where there are any. ``timeout`` is for collectives on its groups.
     """
     forget_former_world()
     if (device_type, sizes) not in _built:
-        shape = (sizes.replicate, sizes.shard, sizes.tensor)
+        dimensions = {REPLICATE: sizes.replicate, SHARD: sizes.shard, CONTEXT: sizes.context, TENSOR: sizes.tensor}
+        if sizes.context == 1:
+            del dimensions[CONTEXT]
         with connections.recording():
-            mesh = init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+            mesh = init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
         _built[device_type, sizes] = view_mesh(mesh, sizes, (REPLICATE, SHARD), TENSOR)
     built = _built[device_type, sizes]
-    for group in {*built.mesh.get_all_groups(), built.group} - {_built_over}:
+    for group in {*built.mesh.get_all_groups(), *built.fsdp.get_all_groups(), built.group} - {_built_over}:
         group.set_timeout(timeout)
     return built
 
@@ -178,15 +199,22 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
 def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor: str | None) -> RunMesh:
     """The views of a mesh by the names of its dimensions: those that hold different data, and the tensor-parallel one.
 
-    A collective over the world where there are two of the first, to be flattened.
+    A collective over the world where there are two of the first, or context peers: these are to be flattened.
     """
 
     def view(*names: str) -> DeviceMesh:
         return mesh if mesh.ndim == len(names) else mesh[names]
 
-    data_parallel = fsdp = view(*data)
-    if len(data) == 2:
-        with connections.recording():
-            data_parallel = torch_internals.flatten_mesh(fsdp, DATA)
-        fsdp = fsdp if sizes.replicate > 1 else view(data[-1])
-    return RunMesh(mesh, sizes, data_parallel, fsdp, None if tensor is None else view(tensor))
+    data_parallel = tokens = fsdp = view(*data)
+    context_parallel = view(CONTEXT) if sizes.context > 1 else None
+    with connections.recording():
+        if len(data) == 2:
+            data_parallel = tokens = torch_internals.flatten_mesh(fsdp, DATA)
+            fsdp = fsdp if sizes.replicate > 1 else view(data[-1])
+        if context_parallel is not None:
+            tokens = fsdp = torch_internals.flatten_mesh(view(*data, CONTEXT), TOKENS)
+            if sizes.replicate > 1:
+                torch_internals.flatten_mesh(view(data[-1], CONTEXT), SHARD_CONTEXT)
+                fsdp = view(data[0], SHARD_CONTEXT)
+    tensor_parallel = None if tensor is None else view(tensor)
+    return RunMesh(mesh, sizes, data_parallel, tokens, fsdp, tensor_parallel, context_parallel)

@@ -265,19 +265,20 @@ def contains_hugging_face_causal_lm(module: nn.Module) -> bool:
     no encoder-decoder sees images or hears, and shifts like the language model inside of it.
     """
     shifting = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-    models = _outermost_hugging_face_models(module)
+    models = outermost_hugging_face_models(module)
     return any(type(m).__name__.endswith(shifting) and not _is_encoder_decoder(m) for m in models)
 
 
 def contains_hugging_face_encoder_decoder(module: nn.Module) -> bool:
     """Whether a Hugging Face encoder-decoder, whose own loss uses every label, is at or below ``module``."""
-    return any(_is_encoder_decoder(model) for model in _outermost_hugging_face_models(module))
+    return any(_is_encoder_decoder(model) for model in outermost_hugging_face_models(module))
 
 
-def _outermost_hugging_face_models(module: nn.Module) -> list[nn.Module]:
+def outermost_hugging_face_models(module: nn.Module) -> list[nn.Module]:
+    """The Hugging Face models at or below ``module`` that are in no other one. Does not import transformers."""
     if any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
         return [module]
-    return [model for child in module.children() for model in _outermost_hugging_face_models(child)]
+    return [model for child in module.children() for model in outermost_hugging_face_models(child)]
 
 
 def _is_encoder_decoder(model: nn.Module) -> bool:

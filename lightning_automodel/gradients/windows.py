@@ -246,7 +246,7 @@ class GradientWindows:
         owned_elsewhere = {parameter for other in self._open.values() for parameter in other.owned}
         parameters = [parameter for parameter in self._parameters if parameter not in owned_elsewhere]
         self._engine.complete_gradients(parameters)
-        divisor = self._mesh.sizes.data_parallel
+        divisor = self._mesh.sizes.divisor
         totals = self._summed(window.sums.totals(self._device), self._engine.followed(parameters))
         denominator = self._weighting.denominator(totals)
         correction = self._scaling.correction(window.sums)
@@ -281,8 +281,9 @@ class GradientWindows:
         used = [was_used for _, was_used in followed]
         users = totals.new_ones(len(used)) if all(used) else totals.new_tensor(used)
         summed = torch.cat([totals, users])
-        if self._mesh.sizes.data_parallel > 1:
+        if self._mesh.sizes.divisor > 1:
             dist.all_reduce(summed, group=self._mesh.group)
+        summed[2] /= self._mesh.sizes.context  # whose ranks share each micro-batch
         if not all(used):
             for (parameter, _), num_users in zip(followed, summed[len(totals) :].tolist(), strict=True):
                 if num_users == 0:

@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_automodel import lightning_internals
+from lightning_automodel.distributed.mesh import CONTEXT
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume import checkpoint_callbacks, dataloaders, format_1, loops, other_world_size, rng
 from lightning_automodel.resume.snapshot import ModuleState, Snapshot
@@ -275,6 +276,8 @@ class Resume:
         if state["format"] < FORMAT:
             state = {**state, "ranks": [format_1.upgraded(each) for each in state["ranks"]]}
         is_alike = len(state["ranks"]) == self._trainer.world_size
+        # Context peers have metrics of their own, tensor-parallel ones alike.
+        is_alike &= state["sizes"].get(CONTEXT, 1) == sizes.get(CONTEXT, 1)
         if is_alike and state["sizes"]["data_parallel"] == sizes["data_parallel"]:
             plan = state["ranks"][rank]
         else:

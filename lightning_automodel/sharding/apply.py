@@ -136,7 +136,7 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
 
     Raises:
         ValueError: If FSDP2 was told another divisor, so that two places would own the scale of the gradients, or
-            averages over other ranks than those that hold different data.
+            averages over other ranks than those that hold different tokens.
     """
     for root in fsdp_roots(model):
         torch_internals.initialise_fsdp_root(root)
@@ -147,7 +147,8 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
             raise ValueError(
                 f"FSDP unit {names[id(group.modules[0])]!r} averages its gradients over {averaged_over} ranks,"
                 f" but {divisor} hold different data: shard it over self.device_mesh['data_parallel_shard'], or where"
-                " there are replicas over self.device_mesh['data_parallel_replicate', 'data_parallel_shard']."
+                " there are replicas over self.device_mesh['data_parallel_replicate', 'data_parallel_shard']; under"
+                " context_parallel_size leave it to the strategy."
             )
         if group.gradient_divide_factor not in (None, divisor):
             raise ValueError(

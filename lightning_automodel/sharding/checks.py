@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
@@ -67,6 +68,14 @@ def check_training(module: pl.LightningModule, accumulate_grad_batches: int, cou
             " there is no gradient to compute: unfreeze some before trainer.fit, at the latest in configure_model, or"
             " evaluate with trainer.validate."
         )
+
+
+def check_sliceable(module: pl.LightningModule, context_parallel_size: int) -> None:
+    """Raise ValueError for a module of which not every step would get slices of its batches."""
+    named = f"context_parallel_size={context_parallel_size}"
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
+            raise ValueError(f"{named} slices the batch that {name} gets: let it take the batch, not dataloader_iter.")
 
 
 def check_loss(loss: Tensor, module: pl.LightningModule) -> None:

@@ -110,7 +110,7 @@ class DDPEngine(Engine):
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Average what was frozen when DDP was set up and trains since: DDP itself never reduces it."""
         unfrozen = [p for p in parameters if p.requires_grad and id(p) not in self._reduced]
-        if unfrozen and self.mesh.sizes.data_parallel > 1:
+        if unfrozen and self.mesh.sizes.divisor > 1:
             rescale_clip.average_gradients_(unfrozen, self.mesh.group)
 
     @override

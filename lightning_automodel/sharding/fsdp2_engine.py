@@ -57,7 +57,7 @@ class FSDP2Engine(Engine):
             self._shard(module)
         give_values()
         self._report["averaged_by_the_strategy"] = [n for n, p in module.named_parameters() if _is_plain(p)]
-        apply.initialise_fsdp2(module, self.mesh.sizes.data_parallel)
+        apply.initialise_fsdp2(module, self.mesh.sizes.divisor)
         self._sync = FSDPGradSync(module, self._defer(), self._retain_unsharded(module))
         self._sync.discard()
         self._gathers = JoinedGathers(torch_internals.fsdp_units(module))
@@ -106,7 +106,7 @@ class FSDP2Engine(Engine):
 
     def _defer(self) -> Deferral:
         """Without peers nothing is communicated, and unreduced gradients would only be out of sight."""
-        return self._options.defer_fsdp_grad_sync if self.mesh.sizes.data_parallel > 1 else False
+        return self._options.defer_fsdp_grad_sync if self.mesh.sizes.divisor > 1 else False
 
     def _retain_unsharded(self, module: pl.LightningModule) -> bool:
         """Settle ``reshard_during_accumulation``. A collective for "auto": ranks must agree, the smallest decides."""
@@ -148,7 +148,8 @@ class FSDP2Engine(Engine):
     def start_forward(self, batch: Any) -> None:
         if self._is_first_batch:
             self._is_first_batch = False
-            tensor_parallel.check_same_batch(batch, self.mesh, self.device)
+            if self.mesh.tensor_group is not None:
+                tensor_parallel.check_same_batch(batch, self.mesh.tensor_group, self.device, "tensor-parallel")
         # Once a window, as DDP does it.
         if self._starts_window:
             self.synchronize_buffers()
@@ -183,7 +184,7 @@ class FSDP2Engine(Engine):
     @override
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
         plain = [parameter for parameter in parameters if _is_plain(parameter)]
-        if plain and self.mesh.sizes.data_parallel > 1:
+        if plain and self.mesh.sizes.divisor > 1:
             rescale_clip.average_gradients_(plain, self.mesh.group)
 
     @override

@@ -159,25 +159,29 @@ def synchronize_metrics(module: nn.Module, mesh: RunMesh, patches: PatchStack) -
             patches.set(metric, "dist_sync_fn", gather)
 
 
-def check_same_batch(batch: Any, mesh: RunMesh, device: torch.device) -> None:
-    """Refuse tensor-parallel peers with unequal batches: they would compute a mixture of both, and not know it.
+def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device, kind: str) -> None:
+    """Refuse peers with unequal batches: they would compute a mixture of both, and not know it.
 
-    A collective over the tensor-parallel group: two all-reduces of one number. Reads all tensors on the host but those
-    that are sparse or nested.
+    A collective over the group: two all-reduces of one number. Reads all tensors on the host but those that are sparse
+    or nested.
+
+    Args:
+        batch: Of this rank.
+        group: The ranks that are to have the same.
+        device: Where the group reduces.
+        kind: What its ranks are called in the message.
 
     Raises:
         ValueError: On every rank of the group.
     """
-    group = mesh.tensor_group
-    if group is None:
-        return
     checksum = 0
 
     def add(tensor: Tensor) -> None:
         nonlocal checksum
         if tensor.layout == torch.strided and not tensor.is_nested:
             plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-            data = plain.contiguous().reshape(-1).view(torch.uint8).numpy()
+            # A copy: what has one element counts as contiguous with any stride, and could not be viewed.
+            data = plain.new_empty(plain.shape).copy_(plain).reshape(-1).view(torch.uint8).numpy()
             checksum = zlib.crc32(data.tobytes(), zlib.crc32(str(tuple(tensor.shape)).encode(), checksum))
 
     apply_to_collection(batch, Tensor, add, allow_frozen=True)
@@ -186,7 +190,7 @@ def check_same_batch(batch: Any, mesh: RunMesh, device: torch.device) -> None:
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     if smallest != largest:
         raise ValueError(
-            f"The tensor-parallel ranks {dist.get_process_group_ranks(group)} were given different first batches, but"
+            f"The {kind} ranks {dist.get_process_group_ranks(group)} were given different first batches, but"
             " compute each one together: give them the same data in the same order (a sampler by"
             " trainer.strategy.distributed_sampler_kwargs; random augmentation seeded alike)."
         )

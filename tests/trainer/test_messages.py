@@ -135,7 +135,11 @@ def _error(
             {},
             {},
             "ValueError",
-            ["returned 'aux_loss'", "not known at its first backward", "Pass count_window_ahead=True, or per_token_loss=False"],
+            [
+                "returned 'aux_loss'",
+                "not known at its first backward",
+                "Pass count_window_ahead=True, or per_token_loss=False",
+            ],
             id="aux_loss",
         ),
         pytest.param(

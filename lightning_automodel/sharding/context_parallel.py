@@ -1,0 +1,332 @@
+"""Attention over sequences of which each rank holds a slice."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_automodel.data.sequence_slices import SequenceSlices
+from lightning_automodel.sharding.tensor_parallel import check_same_batch
+from lightning_automodel.sharding.units import class_name
+
+
+@dataclass
+class _Slices:
+    """How the sequences of the batch that is computed on are spread over ranks.
+
+    Attributes:
+        group: The ranks that share it.
+        chunks: Indices of the two chunks that this rank holds.
+        chunk: Positions of a chunk.
+        length: Positions of the whole sequence, without padding.
+        is_masked: Whether the batch has a mask of its own.
+        documents: See :meth:`SequenceSlices.documents`.
+        num_calls: How often attention has crossed ranks.
+        is_attending: Whether it does so now.
+        masks: Those of causal attention, by first position and dtype.
+    """
+
+    group: dist.ProcessGroup
+    chunks: tuple[int, int]
+    chunk: int
+    length: int
+    is_masked: bool = False
+    documents: Tensor | None = None
+    num_calls: int = 0
+    is_attending: bool = False
+    masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def causal_mask(self, start: int, query: Tensor) -> Tensor:
+        """[c, start + c] what is added to the products of a chunk's rows.
+
+        One for all layers, which their backwards keep; of a mask of booleans torch would make one in each layer.
+        """
+        dtype = torch.get_autocast_dtype(query.device.type) if _is_cast(query) else query.dtype
+        if (start, dtype) not in self.masks:
+            seen = _mask(_positions(start, query), start + self.chunk, True, None)
+            zeros = torch.zeros(seen.shape, dtype=dtype, device=query.device)
+            self.masks[start, dtype] = zeros.masked_fill_(~seen, -torch.inf)
+        return self.masks[start, dtype]
+
+
+def _is_cast(query: Tensor) -> bool:
+    """Whether attention is computed in autocast's dtype."""
+    return torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64
+
+
+# Of the step, or the backward, that runs in this process. No context variable: recomputation may run in a thread of
+# autograd's.
+_current: _Slices | None = None
+
+
+@torch.compiler.disable  # compiled, it would be compiled anew for each step
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = True,
+    attention_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Scaled dot-product attention of a sequence over itself, also where this rank holds but a slice of it.
+
+    In a step under ``context_parallel_size`` > 1 it is a collective over the ranks that share the batch: keys and
+    values are gathered by one all-gather (before heads of a group are repeated), and their gradients are summed by one
+    reduce-scatter in backward. Each rank must call it equally often, in the same order; if one fails, the others raise
+    when it leaves or the group's timeout ends. Elsewhere it is ``F.scaled_dot_product_attention``.
+
+    Args:
+        query: [b, h, s, d] of this rank's positions, with rotary embeddings by ``batch["position_ids"]`` applied.
+        key: [b, h_kv, s, d]; ``h_kv`` divides ``h``.
+        value: [b, h_kv, s, d_v].
+        is_causal: Whether a position attends to itself and those before it alone.
+        attention_mask: [b, s] of this rank's positions, nonzero where they may be attended to. A position always
+            attends to itself.
+        dropout_p: Share of the weights that is dropped.
+        scale: Of the products. None: ``d ** -0.5``.
+
+    Returns:
+        [b, h, s, d_v]
+
+    Raises:
+        RuntimeError: If what it gets is not a slice of the step's batch.
+    """
+    options: dict[str, Any] = {
+        **{"dropout_p": dropout_p, "scale": scale},
+        "enable_gqa": query.shape[-3] != key.shape[-3],
+    }
+    slices, mask = _current, None
+    if slices is None:
+        if attention_mask is not None:
+            mask = _mask(_positions(0, query), key.shape[-2], is_causal, attention_mask)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=is_causal and mask is None, **options
+        )
+    if attention_mask is not None:
+        rows = own_positions(query.device)
+        mask = _mask(rows, len(rows) * slices.group.size(), is_causal, gather_mask(attention_mask))
+    return attend_across(query, key, value, mask, is_causal, options)
+
+
+def attend_across(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, options: dict[str, Any]
+) -> Tensor:
+    """Attention of this rank's positions to all. A collective over the ranks that share the batch.
+
+    Args:
+        query: [b, h, s, d] of this rank, like keys and values.
+        key: [b, h_kv, s, d]
+        value: [b, h_kv, s, d_v]
+        mask: [b, 1, s, w * s] of this rank's rows and all columns, True where a row attends. None: all positions, or
+            all up to its own.
+        is_causal: Whether no row attends to a column behind its own.
+        options: For ``F.scaled_dot_product_attention``.
+    """
+    slices = _current
+    assert slices is not None
+    positions = {tensor.shape[-2] for tensor in (query, key, value)}
+    if positions != {2 * slices.chunk}:
+        raise RuntimeError(
+            f"context_parallel_attention was given {sorted(positions)} positions, but each rank holds"
+            f" {2 * slices.chunk} of this step's: it is for self-attention over batch['input_ids']."
+        )
+    slices.num_calls += 1
+    slices.is_attending = True
+    try:
+        key, value = _whole(torch.cat([key, value], dim=-1), slices).split([key.shape[-1], value.shape[-1]], dim=-1)
+        masks = (None, None) if mask is None else mask.split(slices.chunk, dim=-2)
+        parts = []
+        for index, rows, part in zip(slices.chunks, query.split(slices.chunk, dim=-2), masks, strict=True):
+            start = index * slices.chunk
+            # Behind all other positions stands padding, which only rows of padding see under a causal mask.
+            end = start + slices.chunk if is_causal else slices.length
+            if part is not None:
+                part = part[..., :end]
+            elif is_causal and start > 0:
+                part = slices.causal_mask(start, rows)
+            parts.append(
+                F.scaled_dot_product_attention(
+                    *(rows, key[..., :end, :], value[..., :end, :]),
+                    attn_mask=part,
+                    is_causal=is_causal and part is None,
+                    **options,
+                )
+            )
+        return torch.cat(parts, dim=-2)
+    finally:
+        slices.is_attending = False
+
+
+def is_sliced() -> bool:
+    """Whether a step, or its backward, computes on slices now."""
+    return _current is not None
+
+
+def is_masked() -> bool:
+    """Whether the batch of the step has a mask of its own."""
+    return _current is not None and _current.is_masked
+
+
+def documents() -> Tensor | None:
+    """[b, w * s] the documents that the positions of the whole sequence belong to, where they may be several."""
+    return None if _current is None else _current.documents
+
+
+def own_positions(device: torch.device) -> Tensor:
+    """[s] where this rank's positions stand in the whole sequence."""
+    assert _current is not None
+    chunk = torch.arange(_current.chunk, device=device)
+    return torch.cat([index * _current.chunk + chunk for index in _current.chunks])
+
+
+def gather_mask(attention_mask: Tensor) -> Tensor:
+    """[b, s] of each rank's positions to [b, w * s] of all. A collective over the ranks that share the batch."""
+    assert _current is not None
+    return _whole((attention_mask != 0).to(torch.uint8)[..., None], _current)[..., 0] != 0
+
+
+def _positions(start: int, rows: Tensor) -> Tensor:
+    return torch.arange(start, start + rows.shape[-2], device=rows.device)
+
+
+def _mask(rows: Tensor, num_columns: int, is_causal: bool, attention_mask: Tensor | None) -> Tensor:
+    """[s, t], or [b, 1, s, t] with an ``attention_mask`` [b, t]: whether a row attends to a column.
+
+    Args:
+        rows: [s] their positions.
+        num_columns: t; they stand from the first position on.
+        is_causal: Whether rows attend to columns up to their own position alone.
+        attention_mask: Nonzero where rows attend. A row always attends to its own position: the softmax over nothing
+            would be NaN.
+    """
+    columns = torch.arange(num_columns, device=rows.device)
+    mask = rows[:, None] >= columns if is_causal else torch.ones_like(rows[:, None] >= columns)
+    if attention_mask is None:
+        return mask
+    return (mask & (attention_mask != 0)[:, None, None]) | (rows[:, None] == columns)
+
+
+def _whole(part: Tensor, slices: _Slices) -> Tensor:
+    """[..., 2 c, d] of each rank to [..., s, d] in the order of the sequence. A collective over the group."""
+    chunks = _Gather.apply(part, slices.group).unflatten(-2, (2, slices.chunk))  # [w, ..., 2, c, d]
+    first, second = chunks.unbind(-3)
+    return torch.cat([first, second.flip(0)]).movedim(0, -3).flatten(-3, -2)
+
+
+class _Gather(torch.autograd.Function):
+    """[...] of each rank to [w, ...] on all; in backward each rank gets the sum of the gradients of its part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        whole = part.new_empty((group.size(), *part.shape))
+        dist.all_gather_into_tensor(whole, part.contiguous()[None], group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        part = gradient.new_empty((1, *gradient.shape[1:]))
+        dist.reduce_scatter_tensor(part, gradient.contiguous(), group=ctx.group)
+        return part[0], None
+
+
+class _Watch(TorchFunctionMode):
+    """Refuses attention that stays within this rank's slice, as far as torch's own functions compute it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_attention = func in (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+        if is_attention and _current is not None and not _current.is_attending:
+            raise RuntimeError(
+                f"{func.__name__} attends to this rank's slice of the sequence alone: call"
+                " lightning_automodel.context_parallel_attention in its place."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class ContextParallelSteps:
+    """Gives each step its slice of the batch, and lets attention within it cross ranks.
+
+    Args:
+        module: The LightningModule.
+        group: The ranks that share a batch.
+        slices: Cuts it.
+        device: This rank's device.
+        num_layers: How often a step attends at least, where that is known.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        group: dist.ProcessGroup,
+        slices: SequenceSlices,
+        device: torch.device,
+        num_layers: int,
+    ) -> None:
+        self.slices = slices
+        self._module, self._group, self._device = module, group, device
+        self._num_layers = max(num_layers, 1)
+        self._newest: _Slices | None = None
+        self._is_first = True
+        self._watched: set[str] = set()
+
+    def slice(self, batch: Any) -> Any:
+        """This rank's slice of the batch of the step that begins; see :meth:`SequenceSlices.slice`.
+
+        The first time a collective over the group, which compares the batches.
+        """
+        if self._is_first:
+            self._is_first = False
+            check_same_batch(batch, self._group, self._device, "context-parallel")
+        length = self.slices.length(batch)
+        self._newest = _Slices(
+            self._group,
+            self.slices.chunks,
+            self.slices.chunk_length(length),
+            length,
+            self.slices.has_mask(batch),
+            self.slices.documents(batch),
+        )
+        return self.slices.slice(batch)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Context of the step that was sliced last.
+
+        Raises:
+            RuntimeError: If its attention has stayed within the slice.
+        """
+        is_new = name not in self._watched
+        self._watched.add(name)
+        with self.attending():
+            if is_new:
+                with _Watch():
+                    yield
+            else:
+                yield
+        if self._newest is not None and self._newest.num_calls < self._num_layers:
+            raise RuntimeError(
+                f"{class_name(self._module)}.{name} has computed on slices of sequences, and attention has crossed the"
+                f" {self._group.size()} context-parallel ranks {self._newest.num_calls} times, of at least"
+                f" {self._num_layers}: each layer must call lightning_automodel.context_parallel_attention(query, key,"
+                " value)."
+            )
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Context in which attention crosses ranks: of a step, and of its backward, which may compute it again."""
+        global _current
+        before, _current = _current, self._newest
+        try:
+            yield
+        finally:
+            _current = before

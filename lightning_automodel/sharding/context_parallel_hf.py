@@ -1,0 +1,146 @@
+"""Attention of Hugging Face models over sequences of which each rank holds a slice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_automodel.gradients.token_loss import outermost_hugging_face_models
+from lightning_automodel.sharding import context_parallel
+
+NAME = "context_parallel"
+"""Under which transformers knows both functions below; its attention and its masks must have one name."""
+
+_LAYERS = {"full_attention", "sliding_attention"}
+_POSITIONS_BY_ARGUMENT = 3  # forward(input_ids, attention_mask, position_ids)
+_CHANGES_SCORES = ("softcap", "position_bias", "s_aux", "head_mask")
+
+
+def let_models_attend_across(module: nn.Module) -> tuple[int, Callable[[], None]]:
+    """Let the Hugging Face models in ``module`` attend by :func:`context_parallel.attend_across`, within steps.
+
+    Returns:
+        How often a step that uses one of them attends, and what restores them.
+
+    Raises:
+        ValueError: For a model that mixes positions in other ways, or has not been checked.
+    """
+    models: list[Any] = list(outermost_hugging_face_models(module))
+    if not models:
+        return 0, lambda: None
+    for model in models:
+        _check(model)
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _make_mask)
+    before = [(model, model.config._attn_implementation, model.config.use_cache) for model in models]
+    hooks = [model.register_forward_pre_hook(_check_inputs, with_kwargs=True) for model in models]
+
+    def restore() -> None:
+        for hook in hooks:
+            hook.remove()
+        for model, implementation, use_cache in before:
+            model.set_attn_implementation(implementation)
+            model.config.use_cache = use_cache
+
+    for model in models:
+        model.set_attn_implementation(NAME)
+        model.config.use_cache = False  # it would hold keys and values of the slice
+        if model.config._attn_implementation != NAME:
+            restore()
+            raise ValueError(
+                f"{type(model).__name__} computes attention in a way of its own, not by transformers'"
+                " AttentionInterface, so that it would stay within a slice: leave context_parallel_size at 1."
+            )
+    return min(model.config.num_hidden_layers for model in models), restore
+
+
+def _check(model: Any) -> None:
+    name, config = type(model).__name__, model.config
+    others = sorted(set(getattr(config, "layer_types", None) or _LAYERS) - _LAYERS)
+    if others:
+        raise ValueError(
+            f"{name} has layers of the types {', '.join(others)}, which would mix the positions of a slice alone:"
+            f" context_parallel_size > 1 knows {', '.join(sorted(_LAYERS))}."
+        )
+    if getattr(config, "is_encoder_decoder", False) or not name.endswith(("ForCausalLM", "LMHeadModel")):
+        raise ValueError(
+            f"{name} is no causal language model, the Hugging Face models that have been checked with"
+            " context_parallel_size > 1: leave it at 1."
+        )
+
+
+def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a model's forward: it would count the positions of a slice from 0, and shift the labels within it."""
+    if not context_parallel.is_sliced():
+        return
+    if isinstance(kwargs.get("labels"), Tensor) and kwargs.get("shift_labels") is None:
+        raise RuntimeError(
+            f"{type(model).__name__} would shift the labels of a slice of a sequence by itself: pass label_shift=1."
+        )
+    if kwargs.get("position_ids") is None and len(args) < _POSITIONS_BY_ARGUMENT:
+        raise RuntimeError(
+            f"{type(model).__name__} was called on a slice of a sequence without position_ids: with"
+            " context_parallel_size > 1 pass it those of the batch, as self.model(**batch) does."
+        )
+
+
+@torch.compiler.disable
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls for the attention of each layer, [b, h, s, d] to [b, s, h, d]."""
+    if not context_parallel.is_sliced():
+        from transformers import AttentionInterface
+
+        plain: Any = AttentionInterface._global_mapping["sdpa"]
+        return plain(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+    if found := [name for name in _CHANGES_SCORES if kwargs.get(name) is not None]:
+        raise RuntimeError(
+            f"{type(module).__name__} computes attention with {', '.join(found)}, which has not been checked with"
+            " context_parallel_size > 1: leave it at 1."
+        )
+    options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    is_causal = is_causal is not False and getattr(module, "is_causal", True)
+    mixed = context_parallel.attend_across(query, key, value, attention_mask, is_causal, options)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def _make_mask(**kwargs: Any) -> Tensor | None:
+    """What transformers calls for the mask of each type of layer: [b, 1, s, w * s] by positions in whole sequences.
+
+    None for a causal one that leaves nothing else out.
+    """
+    from transformers import masking_utils
+
+    if not context_parallel.is_sliced():
+        return masking_utils.sdpa_mask(**kwargs)
+    function, attention_mask, device = kwargs["mask_function"], kwargs["attention_mask"], kwargs["device"]
+    if attention_mask is None or kwargs.get("use_vmap"):
+        raise RuntimeError(
+            "With context_parallel_size > 1 pass the batch's attention_mask and position_ids to the model, as in"
+            " self.model(**batch), and no mask function of your own: a model makes masks for its slice otherwise."
+        )
+    documents = context_parallel.documents()
+    if function is masking_utils.causal_mask_function and documents is None and not context_parallel.is_masked():
+        return None
+    rows = context_parallel.own_positions(device)
+    whole = context_parallel.gather_mask(attention_mask)
+    batch, columns = (torch.arange(size, device=device) for size in whole.shape)
+    mask = function(batch[:, None, None, None], batch.new_zeros(1, 1, 1, 1), rows[:, None], columns)
+    mask = mask & whole[:, None, None]
+    if documents is not None:
+        mask = mask & (documents[:, None, rows, None] == documents[:, None, None])
+    return mask

@@ -1,0 +1,548 @@
+"""Context parallelism: ranks that share a batch and hold a slice of its sequences each, against one process.
+
+The decoder attends by `context_parallel_attention`, with more heads than key heads and learned positions, so that a
+slice that attends to itself alone, or that counts its positions from zero, is wrong. Lengths are ragged and rarely
+divide by the number of chunks; many slices hold no label.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy, EvaluationLoss, context_parallel_attention
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import Batch, Outcome, full_weights, weight_error
+from tests.trainer.plain import fill, sgd
+from tests.trainer.runs import TOLERANCE, make_trainer
+
+VOCABULARY, WIDTH, HEADS, KEY_HEADS, MAX_LENGTH = 11, 8, 4, 2, 21
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run; fields as in `tests.trainer.cases.Case`, and the ranks that share a batch."""
+
+    seed: int = 41
+    layout: str = "fsdp2"
+    num_ranks: int = 1
+    context: int = 2
+    accumulation: int = 2
+    num_batches: int = 5
+    gap: str = "none"
+    told: str = "labels"
+    loss_reduction: str = "mean"
+    label_shift: int = 0
+    clipping: str = "none"
+    is_causal: bool = True
+    padded: bool = False
+    recompute: bool = False
+    defer: bool = True
+    reshard: bool | str = "auto"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keywords of the strategy."""
+        options: dict[str, Any] = {
+            "context_parallel_size": self.context,
+            "label_shift": self.label_shift,
+            "loss_reduction": self.loss_reduction,
+            "activation_checkpointing": self.recompute,
+        }
+        if self.told == "callable":
+            options["count_label_tokens"] = functools.partial(count_used, self)
+        if self.layout == "ddp":
+            return {**options, "data_parallel": "ddp"}
+        replicas = self.num_ranks if self.layout == "hsdp" else 1
+        options |= {"data_parallel_replicate_size": replicas, "defer_fsdp_grad_sync": self.defer}
+        return {**options, "reshard_during_accumulation": self.reshard}
+
+    @property
+    def clip(self) -> dict[str, Any]:
+        """Keywords of the Trainer."""
+        value = {"none": None, "norm": 0.05, "value": 0.005}[self.clipping]
+        return {} if value is None else {"gradient_clip_val": value, "gradient_clip_algorithm": self.clipping}
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer."""
+
+    def __init__(self, is_causal: bool) -> None:
+        super().__init__()
+        self.is_causal = is_causal
+        self.norm = nn.LayerNorm(WIDTH)
+        self.project = nn.Linear(WIDTH, WIDTH + 2 * WIDTH * KEY_HEADS // HEADS)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.feed_forward = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        heads = self.project(self.norm(hidden)).unflatten(-1, (HEADS + 2 * KEY_HEADS, -1)).transpose(1, 2)
+        query, key, value = heads.split([HEADS, KEY_HEADS, KEY_HEADS], dim=1)  # [b, h, s, d]
+        mixed = context_parallel_attention(query, key, value, is_causal=self.is_causal, attention_mask=mask)
+        hidden = hidden + self.out(mixed.transpose(1, 2).flatten(-2))
+        return hidden + torch.tanh(self.feed_forward(hidden))
+
+
+class Decoder(nn.Module):
+    """Embeddings of tokens and positions, blocks, head."""
+
+    def __init__(self, is_causal: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(MAX_LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(is_causal) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        fill(self)
+
+    def forward(self, batch: Batch) -> Tensor:
+        positions = batch.get("position_ids", torch.arange(batch["input_ids"].shape[-1]))
+        hidden = self.embedding(batch["input_ids"]) + self.positions(positions)
+        for block in self.blocks:
+            hidden = block(hidden, batch.get("attention_mask"))
+        return self.head(hidden)
+
+
+def used_labels(run: Run, batch: Batch) -> Tensor:
+    return batch["shift_labels" if run.label_shift else "labels"]
+
+
+def count_used(run: Run, batch: Batch) -> int:
+    return int((used_labels(run, batch) != -100).sum())
+
+
+class DecoderModule(LightningModule):
+    """Trains a `Decoder` on slices and on whole batches alike."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+        self.model = Decoder(run.is_causal)
+
+    def loss(self, batch: Batch, reduction: str) -> Tensor:
+        logits, labels = self.model(batch), used_labels(self.run, batch)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = self.loss(batch, self.run.loss_reduction)
+        if self.run.told == "returned":
+            return {"loss": loss, "num_label_tokens": count_used(self.run, batch)}
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = self.loss(batch, "mean")
+        self.log("count", float(count_used(self.run, batch)), sync_dist=True, reduce_fx="sum", batch_size=1)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return sgd(self)
+
+
+@functools.cache
+def batches_by_rank(run: Run) -> list[list[Batch]]:
+    """The micro-batches of an epoch, by data-parallel rank and then by step."""
+    rng = random.Random(run.seed)
+    empty_rank, empty_window = rng.randrange(run.num_ranks), rng.randrange(-(-run.num_batches // run.accumulation))
+
+    def is_empty(rank: int, step: int) -> bool:
+        return {
+            "none": False,
+            "micro_batches": rng.random() < 0.4,
+            "rank": rank == empty_rank,
+            "window": step // run.accumulation == empty_window,
+        }[run.gap]
+
+    return [
+        [make_batch(run, rng, is_empty(rank, step)) for step in range(run.num_batches)] for rank in range(run.num_ranks)
+    ]
+
+
+def make_batch(run: Run, rng: random.Random, is_empty: bool) -> Batch:
+    num_rows, length = rng.randint(1, 3), rng.randint(1, MAX_LENGTH)
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    ids, labels = (torch.randint(VOCABULARY, (num_rows, length), generator=generator) for _ in range(2))
+    for row in labels:
+        row[torch.randperm(length, generator=generator)[: rng.randint(0, length)]] = -100
+    labels[0, -1] = 1
+    batch = {"input_ids": ids, "labels": labels}
+    if run.padded:
+        real = torch.tensor([[rng.randint(1, length)] for _ in range(num_rows)])
+        positions = torch.arange(length).expand(num_rows, -1)
+        batch["attention_mask"] = (positions >= length - real if rng.random() < 0.5 else positions < real).long()
+        labels[batch["attention_mask"] == 0] = -100
+    if is_empty:
+        labels[:] = -100
+    return batch
+
+
+def whole(run: Run, batch: Batch) -> Batch:
+    """A batch as one process takes it."""
+    ids, labels = batch["input_ids"], batch["labels"]
+    shifted = F.pad(labels[:, run.label_shift :], (0, run.label_shift), value=-100)[:, : labels.shape[1]]
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    return {**batch, "position_ids": positions, "shift_labels": shifted}
+
+
+@functools.cache
+def train_plainly(run: Run, epochs: int = 1) -> tuple[dict[str, Tensor], float, int]:
+    """Weights, and the last window's loss and label tokens, of one process."""
+    module = DecoderModule(run)
+    optimizer = module.configure_optimizers()
+    for start in list(range(0, run.num_batches, run.accumulation)) * epochs:
+        window = [
+            whole(run, each) for batches in batches_by_rank(run) for each in batches[start : start + run.accumulation]
+        ]
+        count = sum(count_used(run, batch) for batch in window)
+        optimizer.zero_grad()
+        loss = torch.stack([module.loss(batch, "sum") for batch in window]).sum() / max(count, 1)
+        loss.backward()
+        parameters = list(module.parameters())
+        if run.clipping == "norm":
+            nn.utils.clip_grad_norm_(parameters, run.clip["gradient_clip_val"])
+        elif run.clipping == "value":
+            nn.utils.clip_grad_value_(parameters, run.clip["gradient_clip_val"])
+        optimizer.step()
+    return full_weights(module.model), loss.item(), count
+
+
+def data_rank(run: Run) -> int:
+    return dist.get_rank() // run.context
+
+
+def loader(run: Run) -> DataLoader:
+    return DataLoader(batches_by_rank(run)[data_rank(run)], batch_size=None)
+
+
+def fit(run: Run, make_module: type[DecoderModule] = DecoderModule) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Runs on every rank: full weights, and the last step's report."""
+    module, strategy = make_module(run), AutomodelStrategy(**run.options)
+    make_trainer(strategy, accumulate_grad_batches=run.accumulation, **run.clip).fit(module, loader(run))
+    report = strategy.last_step
+    assert report is not None
+    assert strategy.describe()["gradient_divisor"] == dist.get_world_size()
+    return full_weights(module.model), {
+        name: float(getattr(report, name)) for name in ("loss", "num_label_tokens", "num_micro_batches")
+    }
+
+
+def fit_by_hand(run: Run) -> tuple[dict[str, Tensor], None]:
+    """Runs on every rank: full weights after manual optimization."""
+    module = ByHand(run)
+    make_trainer(AutomodelStrategy(**run.options)).fit(module, loader(run))
+    return full_weights(module.model), None
+
+
+def check(pool: RankPool, run: Run) -> None:
+    weights, loss, count = train_plainly(run)
+    last_window = (run.num_batches - 1) % run.accumulation + 1
+    for trained, report in pool.run(fit, run):
+        assert weight_error(Outcome(trained, None), Outcome(weights, None)) <= TOLERANCE
+        assert report["num_label_tokens"] == count
+        assert report["num_micro_batches"] == last_window * run.num_ranks
+        assert math.isnan(report["loss"]) if count == 0 else report["loss"] == pytest.approx(loss, rel=TOLERANCE)
+
+
+def draw_runs(seed: int, count: int) -> list[Run]:
+    """Runs in which every option takes each of its values about equally often."""
+    rng = random.Random(seed)
+
+    def column(*values: Any) -> list[Any]:
+        drawn = [values[index % len(values)] for index in range(count)]
+        rng.shuffle(drawn)
+        return drawn
+
+    layouts = [("fsdp2", 1, 2), ("fsdp2", 2, 2), ("fsdp2", 1, 4), ("hsdp", 2, 2), ("ddp", 1, 2), ("ddp", 2, 2)]
+    columns: dict[str, list[Any]] = {
+        "accumulation": column(1, 2, 3, 4),
+        "num_batches": column(3, 4, 5),
+        "gap": column("none", "micro_batches", "rank", "window"),
+        "told": column("labels", "returned", "callable"),
+        "loss_reduction": column("mean", "sum"),
+        "label_shift": column(0, 1),
+        "clipping": column("none", "norm", "value", "norm"),
+        "is_causal": column(True, True, False),
+        "padded": column(False, True),
+        "recompute": column(False, True, False),
+        "defer": column(True, True, False),
+        "reshard": column("auto", True, False),
+    }
+    return [
+        Run(
+            seed=rng.randrange(2**31),
+            **dict(zip(("layout", "num_ranks", "context"), layout, strict=True)),
+            **{name: values[index] for name, values in columns.items()},
+        )
+        for index, layout in enumerate(column(*layouts))
+    ]
+
+
+def test_two_ranks(pool2: RankPool) -> None:
+    """Slices without any label among them."""
+    check(pool2, Run(gap="micro_batches", clipping="norm"))
+
+
+def test_two_by_two(pool4: RankPool) -> None:
+    """Shards over data-parallel ranks and context peers; labels that are shifted across slices; padding."""
+    check(pool4, Run(num_ranks=2, label_shift=1, clipping="norm", padded=True, recompute=True))
+
+
+def test_replicas(pool4: RankPool) -> None:
+    check(pool4, Run(layout="hsdp", num_ranks=2, told="returned", is_causal=False))
+
+
+def test_ddp(pool4: RankPool) -> None:
+    check(pool4, Run(layout="ddp", num_ranks=2, gap="rank", loss_reduction="sum", told="callable"))
+
+
+def describe() -> tuple[dict[str, Any], list[int]]:
+    """Runs on every rank: the mesh, and the samples that Lightning's sampler gives this rank."""
+    drawn: list[int] = []
+
+    class Module(DecoderModule):
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            drawn.extend(batch["number"].tolist())
+            return super().training_step(batch, batch_idx)
+
+    strategy = AutomodelStrategy(context_parallel_size=2)
+    row = torch.arange(6) % VOCABULARY
+    data = [{"input_ids": row, "labels": row, "number": index} for index in range(4)]
+    make_trainer(strategy, use_distributed_sampler=True).fit(Module(Run()), DataLoader(data, batch_size=1))
+    return strategy.describe()["mesh"], drawn
+
+
+def test_context_peers_are_one_to_samplers(pool4: RankPool) -> None:
+    """And the mesh says how many they are. What is not named is not sliced."""
+    meshes, drawn = zip(*pool4.run(describe), strict=True)
+    assert meshes[0] == {
+        "data_parallel_replicate": 1,
+        "data_parallel_shard": 2,
+        "context_parallel": 2,
+        "tensor_parallel": 1,
+        "data_parallel": 2,
+    }
+    assert drawn[0] == drawn[1]
+    assert drawn[2] == drawn[3]
+    assert sorted(drawn[0] + drawn[2]) == [0, 1, 2, 3]
+
+
+def count_collectives(run: Run) -> Counter[str]:
+    """Runs on every rank: how often context peers, who are two of four ranks, communicate in an epoch."""
+    counted: Counter[str] = Counter()
+
+    def counting(name: str) -> Any:
+        original = getattr(dist, name)
+
+        def call(*args: Any, group: Any = None, **kwargs: Any) -> Any:
+            counted[name] += group is not None and group.size() == run.context
+            return original(*args, group=group, **kwargs)
+
+        return patch.object(dist, name, call)
+
+    with counting("all_gather_into_tensor"), counting("reduce_scatter_tensor"):
+        fit(run)
+    return counted
+
+
+@pytest.mark.parametrize("recompute", [True, pytest.param(False, marks=pytest.mark.sweep)])
+def test_one_collective_a_layer_each_way(pool4: RankPool, recompute: bool) -> None:
+    """Keys and values together; recomputation gathers again."""
+    run = Run(num_ranks=2, recompute=recompute)
+    layers = run.num_batches * len(Decoder().blocks)
+    for counted in pool4.run(count_collectives, run):
+        assert counted == {"all_gather_into_tensor": layers * (1 + recompute), "reduce_scatter_tensor": layers}
+
+
+def evaluate(run: Run) -> tuple[float, float]:
+    """Runs on every rank: the evaluation's loss and label tokens; the ranks' data differ in length."""
+    module = DecoderModule(run)
+    batches = batches_by_rank(run)[data_rank(run)]
+    trainer = make_trainer(AutomodelStrategy(**run.options), callbacks=[EvaluationLoss()])
+    trainer.validate(module, DataLoader(batches[data_rank(run) :], batch_size=None), verbose=False)
+    return float(trainer.callback_metrics["val_loss"]), float(trainer.callback_metrics["count"])
+
+
+@pytest.mark.parametrize("label_shift", [0, pytest.param(1, marks=pytest.mark.sweep)])
+def test_evaluation(pool4: RankPool, label_shift: int) -> None:
+    """Each token counts once; a rank whose data has ended waits without taking part in attention."""
+    run = Run(num_ranks=2, label_shift=label_shift)
+    batches = [whole(run, each) for rank, own in enumerate(batches_by_rank(run)) for each in own[rank:]]
+    module = DecoderModule(run)
+    count = sum(count_used(run, batch) for batch in batches)
+    loss = sum(module.loss(batch, "sum").item() for batch in batches) / count
+    for found, counted in pool4.run(evaluate, run):
+        assert found == pytest.approx(loss, rel=TOLERANCE)
+        assert counted == count
+
+
+def save_and_resume(run: Run, folder: Path, epochs: int) -> dict[str, Tensor]:
+    """Runs on every rank: resume if there is a checkpoint, train up to `epochs`, save."""
+    module, path = DecoderModule(run), folder / "checkpoint"
+    options = {"max_epochs": epochs, "accumulate_grad_batches": run.accumulation, **run.clip}
+    trainer = make_trainer(AutomodelStrategy(**run.options), **options)
+    trainer.fit(module, loader(run), ckpt_path=path if epochs > 1 else None, weights_only=False)
+    trainer.save_checkpoint(path)
+    return full_weights(module.model)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [pytest.param(*each, marks=pytest.mark.sweep) for each in [(2, 1), (1, 2), (2, 2)]],
+)
+def test_checkpoints_go_to_other_shapes(request: pytest.FixtureRequest, tmp_path: Path, first: int, then: int) -> None:
+    """From one context size into another, with the optimizer's state."""
+    run = Run(num_ranks=2, clipping="norm")
+    expected, _, _ = train_plainly(run, epochs=2)
+    for epochs, context in ((1, first), (2, then)):
+        pool = request.getfixturevalue(f"pool{2 * context}")
+        outcomes = pool.run(save_and_resume, replace(run, context=context), tmp_path, epochs)
+    for weights in outcomes:
+        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
+
+
+class WithinSlice(DecoderModule):
+    """Attends by torch's own function in one more layer."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        states = self.model.embedding(batch["input_ids"])[:, None]
+        F.scaled_dot_product_attention(states, states, states)
+        return super().training_step(batch, batch_idx)
+
+
+class WithoutAttention(DecoderModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return self.model.head(self.model.embedding(batch["input_ids"])).mean()
+
+
+class ShiftsItself(DecoderModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return F.cross_entropy(self.model(batch)[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+class LongerKeys(DecoderModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        states = self.model.embedding(batch["input_ids"])[:, None]
+        return context_parallel_attention(states, torch.cat([states, states], dim=-2), states).sum()
+
+
+class DrawsItself(DecoderModule):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+IDS = torch.ones(1, 4, dtype=torch.long)
+REFUSED: dict[str, tuple[type[DecoderModule], Any, dict[str, Any], str]] = {
+    "torch's own attention": (WithinSlice, None, {}, "scaled_dot_product_attention attends to this rank's slice"),
+    "no attention": (WithoutAttention, None, {}, "has crossed the 2 context-parallel ranks 0 times, of at least 1"),
+    "shifted in the slice": (ShiftsItself, None, {"label_shift": 1}, "take batch['shift_labels']"),
+    "keys of other positions": (LongerKeys, None, {}, "each rank holds 2 of this step's: it is for self-attention"),
+    "dataloader_iter": (DrawsItself, None, {}, "slices the batch that training_step gets"),
+    "a pair": (DecoderModule, (IDS, IDS), {}, "a batch that is a mapping, and this one is a list"),
+    "other names": (DecoderModule, {"tokens": IDS}, {}, "and the batch has the keys ['tokens']"),
+    "one label a row": (DecoderModule, {"input_ids": IDS, "labels": IDS[:, 0]}, {}, "make it [b, 4]"),
+    "a mask of pairs": (
+        *(DecoderModule, {"input_ids": IDS, "labels": IDS, "attention_mask": IDS[None, None]}, {}),
+        "slices the last dimension of batch['attention_mask'], which has the shape [1, 1, 1, 4]",
+    ),
+    "unequal batches": (DecoderModule, "rank", {}, "The context-parallel ranks [0, 1] were given different first"),
+}
+
+
+def refusals() -> dict[str, str]:
+    """Runs on every rank: what each of these raises."""
+    raised = {}
+    for name, (make_module, batch, options, _) in REFUSED.items():
+        if batch is None:
+            batch = {"input_ids": IDS, "labels": IDS}
+        elif batch == "rank":
+            batch = {"input_ids": IDS + dist.get_rank(), "labels": IDS}
+        trainer = make_trainer(AutomodelStrategy(context_parallel_size=2, **options))
+        try:
+            trainer.fit(make_module(Run()), DataLoader([batch], batch_size=None))
+        except Exception as error:
+            raised[name] = f"{type(error).__name__}: {error}"
+    return raised
+
+
+def test_what_would_be_wrong_in_slices_is_refused(pool2: RankPool) -> None:
+    for raised in pool2.run(refusals):
+        assert raised.keys() == REFUSED.keys()
+        for name, (*_, sentence) in REFUSED.items():
+            assert sentence in raised[name]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_attention_without_slices(is_causal: bool, is_masked: bool) -> None:
+    """Without a run it is the softmax of the textbook, with heads of a group repeated."""
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(2, heads, 5, 4, generator=generator).double() for heads in (4, 2, 2))
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
+    scores = query @ key.repeat_interleave(2, dim=1).transpose(-1, -2) / 2
+    allowed = torch.ones(5, 5).tril().bool() if is_causal else torch.ones(5, 5).bool()
+    if is_masked:
+        allowed = (allowed & mask[:, None, None].bool()) | torch.eye(5).bool()
+    expected = scores.masked_fill(~allowed, -math.inf).softmax(-1) @ value.repeat_interleave(2, dim=1)
+    attended = context_parallel_attention(
+        query, key, value, is_causal=is_causal, attention_mask=mask if is_masked else None
+    )
+    torch.testing.assert_close(attended, expected, rtol=1e-12, atol=1e-12)
+
+
+class ByHand(DecoderModule):
+    """Accumulates, clips and steps itself."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer, index = self.optimizers(), batch_idx + 1
+        ends = index % self.run.accumulation == 0 or index == self.run.num_batches
+        with optimizer.toggle_model(sync_grad=ends):
+            self.manual_backward(self.loss(batch, "mean"))
+        if ends:
+            self.trainer.strategy.clip_gradients(optimizer, 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("ddp", marks=pytest.mark.sweep)])
+def test_manual_optimization(pool4: RankPool, layout: str) -> None:
+    run = Run(layout=layout, num_ranks=2, gap="micro_batches")
+    weights, _, _ = train_plainly(replace(run, clipping="norm"))
+    for trained, _ in pool4.run(fit_by_hand, run):
+        assert weight_error(Outcome(trained, None), Outcome(weights, None)) <= TOLERANCE
+
+
+class Compiled(DecoderModule):
+    def configure_model(self) -> None:
+        for block in self.model.blocks:
+            block.compile(backend="eager")
+
+
+@pytest.mark.sweep
+def test_compiled_blocks(pool2: RankPool) -> None:
+    """Attention stays outside of the graphs."""
+    run = Run(recompute=True)
+    weights, _, _ = train_plainly(run)
+    for trained, _ in pool2.run(fit, run, Compiled):
+        assert weight_error(Outcome(trained, None), Outcome(weights, None)) <= TOLERANCE
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("run", [pytest.param(run, id=str(index)) for index, run in enumerate(draw_runs(1, 72))])
+def test_random_runs(request: pytest.FixtureRequest, run: Run) -> None:
+    check(request.getfixturevalue(f"pool{run.num_ranks * run.context}"), run)

@@ -1,0 +1,184 @@
+"""Context parallelism of Hugging Face causal models on their own loss, against one process."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from lightning_automodel.sharding.context_parallel_hf import let_models_attend_across
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import VOCABULARY, Batch, Outcome, full_weights, weight_error
+from tests.trainer.hugging_face import _SIZES, OwnLoss, filled, t5, tied_llama, untied_gpt2
+from tests.trainer.plain import sgd
+from tests.trainer.runs import TOLERANCE, make_trainer
+
+CONTEXT, ACCUMULATE, NUM_BATCHES, MAX_LENGTH = 2, 2, 4, 15
+
+
+def qwen3() -> nn.Module:
+    """Layers with and without a window, and norms within attention."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    layers = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+    return filled(Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=4, **layers)))
+
+
+def mistral() -> nn.Module:
+    """A window in all layers."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return filled(MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=3)))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": tied_llama,
+    "qwen3": qwen3,
+    "mistral": mistral,
+    "gpt2": untied_gpt2,
+}
+KINDS = ("plain", "left", "right", "packed")
+
+
+@functools.cache
+def batches_by_rank(kind: str, num_ranks: int) -> list[list[Batch]]:
+    """Ragged batches of each data-parallel rank; positions without label, padded on one side, or several documents."""
+    rng = random.Random(f"{kind} {num_ranks}")
+    return [[make_batch(kind, rng) for _ in range(NUM_BATCHES)] for _ in range(num_ranks)]
+
+
+def make_batch(kind: str, rng: random.Random) -> Batch:
+    num_rows, length = rng.randint(1, 3), rng.randint(4, MAX_LENGTH)
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    ids, labels = (torch.randint(VOCABULARY, (num_rows, length), generator=generator) for _ in range(2))
+    labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    positions = torch.arange(length).expand(num_rows, -1)
+    if kind == "packed":
+        cut = rng.randint(1, length - 1)
+        batch["position_ids"] = torch.where(positions < cut, positions, positions - cut)
+    elif kind != "plain":
+        real = torch.tensor([[rng.randint(1, length)] for _ in range(num_rows)])
+        mask = positions >= length - real if kind == "left" else positions < real
+        batch["attention_mask"] = mask.long()
+        labels[~mask] = -100
+    return batch
+
+
+def train_plainly(model: nn.Module, kind: str, num_ranks: int) -> dict[str, Tensor]:
+    """Weights of one process. Gradients are divided after backward: the loss is float32."""
+    optimizer = sgd(model)
+    for start in range(0, NUM_BATCHES, ACCUMULATE):
+        window = [each for batches in batches_by_rank(kind, num_ranks) for each in batches[start : start + ACCUMULATE]]
+        counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in window]
+        optimizer.zero_grad()
+        for batch, count in zip(window, counts, strict=True):
+            if count:
+                (model(**batch, use_cache=False).loss * count).backward()
+        for parameter in model.parameters():
+            parameter.grad.div_(sum(counts))
+        optimizer.step()
+    return full_weights(model)
+
+
+def fit(make_model: Callable[[], nn.Module], kind: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[Any]]:
+    """Runs on every rank: full weights, and what was replaced on the model's configuration afterwards."""
+    module = OwnLoss(make_model())
+    strategy = AutomodelStrategy(context_parallel_size=CONTEXT, label_shift=1, **options)
+    num_ranks = dist.get_world_size() // CONTEXT
+    batches = batches_by_rank(kind, num_ranks)[dist.get_rank() // CONTEXT]
+    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE)
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    config = module.model.config
+    return full_weights(module.model), [config._attn_implementation, config.use_cache]
+
+
+def check(pool: RankPool, model: str, kind: str, **options: Any) -> None:
+    plain = MODELS[model]()
+    found = [plain.config._attn_implementation, plain.config.use_cache]
+    expected = Outcome(train_plainly(plain, kind, pool.num_ranks // CONTEXT), None)
+    for weights, left in pool.run(fit, MODELS[model], kind, options):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+        assert left == found
+
+
+@pytest.mark.parametrize("kind", ["left", "packed"])
+def test_layers_with_and_without_a_window(pool2: RankPool, kind: str) -> None:
+    check(pool2, "qwen3", kind)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", MODELS)
+def test_all_models(pool2: RankPool, model: str, kind: str) -> None:
+    check(pool2, model, kind)
+
+
+@pytest.mark.sweep
+def test_windows_and_shards(pool4: RankPool) -> None:
+    check(pool4, "qwen3", "left", activation_checkpointing=True)
+
+
+class LeavesOut(OwnLoss):
+    """Passes all but one entry of the batch to the model."""
+
+    def __init__(self, left_out: str) -> None:
+        super().__init__(tied_llama())
+        self.left_out = left_out
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return super().training_step({name: each for name, each in batch.items() if name != self.left_out}, batch_idx)
+
+
+class ShiftsInTheModel(OwnLoss):
+    """Lets the model shift what belongs to its slice."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        own = {name: each for name, each in batch.items() if name != "shift_labels"}
+        return self.model(**(own | {"labels": batch["shift_labels"]})).loss
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "positions": (lambda: LeavesOut("position_ids"), "LlamaForCausalLM was called on a slice of a sequence without"),
+    "masks": (lambda: LeavesOut("attention_mask"), "pass the batch's attention_mask and position_ids to the model"),
+    "shifted labels": (lambda: LeavesOut("shift_labels"), "take batch['shift_labels']"),
+    "shifted again": (lambda: ShiftsInTheModel(tied_llama()), "would shift the labels of a slice of a sequence by"),
+    "encoder-decoder": (lambda: OwnLoss(t5()), "T5ForConditionalGeneration is no causal language model"),
+}
+
+
+def refusals() -> dict[str, str]:
+    """Runs on every rank: what each of these raises."""
+    raised = {}
+    for name, (make_module, _) in REFUSED.items():
+        trainer = make_trainer(AutomodelStrategy(context_parallel_size=CONTEXT, label_shift=1))
+        try:
+            trainer.fit(make_module(), DataLoader(batches_by_rank("plain", 1)[0], batch_size=None))
+        except Exception as error:
+            raised[name] = f"{type(error).__name__}: {error}"
+    return raised
+
+
+def test_what_would_be_wrong_in_slices_is_refused(pool2: RankPool) -> None:
+    for raised in pool2.run(refusals):
+        assert raised.keys() == REFUSED.keys()
+        for name, (_, sentence) in REFUSED.items():
+            assert sentence in raised[name]
+
+
+def test_layers_that_mix_positions_otherwise() -> None:
+    """Before anything of the model is touched."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    with torch.device("meta"):
+        model = Qwen3NextForCausalLM(Qwen3NextConfig(num_hidden_layers=4, num_experts=2))
+    with pytest.raises(ValueError, match="Qwen3NextForCausalLM has layers of the types linear_attention"):
+        let_models_attend_across(OwnLoss(model))
