@@ -19,7 +19,7 @@ from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_s
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _Stateful as Stateful
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
@@ -47,6 +47,11 @@ def failing_hook(exception: BaseException) -> str | None:
             name = str(frame.f_locals["hook_name"])
         traceback = traceback.tb_next
     return name
+
+
+def current_hook(module: LightningModule) -> str | None:
+    """Name of the hook of ``module`` that runs; None between them."""
+    return module._current_fx_name
 
 
 def patch_signals(trainer: Trainer, ask_to_requeue: Callable[[], None], patches: PatchStack) -> None:

@@ -425,7 +425,7 @@ class AutomodelStrategy(ParallelStrategy):
             return "set-up"
         trainer = module._trainer
         stage = None if trainer is None else trainer.state.stage or trainer.state.fn
-        return module._current_fx_name or (stage.value if stage is not None else "set-up")
+        return lightning_internals.current_hook(module) or (stage.value if stage is not None else "set-up")
 
     # --- Setting up ---------------------------------------------------------------------------------------------------
 

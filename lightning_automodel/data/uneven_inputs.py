@@ -259,7 +259,7 @@ class UnevenInputs:
 
     def _where_in_batch(self) -> str | None:
         """The evaluation step or hook of a batch that runs, which a rank without data does not run; None elsewhere."""
-        where = self._trainer.lightning_module._current_fx_name or ""
+        where = lightning_internals.current_hook(self._trainer.lightning_module) or ""
         is_of_batch = self._is_in_step or where.endswith(("batch_start", "batch_end"))
         return where if is_of_batch and not self.is_training else None
 
