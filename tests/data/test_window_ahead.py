@@ -58,8 +58,13 @@ def _fit(kind: str, ahead: bool, **options: Any) -> dict[str, Tensor]:
 KINDS = ("stream", "workers", "limit", "scheduler", "none", "validation in mid-window", "dataloader_iter")
 
 
+IN_THE_SWEEP = ("workers", "limit", "validation in mid-window")
+
+
 @pytest.mark.every_case
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.sweep] if kind in IN_THE_SWEEP else []) for kind in KINDS]
+)
 def test_is_what_comes_without(pool2: RankPool, kind: str) -> None:
     """The other mode is compared with one process elsewhere."""
     for engine in ENGINES.values() if kind == "stream" else [ENGINES["fsdp2"]]:
@@ -105,7 +110,10 @@ def _resume(kind: str, folder: Path, after: int) -> tuple[dict[str, Tensor], dic
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("kind", ["rows", "stream", "stateful rows", "stateful stream"])
+@pytest.mark.parametrize(
+    "kind",
+    ["rows", *(pytest.param(k, marks=pytest.mark.sweep) for k in ("stream", "stateful rows")), "stateful stream"],
+)
 def test_resuming(pool2: RankPool, tmp_path: Path, kind: str) -> None:
     """From a step and from mid-window, batches that were drawn ahead and not trained on are drawn again."""
     for after in (3, 5):

@@ -175,6 +175,7 @@ def test_detail_finds_no_difference_after_a_barrier_of_three(tmp_path: Path) -> 
     assert all("sum 3.0" in output for output in outputs), outputs
 
 
+@pytest.mark.sweep  # likewise
 def test_the_debug_server_shows_where_every_rank_stands(served: Path) -> None:
     pytest.importorskip("tabulate", reason="torch's debug server needs tabulate")
     deadline = time.monotonic() + PATIENCE_S
