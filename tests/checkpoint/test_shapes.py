@@ -196,7 +196,7 @@ def _compiled(options: dict[str, Any], path: str, saves_compiled: bool) -> dict[
     ("options", "saves_compiled"),
     [
         (FSDP2, True),
-        (DDP, False),
+        pytest.param(DDP, False, marks=pytest.mark.sweep),
         *(
             pytest.param(options, saves_compiled, marks=pytest.mark.sweep)
             for options in (ONE_FILE, {**DDP, "save_distributed_checkpoint": True})

@@ -124,7 +124,6 @@ def _check(results: list[dict[str, Any]], counts: list[int], accumulate: int, te
         assert result["logged"] == pytest.approx(results[0]["logged"])
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("is_stream", [False, True], ids=["sized", "stream"])
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
 def test_equals_one_process(pool2: RankPool, engine: str, is_stream: bool) -> None:
@@ -282,7 +281,7 @@ def _resume(options: dict[str, Any], folder: Path, after: int, is_stream: bool) 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize(("engine", "is_stream"), [("fsdp2", False), ("ddp", True)], ids=["rows", "stream"])
-@pytest.mark.parametrize("after", [pytest.param(2, marks=pytest.mark.sweep), 4, 8])
+@pytest.mark.parametrize("after", [*(pytest.param(after, marks=pytest.mark.sweep) for after in (2, 4)), 8])
 def test_resuming(pool2: RankPool, tmp_path: Path, engine: str, is_stream: bool, after: int) -> None:
     """Also after the end of one rank's data, within an epoch: weights are bit for bit those of a calm run."""
     for calm, resumed, *counts in pool2.run(_resume, ENGINES[engine][1], tmp_path, after, is_stream):

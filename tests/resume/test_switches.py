@@ -94,8 +94,10 @@ class Keeping(Learner):
             AVERAGING,
             marks=pytest.mark.sweep,
         ),
-        (Setting(FSDP2, {**DOUBLE, "val_check_interval": 3}, module=Switching), SECOND_EPOCH),
-        (Setting(DDP, DOUBLE, module=Keeping), (("on_train_batch_start", 5),)),
+        pytest.param(
+            Setting(FSDP2, {**DOUBLE, "val_check_interval": 3}, module=Switching), SECOND_EPOCH, marks=pytest.mark.sweep
+        ),
+        pytest.param(Setting(DDP, DOUBLE, module=Keeping), (("on_train_batch_start", 5),), marks=pytest.mark.sweep),
         pytest.param(
             Setting(FSDP2, DOUBLE, module=WithBackbone, callbacks=finetuning), VALIDATED, marks=pytest.mark.sweep
         ),

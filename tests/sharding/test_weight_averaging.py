@@ -243,7 +243,7 @@ def _resume(
     ("make_callback", "saving", "resuming"),
     [
         (_ema, "fsdp2", "fsdp2"),
-        (_swa, "ddp", "fsdp2"),
+        pytest.param(_swa, "ddp", "fsdp2", marks=pytest.mark.sweep),
         pytest.param(_ema, "ddp", "fsdp2", marks=pytest.mark.sweep),
         pytest.param(_swa, "fsdp2", "fsdp2", marks=pytest.mark.sweep),
         pytest.param(_ema, "ddp", "ddp", marks=pytest.mark.sweep),
