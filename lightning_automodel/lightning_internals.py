@@ -30,6 +30,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torchmetrics import Metric
 
 from lightning_automodel.patching import PatchStack
@@ -47,6 +48,11 @@ def failing_hook(exception: BaseException) -> str | None:
             name = str(frame.f_locals["hook_name"])
         traceback = traceback.tb_next
     return name
+
+
+def draws_its_batches(step: Callable[..., Any]) -> bool:
+    """Whether a step takes a ``dataloader_iter`` in place of a batch."""
+    return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
 
 
 def current_hook(module: LightningModule) -> str | None:

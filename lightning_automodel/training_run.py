@@ -11,7 +11,6 @@ import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
@@ -138,7 +137,7 @@ class TrainingRun:
         self.watch = OptimizerWatch(self.windows, parameters)
         raises_if_nonfinite = options.error_if_nonfinite and self._scaling.scaler is None
         self.clipper = GradientClipper(self.windows, self.watch, mesh, options.track_grad_norm, raises_if_nonfinite)
-        self._draws_its_batches = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+        self._draws_its_batches = lightning_internals.draws_its_batches(module.training_step)
         draws = Draws(host_group)
         self.inputs = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad", draws)
         self._draws, self._ahead = draws, None

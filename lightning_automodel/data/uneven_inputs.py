@@ -12,7 +12,6 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
@@ -107,7 +106,7 @@ class UnevenInputs:
         """Raise ``ValueError`` for what a filler would change, or what could not know of one."""
         module = self._trainer.lightning_module
         problem = None
-        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        if lightning_internals.draws_its_batches(module.training_step):
             problem = "training_step(dataloader_iter) draws its batches itself: let it take the batch"
         elif isinstance(loader, lightning_internals.Stateful):
             problem = f"{type(loader).__name__} begins anew where it is resumed after its end: take torch's DataLoader"
@@ -221,7 +220,7 @@ class UnevenInputs:
         trainer, stage, loop = self._trainer, self._stage, self._evaluation_loop
         loaders = CombinedLoader(getattr(trainer, _LOADERS[stage])).flattened
         step = getattr(trainer.lightning_module, _STEPS[stage])
-        draws_in_step = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+        draws_in_step = lightning_internals.draws_its_batches(step)
         is_sequential = lightning_internals.is_sequential(loop)
         self._check_several(loaders, is_sequential, draws_in_step)
         if not is_sequential:

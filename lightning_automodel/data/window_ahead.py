@@ -5,8 +5,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_automodel import lightning_internals
 from lightning_automodel.data.draws import Draw, Draws, LoaderProxy
 from lightning_automodel.data.exchange import Exchange
 from lightning_automodel.gradients.token_loss import WindowTotals
@@ -34,7 +34,7 @@ class WindowAhead:
         self._trainer, self._group, self._copies, self._draws = trainer, group, copies, draws
         self._draws.count = count
         step = trainer.lightning_module.training_step
-        self._draws_in_step = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+        self._draws_in_step = lightning_internals.draws_its_batches(step)
         self._window: list[Draw] = []
         self._own_micro_batches = 0
         self._sent: Exchange
@@ -70,10 +70,8 @@ class WindowAhead:
 
     def _begin_window(self, draw: Draw) -> None:
         trainer, prefetched = self._trainer, self._draws.handed_out
-        index, accumulate = (
-            trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1,
-            trainer.accumulate_grad_batches,
-        )
+        index = trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+        accumulate = trainer.accumulate_grad_batches
         size = int(min(accumulate - index % accumulate, trainer.num_training_batches - index))
         if self._draws_in_step:
             self._window = self._draws.ahead(size)

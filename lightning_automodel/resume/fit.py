@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.distributed.mesh import CONTEXT
@@ -50,9 +49,7 @@ class Resume:
         self._own_state, self._restore_own_state = own_state, restore_own_state
         self._holds_gradients = holds_gradients
         self._is_manual = not trainer.lightning_module.automatic_optimization
-        self._draws_in_step = is_param_in_hook_signature(
-            trainer.lightning_module.training_step, "dataloader_iter", explicit=True
-        )
+        self._draws_in_step = lightning_internals.draws_its_batches(trainer.lightning_module.training_step)
         self._loaders = dataloaders.TrainingLoaders(trainer, device, say)
         self._module = ModuleState(trainer)
         self._patches = PatchStack()

@@ -4,12 +4,11 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_automodel import torch_internals
+from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.sharding.units import class_name
 
 _FSDP2_ERRORS = {
@@ -74,7 +73,7 @@ def check_sliceable(module: pl.LightningModule, context_parallel_size: int) -> N
     """Raise ValueError for a module of which not every step would get slices of its batches."""
     named = f"context_parallel_size={context_parallel_size}"
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
-        if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
+        if lightning_internals.draws_its_batches(getattr(module, name)):
             raise ValueError(f"{named} slices the batch that {name} gets: let it take the batch, not dataloader_iter.")
 
 
