@@ -52,8 +52,8 @@ def check_training(module: pl.LightningModule, accumulate_grad_batches: int, cou
     """
     if counts_ahead and not module.automatic_optimization:
         raise ValueError(
-            "count_window_ahead=True needs automatic optimization: by hand, nobody knows ahead which batches a window"
-            " will hold. Leave it out."
+            "count_window_ahead=True needs automatic optimization: under manual optimization the batches of a window"
+            " are not known ahead. Leave it out."
         )
     if accumulate_grad_batches < 1:
         raise ValueError(
@@ -108,13 +108,13 @@ def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: in
             )
         if isinstance(optimizer, LBFGS) and divisor > 1:
             raise ValueError(
-                f"{name} chooses its step from the loss of each rank alone, so {divisor} ranks would drift apart;"
-                " choose a first-order optimizer or one rank."
+                f"{name} chooses its step from the loss of each rank alone, so {divisor} ranks would diverge: choose a"
+                " first-order optimizer or one rank."
             )
         if is_sharded and any(cls.__name__ == "Adafactor" for cls in type(optimizer).__mro__):
             raise ValueError(
-                f"{name} factors its second moments over rows and columns of whole matrices, of which FSDP2 leaves each"
-                " rank a part: choose AdamW or SGD, or pass data_parallel='ddp'."
+                f"{name} factors its second moments over rows and columns of whole matrices, of which each rank has"
+                " only a part under FSDP2: choose AdamW or SGD, or pass data_parallel='ddp'."
             )
 
 
