@@ -1,6 +1,6 @@
 """What a model, an optimizer or a step must not contain, refused with the reason and a way out."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
@@ -67,6 +67,24 @@ def check_training(module: pl.LightningModule, accumulate_grad_batches: int, cou
             " there is no gradient to compute: unfreeze some before trainer.fit, at the latest in configure_model, or"
             " evaluate with trainer.validate."
         )
+
+
+def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
+    """Refuse callbacks of the package ``pytorch_lightning``.
+
+    Lightning and this package know by their classes which callbacks save, average weights or prune, and would treat
+    these as unknown ones, in silence.
+
+    Raises:
+        TypeError: For a class of that package or one derived from it, other than from its bare ``Callback``.
+    """
+    for callback in callbacks:
+        for base in type(callback).__mro__:
+            if base.__module__.startswith("pytorch_lightning.") and base.__name__ != "Callback":
+                raise TypeError(
+                    f"The callback {type(callback).__name__} comes from pytorch_lightning ({base.__module__}), whose"
+                    " classes lightning's Trainer does not recognise: import it from lightning.pytorch.callbacks."
+                )
 
 
 def check_sliceable(module: pl.LightningModule, context_parallel_size: int) -> None:
