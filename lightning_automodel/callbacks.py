@@ -97,9 +97,9 @@ class EvaluationLoss(Callback):
         strategy = _automodel(trainer)
         if strategy is None and not tells_count(outputs):
             raise ValueError(
-                f"EvaluationLoss found no number of label tokens in what {step} returned, and only AutomodelStrategy"
-                f" counts them by itself, not {type(trainer.strategy).__name__}: return"
-                " {'loss': mean, 'num_label_tokens': n}."
+                f"EvaluationLoss found no 'num_label_tokens' in what {step} returned, and"
+                f" {type(trainer.strategy).__name__} does not count them (AutomodelStrategy does). Return {{'loss':"
+                " mean, 'num_label_tokens': n}."
             )
         sums = (TokenWeighting() if strategy is None else strategy).evaluated(batch, outputs, step)
         self._mean(trainer, dataloader_idx).update(sums)

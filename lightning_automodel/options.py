@@ -150,8 +150,8 @@ class StrategyOptions:
                 raise TypeError(f"{name} must be a function, as in DDPStrategy, got {getattr(self, name)!r}.")
         if self.ddp_comm_hook is not None and not self.count_window_ahead:
             raise ValueError(
-                "ddp_comm_hook needs count_window_ahead=True: it compresses gradients on their way between ranks, which"
-                " without it are sums over as many tokens as a window has."
+                "ddp_comm_hook needs count_window_ahead=True: without it, the gradients that the hook compresses are"
+                " sums over all tokens of a window, not means."
             )
         parse_timeout(self.timeout)
         if self.context_parallel_size > 1:
@@ -163,15 +163,15 @@ class StrategyOptions:
             "tensor_parallel_size > 1": self.tensor_parallel_size > 1,
             "device_mesh": self.device_mesh is not None,
             "per_token_loss=False (means of slices are not the mean of a batch)": not self.per_token_loss,
-            "count='samples' (a slice is no sample)": self.count == "samples",
+            "count='samples' (a slice is not a sample)": self.count == "samples",
             "count_window_ahead=True": self.count_window_ahead,
             "uneven_inputs='pad'": self.uneven_inputs == "pad",
         }
         found = [problem for problem, applies in problems.items() if applies]
         if found:
             raise ValueError(
-                f"context_parallel_size={self.context_parallel_size} does not go with {', '.join(found)}: leave one of"
-                " them out."
+                f"context_parallel_size={self.context_parallel_size} does not work with {', '.join(found)}: leave one"
+                " of them out."
             )
 
     def _check_type(self, name: str, valid: Any, description: str) -> None:

@@ -204,6 +204,10 @@ class AutomodelStrategy(ParallelStrategy):
                 name, cls, description=f"{engine}, gradients of one single-process batch", override=True, **kwargs
             )
 
+    def __repr__(self) -> str:
+        """Says whose Trainer it is for: that of ``pytorch_lightning`` refuses it with this in its message."""
+        return f"<{type(self).__name__} for lightning.pytorch.Trainer>"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "AutomodelStrategy":
         """A strategy of the same options that has no run: groups, stores and shards cannot be copied.
 
@@ -348,6 +352,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        checks.check_callbacks(self._module.trainer.callbacks)  # type: ignore[attr-defined]
         super().setup_environment()
         self.set_world_ranks()
         timeout = process_group.parse_timeout(self._options.timeout)

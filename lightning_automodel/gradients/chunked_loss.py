@@ -106,7 +106,7 @@ def token_loss(
     loss = loss.mean()
     if loss.dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
-            f"The head casts its output to {loss.dtype}, too coarse for a sum of losses: set no output_dtype."
+            f"The head casts its output to {loss.dtype}, too coarse for a sum of losses: leave output_dtype unset."
         )
     count = torch.ones_like(targets).sum() if weight is None else weight[targets].sum()
     return (loss.full_tensor() if isinstance(loss, DTensor) else loss), count

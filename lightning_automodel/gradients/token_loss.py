@@ -136,7 +136,7 @@ class TokenWeighting:
             raise ValueError(
                 f"training_step returned num_label_tokens={float(told):g}, and count_window_ahead=True has counted"
                 f" {counted:g} in its batch before: pass label_shift=, ignore_index= or count_label_tokens= so that"
-                " both are alike."
+                " both are equal."
             )
 
     def check_unchanged(self, batch: Any, counted: float) -> None:

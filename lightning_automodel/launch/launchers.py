@@ -121,8 +121,8 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
             return self._supervisor.run(run_and_collect, *args, **kwargs)
         if self._already_fit and trainer.state.fn == TrainerFn.FITTING:
             raise NotImplementedError(
-                f"trainer.fit() ran already, in workers of start_method={self._start_method!r} that have ended, and"
-                " with them optimizer states and loops: make a new Trainer and pass fit(ckpt_path=...) to go on."
+                f"trainer.fit() ran already, in workers of start_method={self._start_method!r} that have ended, with"
+                " their optimizer states and loops. To go on, make a new Trainer and call fit(ckpt_path=...)."
             )
         workers = self._start(trainer, partial(function, *args, **kwargs))
         try:
@@ -131,8 +131,8 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
             self.procs = []
         if results is None:
             raise RuntimeError(
-                f"The Tuner found its value in workers of start_method={self._start_method!r}, where it stays: pass"
-                " start_method='popen', or for a learning rate call fit with the callback LearningRateFinder()."
+                f"The Tuner ran in workers of start_method={self._start_method!r}, which do not send its value back:"
+                " pass start_method='popen', or for a learning rate call fit with the callback LearningRateFinder()."
             )
         returned, report = restore(results, trainer)
         self._already_fit |= trainer.state.fn == TrainerFn.FITTING
@@ -248,7 +248,7 @@ def make_launcher(
         # Lightning would name its own strategies.
         raise MisconfigurationException(
             "AutomodelStrategy(start_method='popen') runs a script again for each further rank, which a notebook or an"
-            " interactive session is not: pass Trainer(strategy=AutomodelStrategy(start_method='fork'), ...), or"
-            " devices=1, or run your code as a script."
+            " interactive session does not have: pass Trainer(strategy=AutomodelStrategy(start_method='fork'), ...),"
+            " or devices=1, or run your code as a script."
         )
     return launcher

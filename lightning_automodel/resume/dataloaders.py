@@ -239,7 +239,7 @@ class TrainingLoaders:
         if plan["is_drawn"]:
             self._say(
                 "A training loader that is neither a map-style DataLoader nor has state_dict() and load_state_dict()"
-                f" resumes by drawing and dropping {used} batches; torchdata's StatefulDataLoader does without."
+                f" resumes by drawing and dropping {used} batches; torchdata's StatefulDataLoader need not."
             )
             batches = getattr(self._fetcher, "iterator_wrapper", self._fetcher)  # for a step that draws its batches
             for drawn in range(used):
