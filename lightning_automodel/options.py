@@ -22,6 +22,7 @@ _FSDP2_ONLY: dict[str, Any] = {
     "reshard_after_forward": True,
     "mp_policy": None,
     "cpu_offload": False,
+    "prefetch": "auto",
 }
 _DDP_ONLY: dict[str, Any] = {
     "ddp_kwargs": None,
@@ -93,6 +94,7 @@ class StrategyOptions:
     cpu_offload: bool
     activation_checkpointing: bool | set[type[Module]] | Literal["selective"] | Callable
     compile: bool | dict[str, Any]
+    prefetch: int | Literal["auto"]
     track_grad_norm: bool
     error_if_nonfinite: bool
     process_group_backend: str | None
@@ -115,6 +117,7 @@ class StrategyOptions:
         check_deferral(self.defer_fsdp_grad_sync)
         for name in ("data_parallel_size", "data_parallel_replicate_size"):
             self._check_integer(name, smallest=1, alternative="auto")
+        self._check_integer("prefetch", smallest=1, alternative="auto")
         self._check_integer("tensor_parallel_size", smallest=1)
         self._check_integer("context_parallel_size", smallest=1)
         self._check_type("device_mesh", DeviceMesh | None, "a DeviceMesh (init_device_mesh makes one)")

@@ -96,6 +96,8 @@ class AutomodelStrategy(ParallelStrategy):
             product; a policy of ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` those that it names.
         compile: Compile each FSDP unit (``auto_wrap_policy``), or the same modules under DDP. A dictionary: keywords of
             ``torch.compile``.
+        prefetch: How many FSDP units ahead all-gathers start, in the forward and in the backward; each takes the memory
+            of one more gathered unit. ``"auto"``: 1 on a CPU, elsewhere what FSDP2 does by itself (one in the backward).
         track_grad_norm: Compute ``last_step.grad_norm`` also where nothing else needs it.
         error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not finite.
             Reads one number on the host each step.
@@ -157,6 +159,7 @@ class AutomodelStrategy(ParallelStrategy):
         cpu_offload: bool = False,
         activation_checkpointing: bool | set[type[Module]] | Literal["selective"] | Callable = False,
         compile: bool | dict[str, Any] = False,
+        prefetch: int | Literal["auto"] = "auto",
         track_grad_norm: bool = False,
         error_if_nonfinite: bool = False,
         process_group_backend: str | None = None,
