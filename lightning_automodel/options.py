@@ -92,7 +92,7 @@ class StrategyOptions:
     reshard_after_forward: bool | int
     mp_policy: MixedPrecisionPolicy | None
     cpu_offload: bool
-    activation_checkpointing: bool | set[type[Module]] | Literal["selective"] | Callable
+    activation_checkpointing: bool | set[type[Module]] | Literal["selective", "offload"] | Callable
     compile: bool | dict[str, Any]
     prefetch: int | Literal["auto"]
     track_grad_norm: bool
@@ -142,11 +142,11 @@ class StrategyOptions:
                 f"auto_wrap_policy must be a set of nn.Module classes or a function of a module, got {policy!r}."
             )
         check_policy(self.mp_policy)
-        is_policy = choice == "selective" or (callable(choice) and not isinstance(choice, type))
+        is_policy = choice in ("selective", "offload") or (callable(choice) and not isinstance(choice, type))
         if not (isinstance(choice, bool) or is_policy or _is_set_of_modules(choice)):
             raise TypeError(
-                "activation_checkpointing must be True, False, 'selective', a set of nn.Module classes or a policy of"
-                f" torch.utils.checkpoint, got {choice!r}."
+                "activation_checkpointing must be True, False, 'selective', 'offload', a set of nn.Module classes or a"
+                f" policy of torch.utils.checkpoint, got {choice!r}."
             )
         for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):

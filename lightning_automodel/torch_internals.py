@@ -497,7 +497,9 @@ def _probe_group(group: FSDPParamGroup) -> None:
 def _probe() -> None:
     """Check at import whatever the functions above reach for on public classes and modules."""
     check = partial(release_probe.check, "torch")
-    check(FSDPModule, "_get_fsdp_state", "reset_iter_state", "set_reduce_scatter_unused_params", "_set_unshard_async_op")
+    check(
+        FSDPModule, "_get_fsdp_state", "reset_iter_state", "set_reduce_scatter_unused_params", "_set_unshard_async_op"
+    )
     if ACCUMULATES_IN_LEAF:
         check(FSDPModule, "set_manual_backward_finalization", "finalize_backward")
     check(torch._C, "_clear_DTensor_sharding_propagator_cache")

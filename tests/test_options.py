@@ -15,7 +15,7 @@ from lightning_automodel.options import StrategyOptions
 
 SIZE = "must be an integer of at least 1 or 'auto', got"
 RECOMPUTED = (
-    "activation_checkpointing must be True, False, 'selective', a set of nn.Module classes or a policy of"
+    "activation_checkpointing must be True, False, 'selective', 'offload', a set of nn.Module classes or a policy of"
     " torch.utils.checkpoint, got"
 )
 POLICY = "auto_wrap_policy must be a set of nn.Module classes or a function of a module, got"
@@ -118,6 +118,8 @@ def test_wrong_types(options: dict[str, Any], message: str) -> None:
         {"activation_checkpointing": True},
         {"activation_checkpointing": {nn.Linear}},
         {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "offload"},
+        {"prefetch": 2},
         {"timeout": 0.5},
         {"timeout": timedelta(seconds=1)},
         {"count_label_tokens": len, "label_shift": 0},

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_automodel import AutomodelStrategy, torch_internals
 from lightning_automodel.patching import PatchStack
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import TinyDecoder, full_weights, weight_error
+from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, TinyDecoder, full_weights, weight_error
 from tests.trainer.plain import ModelModule, fill, filled_decoder, plain_weights, prefixed
 from tests.trainer.runs import CASE, TOLERANCE, by_default, loader, make_trainer
 
@@ -158,8 +157,6 @@ class PlainSGD(torch.optim.SGD):
 
 
 def _scaling_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    from tests.trainer.exactness import LEARNING_RATE, MOMENTUM
-
     optimizer = PlainSGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, momentum=MOMENTUM)
     optimizer.everything = list(model.parameters())
     return optimizer
@@ -169,22 +166,8 @@ def _scaling_sgd(model: nn.Module) -> torch.optim.Optimizer:
 def test_weights_that_a_callback_writes_are_used(pool2: RankPool, limit_val_batches: int) -> None:
     """Also behind an evaluation that left a unit out whose gather had started."""
     options = {**LAYOUTS["resharded"], "prefetch": 2}
-    case = CASE if CASE.num_batches % ACCUMULATE == 0 else None
     steps = {"max_steps": CASE.num_batches // ACCUMULATE}
     expected = prefixed(plain_weights(Irregular(), ACCUMULATE, make_optimizer=_scaling_sgd, **steps))
-    assert case is None
     kwargs = {"callbacks": (Evaluates(),), "limit_val_batches": limit_val_batches, "val_check_interval": ACCUMULATE}
     for weights, _, _ in pool2.run(fit, options, Irregular, **kwargs, **steps):
         assert weight_error(weights, expected) <= TOLERANCE
-
-
-class Fails(Callback):
-    """On one rank, in the forward of a block, when the next one is being gathered."""
-
-    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            module.model.blocks[1].linear.register_forward_hook(self._fail)
-
-    def _fail(self, *args: Any) -> None:
-        if dist.get_rank() == 0:
-            raise KeyError("in a forward")
