@@ -148,6 +148,11 @@ class StrategyOptions:
                 "activation_checkpointing must be True, False, 'selective', 'offload', a set of nn.Module classes or a"
                 f" policy of torch.utils.checkpoint, got {choice!r}."
             )
+        if choice == "offload" and self.compile is not False:
+            raise ValueError(
+                "activation_checkpointing='offload' does not go with compile: torch.compile would leave out every block"
+                " that moves tensors to the host. Leave out one of them, or pass activation_checkpointing=True."
+            )
         for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise TypeError(f"{name} must be a function, as in DDPStrategy, got {getattr(self, name)!r}.")

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.units import WrapPolicy, class_name, distinct, has_forward, outermost, units_of
-from lightning_automodel.torch_internals import uncompiled
+from lightning_automodel.torch_internals import is_compiled, uncompiled
 
 ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective", "offload"] | Callable
 
@@ -148,12 +148,17 @@ class CheckpointedBlocks:
         names = {id(module): name for name, module in model.named_modules()}
         self.names = [f"{names[id(block)]} ({class_name(block)})" for block in blocks]
         layers = [uncompiled(block) for block in blocks]
-        for layer, name in zip(layers, self.names, strict=True):
+        for block, layer, name in zip(blocks, layers, self.names, strict=True):
             if _has_switch(layer) and not layer.training:
                 raise ValueError(
                     f"activation_checkpointing has no effect on {name}: layers of transformers recompute in training"
                     " mode only, and from_pretrained() leaves them in evaluation mode. Call .train() on the model"
                     " before trainer.fit."
+                )
+            if choice == "offload" and is_compiled(block):
+                raise ValueError(
+                    f"activation_checkpointing='offload' does not go with {name}, which is compiled: torch.compile would"
+                    " leave it out. Compile other modules, or pass activation_checkpointing=True."
                 )
         self._undo = [
             _switch_on(layer, make(layer)) if _has_switch(layer) else _wrap(block, make(block))
