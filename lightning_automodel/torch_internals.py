@@ -142,6 +142,23 @@ def is_unsharded(unit: FSDPModule) -> bool:
     return any(group.is_unsharded for group in param_groups(unit))
 
 
+def is_gathering(unit: FSDPModule) -> bool:
+    """Whether an all-gather of ``unit`` was started whose result nobody has asked for yet."""
+    return any(group._all_gather_result is not None for group in param_groups(unit))
+
+
+def forget_background_gather(unit: FSDPModule) -> None:
+    """Leave an all-gather of ``unit`` that runs on a CPU to itself: a rank that has failed may never join it."""
+    for group in param_groups(unit):
+        if group.device.type == "cpu":
+            group._all_gather_result = None
+
+
+def set_background_gathers(root: FSDPModule, is_on: bool) -> None:
+    """Whether all-gathers of ``root`` and what is below it are asynchronous: on a CPU, others block their thread."""
+    root._set_unshard_async_op(is_on)
+
+
 def note_all_gathers(unit: FSDPModule, note: Callable[[], None], patches: PatchStack) -> None:
     """Have ``note`` called before each all-gather of ``unit``; FSDP2 has a hook for none."""
     for group in param_groups(unit):
@@ -459,11 +476,10 @@ def _probe_group(group: FSDPParamGroup) -> None:
             "is_sharded",
             "is_unsharded",
             "unshard",
-            "_all_gather_result",
         ),
         *("_to_unsharded", "post_backward", "device"),
     )
-    check(group, "_partial_reduce_output", *_COMMUNICATION, writable=True)
+    check(group, "_partial_reduce_output", "_all_gather_result", *_COMMUNICATION, writable=True)
     for param in group.fsdp_params[:1]:
         check(
             param,
@@ -481,7 +497,9 @@ def _probe_group(group: FSDPParamGroup) -> None:
 def _probe() -> None:
     """Check at import whatever the functions above reach for on public classes and modules."""
     check = partial(release_probe.check, "torch")
-    check(FSDPModule, "_get_fsdp_state", "reset_iter_state", "set_reduce_scatter_unused_params")
+    check(
+        FSDPModule, "_get_fsdp_state", "reset_iter_state", "set_reduce_scatter_unused_params", "_set_unshard_async_op"
+    )
     if ACCUMULATES_IN_LEAF:
         check(FSDPModule, "set_manual_backward_finalization", "finalize_backward")
     check(torch._C, "_clear_DTensor_sharding_propagator_cache")

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.sharding import prefetch
 from lightning_automodel.sharding.precision import OutermostCall, cast_around, step_policy, unit_policy
 from lightning_automodel.sharding.units import (
     ShardingPlan,
@@ -103,7 +104,9 @@ def _run_steps_as_forward(model: nn.Module) -> None:
     def run(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             args, kwargs = before(root, args, kwargs)
-            return after(root, args, method(*args, **kwargs))
+            output = method(*args, **kwargs)
+            prefetch.drop_unused(root)
+            return after(root, args, output)
         finally:
             # Kept for a backward that never follows, what was gathered would outlive the next write to the weights.
             if not torch.is_grad_enabled():
