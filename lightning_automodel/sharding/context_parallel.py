@@ -3,12 +3,15 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+
+from lightning_automodel.sharding.causal_attention import attend_to_end
 
 
 @dataclass
@@ -42,22 +45,16 @@ class Slices:
         """How many share the batch."""
         return 1 if self.group is None else self.group.size()
 
-    def causal_mask(self, start: int, query: Tensor) -> Tensor:
+    def causal_mask(self, start: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """[c, start + c] what is added to the products of a chunk's rows.
 
         One for all layers, which their backwards keep; of a mask of booleans torch would make one in each layer.
         """
-        dtype = torch.get_autocast_dtype(query.device.type) if _is_cast(query) else query.dtype
         if (start, dtype) not in self.masks:
-            seen = _mask(_positions(start, query), start + self.chunk, True, None)
-            zeros = torch.zeros(seen.shape, dtype=dtype, device=query.device)
+            seen = _mask(_positions(start, rows), start + self.chunk, True, None)
+            zeros = torch.zeros(seen.shape, dtype=dtype, device=rows.device)
             self.masks[start, dtype] = zeros.masked_fill_(~seen, -torch.inf)
         return self.masks[start, dtype]
-
-
-def _is_cast(query: Tensor) -> bool:
-    """Whether attention is computed in autocast's dtype."""
-    return torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64
 
 
 # Of the step, or the backward, that runs in this process. No context variable: recomputation may run in a thread of
@@ -159,18 +156,14 @@ def attend_across(
             start = index * slices.chunk
             # Behind all other positions stands padding, which only rows of padding see under a causal mask.
             end = start + slices.chunk if is_causal else slices.length
+            seen = rows, key[..., :end, :], value[..., :end, :]
             if part is not None:
-                part = part[..., :end]
+                mixed = F.scaled_dot_product_attention(*seen, attn_mask=part[..., :end], **options)
             elif is_causal and start > 0:
-                part = slices.causal_mask(start, rows)
-            parts.append(
-                F.scaled_dot_product_attention(
-                    *(rows, key[..., :end, :], value[..., :end, :]),
-                    attn_mask=part,
-                    is_causal=is_causal and part is None,
-                    **options,
-                )
-            )
+                mixed = attend_to_end(*seen, partial(slices.causal_mask, start, rows), options)
+            else:
+                mixed = F.scaled_dot_product_attention(*seen, is_causal=is_causal, **options)
+            parts.append(mixed)
         return torch.cat(parts, dim=-2)
     finally:
         slices.is_attending = False
