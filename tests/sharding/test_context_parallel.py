@@ -11,6 +11,7 @@ import functools
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, EvaluationLoss, context_parallel_attention
 from tests.rank_pool import RankPool
+from tests.sharding.context_parallel_refusals import Refused, check_refused, messages
 from tests.trainer.exactness import Batch, Outcome, full_weights, weight_error
 from tests.trainer.plain import fill, sgd
 from tests.trainer.runs import TOLERANCE, make_trainer
@@ -358,11 +360,15 @@ def count_collectives(run: Run) -> Counter[str]:
 
 @pytest.mark.parametrize("recompute", [True, pytest.param(False, marks=pytest.mark.sweep)])
 def test_one_collective_a_layer_each_way(pool4: RankPool, recompute: bool) -> None:
-    """Keys and values together; recomputation gathers again."""
+    """Keys and values together; recomputation gathers again, and so does the check of the first step."""
     run = Run(num_ranks=2, recompute=recompute)
     layers = run.num_batches * len(Decoder().blocks)
+    checking = len(Decoder().blocks) + 3  # attention, and three tensors of the first batch
     for counted in pool4.run(count_collectives, run):
-        assert counted == {"all_gather_into_tensor": layers * (1 + recompute), "reduce_scatter_tensor": layers}
+        assert counted == {
+            "all_gather_into_tensor": layers * (1 + recompute) + checking,
+            "reduce_scatter_tensor": layers,
+        }
 
 
 def evaluate(run: Run) -> tuple[float, float]:
@@ -443,44 +449,43 @@ class DrawsItself(DecoderModule):
 
 
 IDS = torch.ones(1, 4, dtype=torch.long)
-REFUSED: dict[str, tuple[type[DecoderModule], Any, dict[str, Any], str]] = {
-    "torch's own attention": (WithinSlice, None, {}, "scaled_dot_product_attention attends to this rank's slice"),
-    "no attention": (WithoutAttention, None, {}, "has crossed the 2 context-parallel ranks 0 times, of at least 1"),
-    "shifted in the slice": (ShiftsItself, None, {"label_shift": 1}, "take batch['shift_labels']"),
-    "keys of other positions": (LongerKeys, None, {}, "each rank holds 2 of this step's: it is for self-attention"),
-    "dataloader_iter": (DrawsItself, None, {}, "slices the batch that training_step gets"),
-    "a pair": (DecoderModule, (IDS, IDS), {}, "a batch that is a mapping, and this one is a list"),
-    "other names": (DecoderModule, {"tokens": IDS}, {}, "and the batch has the keys ['tokens']"),
-    "one label a row": (DecoderModule, {"input_ids": IDS, "labels": IDS[:, 0]}, {}, "make it [b, 4]"),
-    "a mask of pairs": (
-        *(DecoderModule, {"input_ids": IDS, "labels": IDS, "attention_mask": IDS[None, None]}, {}),
+
+
+def refused(
+    sentence: str, make_module: Callable[[Run], LightningModule] = DecoderModule, batch: Any = None, **options: Any
+) -> Refused:
+    batch = {"input_ids": IDS, "labels": IDS} if batch is None else batch
+    return Refused(lambda: make_module(Run()), sentence, lambda: [batch], options)
+
+
+REFUSED = {
+    "torch's own attention": refused("scaled_dot_product_attention attends to this rank's slice", WithinSlice),
+    "no attention": refused("has crossed the 2 context-parallel ranks 0 times, of at least 1", WithoutAttention),
+    "shifted in the slice": refused("take batch['shift_labels']", ShiftsItself, label_shift=1),
+    "keys of other positions": refused("each rank holds 2 of this step's: it is for self-attention", LongerKeys),
+    "dataloader_iter": refused("slices the batch that training_step gets", DrawsItself),
+    "a pair": refused("a batch that is a mapping, and this one is a list", batch=(IDS, IDS)),
+    "other names": refused("and the batch has the keys ['tokens']", batch={"tokens": IDS}),
+    "one label a row": refused("make it [b, 4]", batch={"input_ids": IDS, "labels": IDS[:, 0]}),
+    "a mask of pairs": refused(
         "slices the last dimension of batch['attention_mask'], which has the shape [1, 1, 1, 4]",
+        batch={"input_ids": IDS, "labels": IDS, "attention_mask": IDS[None, None]},
     ),
-    "unequal batches": (DecoderModule, "rank", {}, "The context-parallel ranks [0, 1] were given different first"),
+    "unequal batches": Refused(
+        lambda: DecoderModule(Run()),
+        "The context-parallel ranks [0, 1] were given different first",
+        lambda: [{"input_ids": IDS + dist.get_rank(), "labels": IDS}],
+    ),
 }
 
 
 def refusals() -> dict[str, str]:
-    """Runs on every rank: what each of these raises."""
-    raised = {}
-    for name, (make_module, batch, options, _) in REFUSED.items():
-        if batch is None:
-            batch = {"input_ids": IDS, "labels": IDS}
-        elif batch == "rank":
-            batch = {"input_ids": IDS + dist.get_rank(), "labels": IDS}
-        trainer = make_trainer(AutomodelStrategy(context_parallel_size=2, **options))
-        try:
-            trainer.fit(make_module(Run()), DataLoader([batch], batch_size=None))
-        except Exception as error:
-            raised[name] = f"{type(error).__name__}: {error}"
-    return raised
+    """Runs on every rank."""
+    return messages(REFUSED)
 
 
 def test_what_would_be_wrong_in_slices_is_refused(pool2: RankPool) -> None:
-    for raised in pool2.run(refusals):
-        assert raised.keys() == REFUSED.keys()
-        for name, (*_, sentence) in REFUSED.items():
-            assert sentence in raised[name]
+    check_refused(pool2, refusals, REFUSED)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
