@@ -61,6 +61,7 @@ def main() -> None:
         limit_val_batches=0,
         logger=False,
         enable_progress_bar=False,
+        enable_model_summary=False,
         callbacks=[
             ModelCheckpoint(args.output_dir, "last", every_n_train_steps=5, enable_version_counter=False),
             Scheduler(args.preempt_at),
