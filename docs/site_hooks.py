@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +47,25 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return re.sub(r"^Options: (.*?)\n\n", lambda found: _option_list(found[1]), markdown, flags=re.M | re.S)
 
 
+def on_post_build(config: Any) -> None:
+    """Serve the pages as they are written too: ``llms.txt`` lists them."""
+    for page in Path(config.docs_dir).glob("*.md"):
+        shutil.copy(page, config.site_dir)
+
+
 def _page_of(target: str) -> str:
     return f"{target}.md" if Path(target).suffix in LANGUAGES else target
 
 
+@functools.cache
+def _strategy() -> Any:
+    path = ROOT / "lightning_automodel" / "strategy.py"
+    return griffe.visit("strategy", filepath=path, code=path.read_text())["AutomodelStrategy"]
+
+
 def _option_list(names: str) -> str:
     """Options of the strategy with type, default and meaning, as its docstring has them."""
-    strategy: Any = griffe.load("lightning_automodel.strategy.AutomodelStrategy", search_paths=[str(ROOT)])
+    strategy = _strategy()
     sections = strategy.docstring.parse("google", warn_missing_types=False)
     parsed = [entry for section in sections if section.kind.value == "parameters" for entry in section.value]
     meanings = {entry.name: " ".join(entry.description.split()) for entry in parsed}
