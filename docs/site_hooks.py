@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 import shutil
@@ -43,6 +42,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Let links lead to those pages, and show the meaning of the options that follow ``Options:``."""
+    if "/" in page.file.src_uri:
+        return markdown  # from outside of docs/
     markdown = OUTSIDE.sub(lambda found: f"]({_page_of(found[1])}", markdown)
     return re.sub(r"^Options: (.*?)\n\n", lambda found: _option_list(found[1]), markdown, flags=re.M | re.S)
 
@@ -57,7 +58,6 @@ def _page_of(target: str) -> str:
     return f"{target}.md" if Path(target).suffix in LANGUAGES else target
 
 
-@functools.cache
 def _strategy() -> Any:
     path = ROOT / "lightning_automodel" / "strategy.py"
     return griffe.visit("strategy", filepath=path, code=path.read_text())["AutomodelStrategy"]
