@@ -52,8 +52,8 @@ class AutomodelStrategy(ParallelStrategy):
     """Trains any LightningModule sharded (FSDP2) or replicated (DDP) with the gradients of one single-process batch.
 
     Each optimizer step follows the gradient of the mean loss per label token over all micro-batches of the window and
-    all data-parallel ranks, however unequal they are. See :func:`~lightning_automodel.rescale_gradients` for the
-    algebra. All arguments are keywords.
+    all data-parallel ranks, however unequal they are. ``rescale_gradients`` has the algebra. All arguments are
+    keywords.
 
     Args:
         data_parallel: ``"fsdp2"`` shards parameters, gradients and optimizer state; ``"ddp"`` copies them.
@@ -63,9 +63,10 @@ class AutomodelStrategy(ParallelStrategy):
         tensor_parallel_size: Ranks that compute each micro-batch together, by the plan that ``configure_model`` applies
             over ``self.device_mesh["tensor_parallel"]``, or by a Hugging Face model's own ``tp_plan``.
         context_parallel_size: Ranks that share each batch and hold a slice of its sequence each, for sequences that do
-            not fit on one. Their attention is :func:`~lightning_automodel.context_parallel_attention`.
-        device_mesh: A mesh over all ranks that the caller built; the sizes are read from it. What its dimensions may be
-            called: :func:`~lightning_automodel.distributed.caller_mesh.adopt_mesh`.
+            not fit on one. Their attention is ``context_parallel_attention``.
+        device_mesh: A mesh over all ranks that the caller built; the sizes are read from it. Its dimensions may be
+            called ``data_parallel`` or ``dp``; ``data_parallel_shard``, ``dp_shard`` or ``fsdp``;
+            ``data_parallel_replicate`` or ``dp_replicate``; ``tensor_parallel`` or ``tp``.
         ddp_kwargs: For ``DistributedDataParallel`` (``find_unused_parameters``, ``bucket_cap_mb``, ...).
         ddp_comm_hook: What reduces gradients in place of an all-reduce, as in ``DDPStrategy``. Needs
             ``count_window_ahead``.
@@ -128,7 +129,7 @@ class AutomodelStrategy(ParallelStrategy):
         ValueError: If an option is out of range; the message gives the valid values.
         TypeError: If an option has the wrong type.
 
-    Example:
+    Examples:
         >>> trainer = pl.Trainer(strategy=AutomodelStrategy(), accelerator="cpu", logger=False)
     """
 
@@ -419,7 +420,7 @@ class AutomodelStrategy(ParallelStrategy):
     def first_rank_per_node(
         self, scope: Literal["node", "global"] = "node", timeout: timedelta | float | None = None
     ) -> FirstRankPerNode:
-        """A block that the first rank of each node runs before the others; see :class:`FirstRankPerNode`.
+        """A block that the first rank of each node runs before the others; see ``FirstRankPerNode``.
 
         Args:
             scope: ``"node"`` where each node has a disk of its own, ``"global"`` for a shared file system.

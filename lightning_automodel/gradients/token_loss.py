@@ -382,7 +382,7 @@ def reduce_loss(
         [] the sum of the losses, at least float32 (float64 where there are none), and [] the denominator, int64, on
         the device of the losses (of the count where there are none).
 
-    Example:
+    Examples:
         >>> loss, denominator = reduce_loss([torch.tensor(6.0), torch.tensor(2.0)], torch.tensor(4))
         >>> float(loss / denominator)
         2.0
