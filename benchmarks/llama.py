@@ -137,8 +137,8 @@ class Meter:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        # One thread that waits for nobody: its own time. Ranks wait for each other, and devices are waited for.
-        self.clock = process_time if case.device == "cpu" and case.ranks == 1 else perf_counter
+        # A CPU's time is blind to waiting, for other ranks as well as for what else the machine does.
+        self.clock = process_time if case.device == "cpu" else perf_counter
         self.before = start_peak(case.device)
         self.counter = ByteCounter()
 

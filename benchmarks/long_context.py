@@ -2,7 +2,7 @@
 
 Each case is a run of its own, of two CPU ranks that train on two sequences an optimizer step: without context
 parallelism one each, with it both share one after the other. Memory is the most that a rank held in a step, beyond what
-it held before the model was built.
+it held before the model was built. Seconds are of the first rank's processor, which leave out all waiting.
 
     python benchmarks/long_context.py --output report.md
     python benchmarks/long_context.py --lengths 2048 4096
@@ -23,7 +23,7 @@ SWITCHES = {
     "+ `activation_checkpointing=True`": {"recompute": True},
     "+ `context_parallel_size=2`": {"context": 2, "accumulate": 2},
 }
-HEADER = ["length", "switches", "seconds", "peak of a rank, MiB", "collectives", "MiB communicated"]
+HEADER = ["length", "switches", "CPU seconds of a rank", "peak of a rank, MiB", "collectives", "MiB communicated"]
 
 
 def main() -> None:
