@@ -139,23 +139,23 @@ class AutomodelStrategy(ParallelStrategy):
         context_parallel_size: int = 1,
         device_mesh: DeviceMesh | None = None,
         ddp_kwargs: dict[str, Any] | None = None,
-        ddp_comm_hook: Callable | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_state: Any = None,
-        ddp_comm_wrapper: Callable | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
         per_token_loss: bool = True,
         loss_reduction: Literal["mean", "sum"] = "mean",
         label_key: str = "labels",
         ignore_index: int = -100,
         label_shift: int = 0,
-        count_label_tokens: Callable | None = None,
+        count_label_tokens: Callable[..., Any] | None = None,
         count: Literal["tokens", "samples"] | None = None,
         defer_fsdp_grad_sync: bool | Literal["all_reduce"] = True,
         reshard_during_accumulation: bool | Literal["auto"] = "auto",
-        auto_wrap_policy: set[type[Module]] | Callable | None = None,
+        auto_wrap_policy: set[type[Module]] | Callable[..., Any] | None = None,
         reshard_after_forward: bool | int = True,
         mp_policy: MixedPrecisionPolicy | None = None,
         cpu_offload: bool = False,
-        activation_checkpointing: bool | set[type[Module]] | Literal["selective"] | Callable = False,
+        activation_checkpointing: bool | set[type[Module]] | Literal["selective"] | Callable[..., Any] = False,
         compile: bool | dict[str, Any] = False,
         track_grad_norm: bool = False,
         error_if_nonfinite: bool = False,
@@ -561,7 +561,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @contextmanager
     @override
-    def block_backward_sync(self) -> Generator:
+    def block_backward_sync(self) -> Generator[None, None, None]:
         """Context for every micro-batch of a window but the last."""
         with self._required_run.micro_batch(is_last=False):
             yield

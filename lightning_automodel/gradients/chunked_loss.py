@@ -14,7 +14,7 @@ from lightning_automodel import torch_internals
 from lightning_automodel.patching import PatchStack
 
 
-@torch.compiler.disable  # how many chunks there are depends on the labels
+@torch_internals.not_compiled  # how many chunks there are depends on the labels
 def token_loss(
     hidden: Tensor,
     head: nn.Module,
@@ -76,7 +76,7 @@ def token_loss(
     def loss_of(rows: Tensor, targets: Tensor) -> Tensor:
         return _cross_entropy(logits_of(rows), targets, weight, label_smoothing, z_loss)
 
-    @torch.compiler.disable
+    @torch_internals.not_compiled
     def chunked_forward(states: Tensor) -> Tensor:
         """Stand in for the head's forward, between its hooks: parameters are gathered, ``states`` laid out."""
         nonlocal mesh

@@ -69,7 +69,7 @@ class TokenWeighting:
     label_key: str = "labels"
     ignore_index: int = -100
     label_shift: int = 0
-    count_label_tokens: Callable | None = None
+    count_label_tokens: Callable[..., Any] | None = None
 
     def count(self, batch: Any, output: Any = None, step: str = "training_step") -> Count:
         """Label tokens of one micro-batch on this rank; the first way that applies wins.

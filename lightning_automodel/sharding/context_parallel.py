@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_automodel.data.sequence_slices import SequenceSlices
 from lightning_automodel.sharding.tensor_parallel import check_same_batch
 from lightning_automodel.sharding.units import class_name
+from lightning_automodel.torch_internals import not_compiled
 
 
 @dataclass
@@ -66,7 +67,7 @@ def _is_cast(query: Tensor) -> bool:
 _current: _Slices | None = None
 
 
-@torch.compiler.disable  # compiled, it would be compiled anew for each step
+@not_compiled  # compiled, it would be compiled anew for each step
 def context_parallel_attention(
     query: Tensor,
     key: Tensor,
