@@ -78,7 +78,7 @@ def context_parallel_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention of a sequence over itself, also where this rank holds but a slice of it.
+    """Scaled dot-product attention of a sequence over itself, also where this rank holds only a slice of it.
 
     In a step under ``context_parallel_size`` > 1 it is a collective over the ranks that share the batch: keys and
     values are gathered by one all-gather (before heads of a group are repeated), and their gradients are summed by one
