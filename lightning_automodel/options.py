@@ -76,23 +76,23 @@ class StrategyOptions:
     context_parallel_size: int
     device_mesh: DeviceMesh | None
     ddp_kwargs: dict[str, Any] | None
-    ddp_comm_hook: Callable | None
+    ddp_comm_hook: Callable[..., Any] | None
     ddp_comm_state: Any
-    ddp_comm_wrapper: Callable | None
+    ddp_comm_wrapper: Callable[..., Any] | None
     per_token_loss: bool
     loss_reduction: Literal["mean", "sum"]
     label_key: str
     ignore_index: int
     label_shift: int
-    count_label_tokens: Callable | None
+    count_label_tokens: Callable[..., Any] | None
     count: Literal["tokens", "samples"] | None
     defer_fsdp_grad_sync: Deferral
     reshard_during_accumulation: bool | Literal["auto"]
-    auto_wrap_policy: set[type[Module]] | Callable | None
+    auto_wrap_policy: set[type[Module]] | Callable[..., Any] | None
     reshard_after_forward: bool | int
     mp_policy: MixedPrecisionPolicy | None
     cpu_offload: bool
-    activation_checkpointing: bool | set[type[Module]] | Literal["selective", "offload"] | Callable
+    activation_checkpointing: bool | set[type[Module]] | Literal["selective", "offload"] | Callable[..., Any]
     compile: bool | dict[str, Any]
     prefetch: int | Literal["auto"]
     track_grad_norm: bool

@@ -32,6 +32,7 @@ NOT_MESSAGES = {
     "out of bounds for storage of size 0": "torch's own message, which ours explains",
     "You're resuming from a checkpoint that ended before the epoch ended": "Lightning's own warning, which is filtered",
     # Parts of messages whose whole is explained.
+    "an import (…)": "of `lightning_automodel needs …`",
     "nowhere (a single process)": "a place to join at",
     "at … within … s: …; check that": "of `could not use the store`",
     "world size … and backend …": "of `give every rank the same WORLD_SIZE and backend`",

@@ -61,7 +61,9 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
         return not self.starts_processes
 
     @override
-    def launch(self, function: Callable, *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any) -> Any:
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any
+    ) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         # Alone, no variables are left behind that would make a later Trainer of this process wait for other ranks.
         if self.starts_processes:
@@ -110,7 +112,9 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         self._is_worker = False
 
     @override
-    def launch(self, function: Callable, *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any) -> Any:
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any
+    ) -> Any:
         assert trainer is not None
         if self._is_worker:
 
@@ -139,7 +143,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         self._set_report(report)
         return returned
 
-    def _start(self, trainer: "pl.Trainer", function: partial) -> Workers:
+    def _start(self, trainer: "pl.Trainer", function: partial[Any]) -> Workers:
         environment = self._strategy.cluster_environment
         assert environment is not None
         environment.validate_settings(num_devices=self._num_processes, num_nodes=self._num_nodes)
@@ -171,7 +175,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         self.procs = list(started.processes)
         return Workers(self.procs, ours, environment.node_rank() * self._num_processes)
 
-    def _explain(self, trainer: "pl.Trainer", function: partial, error: Exception) -> None:
+    def _explain(self, trainer: "pl.Trainer", function: partial[Any], error: Exception) -> None:
         """Raise a TypeError that names the part of the run that cannot be pickled, if any."""
         data = [*function.args, *function.keywords.values()]
         parts = {"the module" if isinstance(value, pl.LightningModule) else "the data": value for value in data}

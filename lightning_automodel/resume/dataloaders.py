@@ -44,7 +44,7 @@ class Iteration:
     start: int
 
 
-class RecordingSampler(Sampler):
+class RecordingSampler(Sampler[Any]):
     """Stands in for the (batch) sampler of a DataLoader: yields the same, and can pass over what was used.
 
     Args:
@@ -56,7 +56,7 @@ class RecordingSampler(Sampler):
         iteration: The newest one; None before there is one.
     """
 
-    def __init__(self, loader: DataLoader, device: torch.device, batches: Callable[[], int]) -> None:
+    def __init__(self, loader: DataLoader[Any], device: torch.device, batches: Callable[[], int]) -> None:
         self._loader, self._device, self._batches = loader, device, batches
         self._name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._inner: Any = getattr(loader, self._name)
@@ -302,7 +302,7 @@ class TrainingLoaders:
         if "seed" in at and isinstance(sampler, DistributedSampler):
             sampler.seed = at["seed"]
 
-    def _check_length(self, loader: DataLoader, at: dict[str, Any]) -> None:
+    def _check_length(self, loader: DataLoader[Any], at: dict[str, Any]) -> None:
         length = sized_len(loader)
         # A padded loader has handed out fillers besides.
         if length is not None and length < min(at["yielded"], at["length"] or at["yielded"]):

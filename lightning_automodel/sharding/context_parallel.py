@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lightning_automodel.sharding.causal_attention import attend_to_end
+from lightning_automodel.torch_internals import not_compiled
 
 
 @dataclass
@@ -73,7 +74,7 @@ def computing_on(slices: Slices | None) -> Iterator[None]:
         _current = before
 
 
-@torch.compiler.disable  # compiled, it would be compiled anew for each step
+@not_compiled  # compiled, it would be compiled anew for each step
 def context_parallel_attention(
     query: Tensor,
     key: Tensor,
@@ -84,7 +85,7 @@ def context_parallel_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention of a sequence over itself, also where this rank holds but a slice of it.
+    """Scaled dot-product attention of a sequence over itself, also where this rank holds only a slice of it.
 
     In a step under ``context_parallel_size`` > 1 it is a collective over the ranks that share the batch: keys and
     values are gathered by one all-gather (before heads of a group are repeated), and their gradients are summed by one
