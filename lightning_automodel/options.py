@@ -117,7 +117,7 @@ class StrategyOptions:
         check_deferral(self.defer_fsdp_grad_sync)
         for name in ("data_parallel_size", "data_parallel_replicate_size"):
             self._check_integer(name, smallest=1, alternative="auto")
-        self._check_integer("prefetch", smallest=1, alternative="auto")
+        self._check_integer("prefetch", smallest=0, alternative="auto")
         self._check_integer("tensor_parallel_size", smallest=1)
         self._check_integer("context_parallel_size", smallest=1)
         self._check_type("device_mesh", DeviceMesh | None, "a DeviceMesh (init_device_mesh makes one)")

@@ -99,7 +99,7 @@ class AutomodelStrategy(ParallelStrategy):
         compile: Compile each FSDP unit (``auto_wrap_policy``), or the same modules under DDP. A dictionary: keywords of
             ``torch.compile``.
         prefetch: How many FSDP units ahead all-gathers start, in the forward and in the backward; each takes the memory
-            of one more gathered unit. ``"auto"``: 1 on a CPU, elsewhere what FSDP2 does by itself.
+            of one more gathered unit. 0: what FSDP2 does by itself. ``"auto"``: 1 on a CPU, elsewhere 0.
         track_grad_norm: Compute ``last_step.grad_norm`` also where nothing else needs it.
         error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not finite.
             Reads one number on the host each step.

@@ -387,7 +387,10 @@ def own_shard_changed(group: FSDPParamGroup) -> bool:
     for param in group.fsdp_params:
         if len(param.all_gather_outputs) != 1 or param.fsdp_placement.dim != 0:
             continue
-        local = local_tensor(param.sharded_param).reshape(-1)
+        local = local_tensor(param.sharded_param)
+        if hasattr(local, "fsdp_pre_all_gather"):  # what is gathered is not what it holds
+            continue
+        local = local.reshape(-1)
         own_part = param.all_gather_outputs[0].view(param.mesh_info.shard_mesh_size, -1)[
             param.mesh_info.shard_mesh_rank
         ]

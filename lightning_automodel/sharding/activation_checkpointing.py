@@ -157,8 +157,8 @@ class CheckpointedBlocks:
                 )
             if choice == "offload" and is_compiled(block):
                 raise ValueError(
-                    f"activation_checkpointing='offload' does not go with {name}, which is compiled: torch.compile would"
-                    " leave it out. Compile other modules, or pass activation_checkpointing=True."
+                    f"activation_checkpointing='offload' does not go with {name}, which is compiled: torch would"
+                    " not compile it. Compile other modules, or pass activation_checkpointing=True."
                 )
         self._undo = [
             _switch_on(layer, make(layer)) if _has_switch(layer) else _wrap(block, make(block))

@@ -22,6 +22,7 @@ from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.sharding import prefetch
 from lightning_automodel.sharding.precision import OutermostCall, cast_around, step_policy, unit_policy
+from lightning_automodel.sharding.quantized import has_parts
 from lightning_automodel.sharding.units import (
     ShardingPlan,
     callable_children,
@@ -193,7 +194,7 @@ def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:
         if tensor.device.type == "meta":
             continue
         if not isinstance(tensor, DTensor):
-            copies[world].append(tensor)
+            copies[world] += _plain_parts(tensor)
             shapes[name] = tuple(tensor.shape)
             continue
         local = torch_internals.local_tensor(tensor)
@@ -205,6 +206,14 @@ def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:
     _check_equal_shapes(shapes)
     for group, tensors in copies.items():
         broadcast_tensors(tensors, group)
+
+
+def _plain_parts(tensor: Any) -> Iterator[Tensor]:
+    if not has_parts(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain_parts(getattr(tensor, name))
 
 
 def _check_equal_shapes(shapes: dict[str, tuple[int, ...]]) -> None:

@@ -17,7 +17,7 @@ from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.sharding import apply, checks, memory, precision, prefetch, tensor_parallel, units
+from lightning_automodel.sharding import apply, checks, memory, precision, prefetch, quantized, tensor_parallel, units
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.grad_sync import Deferral, FSDPGradSync
 from lightning_automodel.sharding.joined_gathers import JoinedGathers
@@ -103,7 +103,8 @@ class FSDP2Engine(Engine):
                 f" stay whole, and as they are, among modules that compute in {self._policy.param_dtype}: pass"
                 " precision='32-true' or 'bf16-true', or data_parallel='ddp'."
             )
-        return replace(plan, replicated=plan.replicated | precision.kept_wide(module, self._policy))
+        whole = precision.kept_wide(module, self._policy) | quantized.kept_whole(module, self._policy)
+        return replace(plan, replicated=plan.replicated | whole)
 
     def _defer(self) -> Deferral:
         """Without peers nothing is communicated, and unreduced gradients would only be out of sight."""
@@ -136,7 +137,10 @@ class FSDP2Engine(Engine):
         elif is_cpu:
             ahead, reason = 1, "auto: 1 on CPU, where FSDP2 by itself waits for each all-gather"
         else:
-            ahead, reason = 0, "auto: FSDP2's own, one unit in the backward, and as far as the host runs ahead"
+            ahead, reason = (
+                0,
+                "auto: FSDP2's own, one unit in the backward and in the forward as far as the host is ahead",
+            )
         prefetch.set_prefetch(module, ahead, in_background=ahead > 0 and is_cpu)
         self._report["prefetch"], self._report["prefetch_reason"] = ahead, reason
 

@@ -428,7 +428,7 @@ class Logits(nn.Module):
 
 @pytest.mark.parametrize("options", by_default({name: OPTIONS[name] for name in ("kept", "ddp")}, "kept"))
 def test_hugging_face_layers(pool2: RankPool, options: dict[str, Any]) -> None:
-    """Their own switch is used, also to offload: the cache that they would fill twice is left out, and the switch is turned back."""
+    """Their own switch is used, also to offload, and turned back: the cache that they would fill twice is left out."""
     expected = prefixed(plain_weights(llama(), ACCUMULATE))
     for without, first, second in pool2.run(_fit_llama, options):
         assert weight_error(first.weights, without.weights) <= TOLERANCE
