@@ -25,7 +25,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy, EvaluationLoss, context_parallel_attention
+from lightning_automodel import AutomodelStrategy, EvaluationLoss, context_parallel_attention, token_loss
 from tests.rank_pool import RankPool
 from tests.sharding.context_parallel_refusals import Refused, check_refused, messages
 from tests.trainer.exactness import Batch, Outcome, full_weights, weight_error
@@ -199,9 +199,11 @@ def whole(run: Run, batch: Batch) -> Batch:
 
 
 @functools.cache
-def train_plainly(run: Run, epochs: int = 1) -> tuple[dict[str, Tensor], float, int]:
+def train_plainly(
+    run: Run, epochs: int = 1, make_module: type[DecoderModule] = DecoderModule
+) -> tuple[dict[str, Tensor], float, int]:
     """Weights, and the last window's loss and label tokens, of one process."""
-    module = DecoderModule(run)
+    module = make_module(run)
     optimizer = module.configure_optimizers()
     for start in list(range(0, run.num_batches, run.accumulation)) * epochs:
         window = [
@@ -217,7 +219,7 @@ def train_plainly(run: Run, epochs: int = 1) -> tuple[dict[str, Tensor], float, 
         elif run.clipping == "value":
             nn.utils.clip_grad_value_(parameters, run.clip["gradient_clip_val"])
         optimizer.step()
-    return full_weights(module.model), loss.item(), count
+    return full_weights(module), loss.item(), count
 
 
 def data_rank(run: Run) -> int:
@@ -235,7 +237,7 @@ def fit(run: Run, make_module: type[DecoderModule] = DecoderModule) -> tuple[dic
     report = strategy.last_step
     assert report is not None
     assert strategy.describe()["gradient_divisor"] == dist.get_world_size()
-    return full_weights(module.model), {
+    return full_weights(module), {
         name: float(getattr(report, name)) for name in ("loss", "num_label_tokens", "num_micro_batches")
     }
 
@@ -244,7 +246,7 @@ def fit_by_hand(run: Run) -> tuple[dict[str, Tensor], None]:
     """Runs on every rank: full weights after manual optimization."""
     module = ByHand(run)
     make_trainer(AutomodelStrategy(**run.options)).fit(module, loader(run))
-    return full_weights(module.model), None
+    return full_weights(module), None
 
 
 def check(pool: RankPool, run: Run) -> None:
@@ -400,7 +402,7 @@ def save_and_resume(run: Run, folder: Path, epochs: int) -> dict[str, Tensor]:
     trainer = make_trainer(AutomodelStrategy(**run.options), **options)
     trainer.fit(module, loader(run), ckpt_path=path if epochs > 1 else None, weights_only=False)
     trainer.save_checkpoint(path)
-    return full_weights(module.model)
+    return full_weights(module)
 
 
 @pytest.mark.parametrize(
@@ -530,6 +532,53 @@ def test_manual_optimization(pool4: RankPool, layout: str) -> None:
     weights, _, _ = train_plainly(replace(run, clipping="norm"))
     for trained, _ in pool4.run(fit_by_hand, run):
         assert weight_error(Outcome(trained, None), Outcome(weights, None)) <= TOLERANCE
+
+
+class Headless(DecoderModule):
+    """Has its head beside the model, tied to the embedding or not."""
+
+    is_tied = False
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.head, self.model.head = self.model.head, nn.Identity()
+        if self.is_tied:
+            self.head.weight = self.model.embedding.weight
+
+    def loss(self, batch: Batch, reduction: str) -> Tensor:
+        logits, labels = self.head(self.model(batch)), used_labels(self.run, batch)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+
+
+class InChunks(Headless):
+    def loss(self, batch: Batch, reduction: str) -> Tensor:
+        labels = used_labels(self.run, batch)
+        loss, count = token_loss(self.model(batch), self.head, labels, chunk_elements=2 * VOCABULARY)
+        return loss if reduction == "sum" else loss / count.clamp(min=1)
+
+
+class Tied(Headless):
+    is_tied = True
+
+
+class TiedInChunks(InChunks):
+    is_tied = True
+
+
+@pytest.mark.parametrize(
+    ("expected", "in_chunks"), [(Tied, TiedInChunks), pytest.param(Headless, InChunks, marks=pytest.mark.sweep)]
+)
+@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("ddp", marks=pytest.mark.sweep)])
+def test_loss_in_chunks(
+    pool4: RankPool, layout: str, expected: type[DecoderModule], in_chunks: type[DecoderModule]
+) -> None:
+    """Each slice has chunks of its own, and one without a label has none."""
+    run = Run(layout=layout, num_ranks=2, gap="micro_batches", label_shift=1, clipping="norm")
+    weights, loss, count = train_plainly(run, make_module=expected)
+    for trained, report in pool4.run(fit, run, in_chunks):
+        assert weight_error(Outcome(trained, None), Outcome(weights, None)) <= TOLERANCE
+        assert report["num_label_tokens"] == count
+        assert report["loss"] == pytest.approx(loss, rel=TOLERANCE)
 
 
 class Compiled(DecoderModule):
