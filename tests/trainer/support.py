@@ -109,6 +109,9 @@ LAYOUTS = {
     "DDP": Layout({"data_parallel": "ddp"}),
     "CP x FSDP2": Layout({"context_parallel_size": 2}, num_ranks=1, context=2),
     "CP x HSDP": Layout({"context_parallel_size": 2, "data_parallel_replicate_size": 2}, context=2),
+    "CP x TP x FSDP2": Layout(
+        {"context_parallel_size": 2, "tensor_parallel_size": 2}, num_ranks=1, tensor=2, context=2
+    ),
     "CP x DDP": Layout({"context_parallel_size": 2, "data_parallel": "ddp"}, num_ranks=1, context=2),
 }
 PRECISIONS = {
