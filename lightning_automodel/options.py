@@ -168,7 +168,6 @@ class StrategyOptions:
     def _check_beside_context_parallelism(self) -> None:
         """Raise ValueError for what is wrong with slices of sequences, or has not been checked with them."""
         problems = {
-            "tensor_parallel_size > 1": self.tensor_parallel_size > 1,
             "device_mesh": self.device_mesh is not None,
             "per_token_loss=False (means of slices are not the mean of a batch)": not self.per_token_loss,
             "count='samples' (a slice is not a sample)": self.count == "samples",

@@ -190,7 +190,7 @@ class TrainingRun:
             self._options.label_shift,
             adds_mask=num_layers > 0,
         )
-        check = FirstStepCheck(module, self.plugin, self._mesh.group)
+        check = FirstStepCheck(module, self.plugin)
         tell = self.advice.say_once
         return ContextParallelSteps(module, mesh.get_group(), slices, self.device, num_layers, check, tell)
 

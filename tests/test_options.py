@@ -300,7 +300,7 @@ def test_hook_that_would_see_sums_over_tokens() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"tensor_parallel_size": 2, "count_window_ahead": True}, "tensor_parallel_size > 1, count_window_ahead=True"),
+        ({"uneven_inputs": "pad", "count_window_ahead": True}, "count_window_ahead=True, uneven_inputs='pad'"),
         ({"per_token_loss": False}, "per_token_loss=False (means of slices are not the mean of a batch)"),
         ({"count": "samples"}, "count='samples' (a slice is not a sample)"),
         ({"uneven_inputs": "pad"}, "uneven_inputs='pad'"),

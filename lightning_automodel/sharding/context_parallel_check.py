@@ -15,6 +15,7 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_automodel import lightning_internals, torch_internals
@@ -73,7 +74,8 @@ class _Beginning:
 
     def _is_slice(self, tensor: Tensor) -> bool:
         # What is [b, s] and no integers may as well be [b, features].
-        return tensor.shape[:2] == self._shape and (tensor.ndim > 2 or not tensor.is_floating_point())
+        is_known = not isinstance(tensor, DTensor) and (tensor.ndim > 2 or not tensor.is_floating_point())
+        return is_known and tensor.shape[:2] == self._shape
 
     def gather(self, tensor: Tensor) -> Tensor:
         """[b, s, ...] of each rank to [b, length, ...]; non-slices are returned unchanged. A collective."""
@@ -81,7 +83,8 @@ class _Beginning:
             return tensor
         numbers = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
         whole = context_parallel.whole(numbers.reshape(*self._shape, -1), self._slices)[:, : self.length]
-        return whole.reshape(-1, self.length, *tensor.shape[2:]).to(tensor.dtype)
+        # As contiguous as what it was made of: models view it.
+        return whole.reshape(-1, self.length, *tensor.shape[2:]).to(tensor.dtype).contiguous()
 
     def cut(self, tensor: Tensor) -> Tensor:
         """[b, length, ...] to this rank's [b, s, ...]; what has another length is returned unchanged."""
@@ -100,14 +103,13 @@ class FirstStepCheck:
     Args:
         module: The LightningModule.
         plugin: The Trainer's precision plugin.
-        world: All ranks that compute on slices with this model, whichever batch they share.
 
     Attributes:
         is_paused: Whether what is called now is the recomputation of a backward.
     """
 
-    def __init__(self, module: pl.LightningModule, plugin: Precision, world: dist.ProcessGroup) -> None:
-        self._module, self._plugin, self._world = module, plugin, world
+    def __init__(self, module: pl.LightningModule, plugin: Precision) -> None:
+        self._module, self._plugin = module, plugin
         self._calls: dict[nn.Module, _Call] = {}
         self._draws = False
         self.is_paused = False
@@ -157,7 +159,7 @@ class FirstStepCheck:
         calls = {names[each]: (each, call) for each, call in self._calls.items() if beginning.covers(call.arguments)}
         self._calls = {}
         # Ranks may have called different modules, or some with what cannot be cut.
-        told = self._from_all(list(calls))
+        told = _from_all(list(calls))
         common = [name for name in told[0] if all(name in others for others in told)]
         found: list[tuple[int, int, str, float]] = []
         for index, name in enumerate(common):
@@ -166,8 +168,8 @@ class FirstStepCheck:
             if differing is not None:
                 order, submodule, error = differing
                 found.append((index, order, f"{name}.{submodule}".rstrip("."), error))
-        all_found = [each for told in self._from_all(found) for each in told]
-        if any(self._from_all(self._draws)):
+        all_found = [each for told in _from_all(found) for each in told]
+        if any(_from_all(self._draws)):
             return self._advice("draws random numbers in evaluation mode too, which differ from slice to slice")
         if all_found:
             *_, name, error = min(all_found)
@@ -214,7 +216,14 @@ class FirstStepCheck:
 
         for slices, (args, kwargs), note in ((beginning.sliced, sliced, remember), (beginning.whole, whole, compare)):
             with self._without_effect(module), context_parallel.computing_on(slices), _each_output(module, note):
-                module(*args, **kwargs)
+                try:
+                    module(*args, **kwargs)
+                except Exception as error:
+                    error.add_note(
+                        f"{class_name(module)} was called on {beginning.length} positions of the first batch by"
+                        " AutomodelStrategy, which compares slices of sequences with whole ones."
+                    )
+                    raise
         errors = torch.stack([error for _, error, _ in compared]).tolist() if compared else []
         for order, ((name, _, tolerance), error) in enumerate(zip(compared, errors, strict=True)):
             if error > tolerance:
@@ -226,11 +235,6 @@ class FirstStepCheck:
             f"{class_name(self._module)}.training_step {reason}: whether its layers are right in slices has not been"
             " checked by a comparison with whole sequences. Call one module, as in self.model(**batch), to have that."
         )
-
-    def _from_all(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self._world.size()
-        dist.all_gather_object(values, value, group=self._world)
-        return values
 
     def _random_states(self) -> list[Tensor]:
         device = self._module.device
@@ -262,6 +266,12 @@ class FirstStepCheck:
                 lightning_internals.set_metric_state(metric, state)
 
 
+def _from_all(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def _below(module: nn.Module) -> Iterator[nn.Module]:
     """Modules that may be given hooks: ``torch.compile`` would trace those of what it compiles."""
     for child in module.children():
@@ -283,7 +293,7 @@ def _each_output(module: nn.Module, note: Callable[[Key, Tensor], None]) -> Iter
         apply_to_collection(output, Tensor, tensors.append, allow_frozen=True)
         for index, tensor in enumerate(tensors):
             if tensor.is_floating_point():
-                note((name, num_calls[name], index), tensor)
+                note((name, num_calls[name], index), torch_internals.local_tensor(tensor))
 
     hooks = [each.register_forward_hook(partial(after, name)) for name, each in module.named_modules()]
     try:

@@ -37,14 +37,10 @@ from tests.trainer.runs import make_trainer
 class AttendsByHand(Block):
     """Writes the textbook's formula, within its slice."""
 
-    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        heads = self.project(self.norm(hidden)).unflatten(-1, (HEADS + 2 * KEY_HEADS, -1)).transpose(1, 2)
-        query, key, value = heads.split([HEADS, KEY_HEADS, KEY_HEADS], dim=1)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         key, value = (each.repeat_interleave(HEADS // KEY_HEADS, dim=1) for each in (key, value))
         scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
-        mixed = scores.masked_fill(~torch.ones_like(scores).tril().bool(), -math.inf).softmax(-1) @ value
-        hidden = hidden + self.out(mixed.transpose(1, 2).flatten(-2))
-        return hidden + torch.tanh(self.feed_forward(hidden))
+        return scores.masked_fill(~torch.ones_like(scores).tril().bool(), -math.inf).softmax(-1) @ value
 
 
 class Deep(DecoderModule):

@@ -94,8 +94,8 @@ def fit(make_model: Callable[[], nn.Module], kind: str, options: dict[str, Any])
     """Runs on every rank: full weights, and what was replaced on the model's configuration afterwards."""
     module = OwnLoss(make_model())
     strategy = AutomodelStrategy(context_parallel_size=CONTEXT, label_shift=1, **options)
-    num_ranks = dist.get_world_size() // CONTEXT
-    batches = batches_by_rank(kind, num_ranks)[dist.get_rank() // CONTEXT]
+    peers = CONTEXT * options.get("tensor_parallel_size", 1)
+    batches = batches_by_rank(kind, dist.get_world_size() // peers)[dist.get_rank() // peers]
     trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE)
     trainer.fit(module, DataLoader(batches, batch_size=None))
     config = module.model.config
@@ -105,7 +105,8 @@ def fit(make_model: Callable[[], nn.Module], kind: str, options: dict[str, Any])
 def check(pool: RankPool, model: str, kind: str, **options: Any) -> None:
     plain = MODELS[model]()
     found = [plain.config._attn_implementation, plain.config.use_cache]
-    expected = Outcome(train_plainly(plain, kind, pool.num_ranks // CONTEXT), None)
+    peers = CONTEXT * options.get("tensor_parallel_size", 1)
+    expected = Outcome(train_plainly(plain, kind, pool.num_ranks // peers), None)
     for weights, left in pool.run(fit, MODELS[model], kind, options):
         assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
         assert left == found
@@ -126,6 +127,23 @@ def test_all_models(pool2: RankPool, model: str, kind: str) -> None:
 @pytest.mark.sweep
 def test_windows_and_shards(pool4: RankPool) -> None:
     check(pool4, "qwen3", "left", activation_checkpointing=True)
+
+
+def two_key_heads() -> nn.Module:
+    """Enough for two ranks."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return filled(Qwen3ForCausalLM(Qwen3Config(**_SIZES | {"num_key_value_heads": 2}, head_dim=4)))
+
+
+MODELS["two key heads"] = two_key_heads
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensor_parallel(pool4: RankPool, kind: str) -> None:
+    """By the model's own plan: each rank attends with its heads."""
+    check(pool4, "two key heads", kind, tensor_parallel_size=2)
 
 
 class LeavesOut(OwnLoss):
