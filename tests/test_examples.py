@@ -87,7 +87,7 @@ HELD_BACK = r"held-back functions, nats a byte\n  step 0    ([\d.]+)\n  step \d+
 
 def test_main_job(folder: Folder) -> None:
     """The loss falls; only this strategy has the gradients and weights of one process; a report and a picture."""
-    printed = folder.run(MAIN, "--max-steps", "4")
+    printed = folder.run(MAIN, "--max-steps", "2")
     assert printed.startswith("Training 853,888 parameters on ")
     before, after = numbers(HELD_BACK, printed)
     assert before - 0.3 > after
@@ -101,9 +101,9 @@ def test_main_job(folder: Folder) -> None:
     assert "plotly" in (outputs / "report.html").read_text()
 
     # Half of it once more, from a checkpoint; then one process has the same model.
-    resumed = folder.run(MAIN, "--max-steps", "4", "--ckpt-path", "outputs/finetune_docstrings/step=2.ckpt")
-    assert numbers(r"  step 3    ([\d.]+)\n  step 4    ([\d.]+)\n", resumed)[1] == after
-    alone = folder.run_anew("load_checkpoint.py", "outputs/finetune_docstrings/step=4.ckpt")
+    resumed = folder.run(MAIN, "--max-steps", "2", "--ckpt-path", "outputs/finetune_docstrings/step=1.ckpt")
+    assert numbers(r"  step 2    ([\d.]+)\n", resumed)[-1] == after
+    alone = folder.run_anew("load_checkpoint.py", "outputs/finetune_docstrings/step=2.ckpt")
     assert numbers(r"held-back functions: ([\d.]+) nats", alone) == [after]
 
 
@@ -154,14 +154,14 @@ def test_hugging_face(folder: Folder) -> None:
 
 @pytest.mark.sweep
 def test_preemption(folder: Folder) -> None:
-    """Stopped after step 7, gone on from step 5: the weights of the run that nothing has disturbed."""
-    weights = r"Weights after step 8: (\w+)"
-    stopped = folder.run_anew("preemption.py", "--max-steps", "8", "--preempt-at", "7", status=143)
+    """Stopped and gone on: the weights of the run that nothing has disturbed."""
+    weights = r"Weights after step 40: (\w+)"
+    stopped = folder.run_anew("preemption.py", "--preempt-at", "6", status=143)
     assert not re.search(weights, stopped)
-    resumed = folder.run_anew("preemption.py", "--max-steps", "8")
-    undisturbed = folder.run_anew("preemption.py", "--max-steps", "8", "--output-dir", "outputs/undisturbed")
-    assert "Training starts after step 5" in resumed
-    assert "Training starts after step 0" in undisturbed
+    resumed = folder.run_anew("preemption.py")
+    undisturbed = folder.run_anew("preemption.py", "--output-dir", "outputs/undisturbed")
+    assert numbers(r"Training starts after step (\d+)", resumed)[0] >= 5
+    assert "Training starts after step 0\n" in undisturbed
     assert re.findall(weights, resumed) == re.findall(weights, undisturbed) != []
 
 
