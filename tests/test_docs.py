@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import lightning_automodel
 from lightning_automodel import AutomodelStrategy, destroy_global_state
@@ -82,8 +83,9 @@ def test_coming_from_has_every_option(strategy: type) -> None:
 
 
 def test_coming_from_names_real_arguments() -> None:
-    """Of transformers, and of accelerate where it is installed."""
+    """Of torch and transformers, and of accelerate where it is installed."""
     training_arguments = pytest.importorskip("transformers").TrainingArguments
+    assert_known("`**kwargs`, for `FullyShardedDataParallel`", FullyShardedDataParallel)
     assert_known("`TrainingArguments`", training_arguments)
     assert_known("`Accelerator`", pytest.importorskip("accelerate").Accelerator)
     assert set(first_column(DOCS / "coming_from.md", "| function |")) <= set(lightning_automodel.__all__)
@@ -151,7 +153,6 @@ def test_kubernetes_manifest() -> None:
 # --- The site ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep  # .ci/run builds it, too
 def test_site_builds_strictly(tmp_path: Path) -> None:
     """No broken link or anchor, no name that is not there, nothing from another host."""
     built = subprocess.run(
