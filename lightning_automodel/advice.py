@@ -36,8 +36,9 @@ class Advice:
         """Warn about a ``policy`` by which nothing of a model, that an engine has ``described``, became a unit."""
         if policy and described.get("units") == []:
             self.say_once(
-                f"auto_wrap_policy matches no module with parameters below {', '.join(described['roots'])}, of which"
-                " all parameters are gathered at once: name classes of the blocks that repeat, or leave it out."
+                f"auto_wrap_policy matches no module with parameters below {', '.join(described['roots'])}, so all"
+                " their parameters are gathered at once. Name the classes of the blocks that repeat, or leave"
+                " auto_wrap_policy out."
             )
 
     def about_half_precision(self, loss: Tensor) -> None:
@@ -53,7 +54,7 @@ class Advice:
         if isinstance(count, Tensor) and count.dtype in HALF:
             limit = 2048 if count.dtype == torch.float16 else 256
             self.say_once(
-                f"The number of label tokens is a {count.dtype} tensor, which rounds what is above {limit}: count in"
+                f"The number of label tokens is a {count.dtype} tensor, which rounds numbers above {limit}: count in"
                 " integers or float32 (mask.sum(dtype=torch.float32)) for exact gradients."
             )
 
@@ -62,9 +63,9 @@ class Advice:
         halves = [p.dtype for p in module.parameters() if p.requires_grad and p.dtype in HALF]
         if halves and precision.endswith("-mixed"):
             self.say_once(
-                f"precision={precision!r} updates parameters in the dtype that they have, and {len(halves)} trainable"
-                f" ones are {halves[0]}, which loses small updates: load the model in float32 (model.float()), or say"
-                " 'bf16-true' or '16-true' if that is meant."
+                f"precision={precision!r} updates parameters in their own dtype, and {len(halves)} trainable ones are"
+                f" {halves[0]}: small updates are lost. Load the model in float32 (model.float()), or pass"
+                " precision='bf16-true' or '16-true' if that is intended."
             )
 
     def about_units_of_before(self, precision: str, module: nn.Module, policy: MixedPrecisionPolicy) -> None:

@@ -61,12 +61,12 @@ class EvaluationLoss(Callback):
     ``/dataloader_idx_0`` and so on behind the name. A set without any label token has NaN.
 
     Nothing is communicated within a batch. The end of a loader is a collective over all ranks, by TorchMetrics: two
-    numbers of each. If a rank fails before, the others raise under ``AutomodelStrategy``, and elsewhere wait for it
-    until the time limit of the process group. Of several loaders each rank must have a batch.
+    numbers of each. If a rank fails before, the others raise under ``AutomodelStrategy``. Under other strategies they
+    wait for it until the timeout of the process group. Each rank must have a batch of each loader.
 
     Args:
-        name: What the value is called; ``{stage}`` in it becomes ``val`` or ``test``.
-        perplexity: What ``exp(loss)`` is called, where the loss is cross-entropy in nats. None: it is not logged.
+        name: Name of the value; ``{stage}`` in it becomes ``val`` or ``test``.
+        perplexity: Name of ``exp(loss)``, where the loss is cross-entropy in nats. None: it is not logged.
 
     Raises:
         ValueError: In the first batch, if a step returns no loss, or nothing tells its label tokens.
@@ -97,9 +97,9 @@ class EvaluationLoss(Callback):
         strategy = _automodel(trainer)
         if strategy is None and not tells_count(outputs):
             raise ValueError(
-                f"EvaluationLoss found no number of label tokens in what {step} returned, and only AutomodelStrategy"
-                f" counts them by itself, not {type(trainer.strategy).__name__}: return"
-                " {'loss': mean, 'num_label_tokens': n}."
+                f"EvaluationLoss found no 'num_label_tokens' in what {step} returned, and"
+                f" {type(trainer.strategy).__name__} does not count them (AutomodelStrategy does). Return {{'loss':"
+                " mean, 'num_label_tokens': n}."
             )
         sums = (TokenWeighting() if strategy is None else strategy).evaluated(batch, outputs, step)
         self._mean(trainer, dataloader_idx).update(sums)
@@ -151,7 +151,7 @@ class StepMonitor(Callback):
     | ``train/tflops_per_device`` | 10**12 floating-point operations a second, mean of the ranks |
     | ``train/peak_flops_share`` | of the device's dense peak |
 
-    What cannot be told is left out: tokens without ``input_ids``, padding without an ``attention_mask`` of their shape,
+    What is not known is left out: tokens without ``input_ids``, padding without an ``attention_mask`` of their shape,
     memory on a CPU, the loss and label tokens under other strategies, label tokens with ``per_token_loss=False``.
     Counts, rates and shares are those of all steps since the last that was logged. Their time is that of training:
     without validation, saving and logging.
@@ -164,7 +164,7 @@ class StepMonitor(Callback):
     every batch; only its table of peaks is used, for devices whose entry is the dense peak.
 
     Args:
-        every_n_steps: Log each that many optimizer steps. None: the Trainer's ``log_every_n_steps``.
+        every_n_steps: Log every so many optimizer steps. None: the Trainer's ``log_every_n_steps``.
         flops: Count floating-point operations: matrix products, convolutions and attention, by ``FlopCounterMode``.
             Recomputed activations count again; kernels that torch does not know do not count. The first micro-batch of
             each shape takes longer for it.
@@ -177,7 +177,7 @@ class StepMonitor(Callback):
         history: What was logged, a dict for each logged step, with ``"step"`` and with ``"seconds"`` since the one
             before by phase: ``data`` (waiting for batches), ``forward``, ``backward``, ``optimizer``, ``device``,
             ``validation``, ``checkpoint`` (with the wait for the batch after it) and ``logging``. They are this rank's
-            host times: a GPU works behind them, and what it lags is waited for in ``device``. In manual optimization
+            times on the host. A GPU computes behind the host: the wait for it is ``device``. In manual optimization
             ``optimizer`` lasts until the next backward.
     """
 

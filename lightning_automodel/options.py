@@ -75,23 +75,23 @@ class StrategyOptions:
     context_parallel_size: int
     device_mesh: DeviceMesh | None
     ddp_kwargs: dict[str, Any] | None
-    ddp_comm_hook: Callable | None
+    ddp_comm_hook: Callable[..., Any] | None
     ddp_comm_state: Any
-    ddp_comm_wrapper: Callable | None
+    ddp_comm_wrapper: Callable[..., Any] | None
     per_token_loss: bool
     loss_reduction: Literal["mean", "sum"]
     label_key: str
     ignore_index: int
     label_shift: int
-    count_label_tokens: Callable | None
+    count_label_tokens: Callable[..., Any] | None
     count: Literal["tokens", "samples"] | None
     defer_fsdp_grad_sync: Deferral
     reshard_during_accumulation: bool | Literal["auto"]
-    auto_wrap_policy: set[type[Module]] | Callable | None
+    auto_wrap_policy: set[type[Module]] | Callable[..., Any] | None
     reshard_after_forward: bool | int
     mp_policy: MixedPrecisionPolicy | None
     cpu_offload: bool
-    activation_checkpointing: bool | set[type[Module]] | Literal["selective"] | Callable
+    activation_checkpointing: bool | set[type[Module]] | Literal["selective"] | Callable[..., Any]
     compile: bool | dict[str, Any]
     track_grad_norm: bool
     error_if_nonfinite: bool
@@ -150,8 +150,8 @@ class StrategyOptions:
                 raise TypeError(f"{name} must be a function, as in DDPStrategy, got {getattr(self, name)!r}.")
         if self.ddp_comm_hook is not None and not self.count_window_ahead:
             raise ValueError(
-                "ddp_comm_hook needs count_window_ahead=True: it compresses gradients on their way between ranks, which"
-                " without it are sums over as many tokens as a window has."
+                "ddp_comm_hook needs count_window_ahead=True: without it, the gradients that the hook compresses are"
+                " sums over all tokens of a window, not means."
             )
         parse_timeout(self.timeout)
         if self.context_parallel_size > 1:
@@ -163,15 +163,15 @@ class StrategyOptions:
             "tensor_parallel_size > 1": self.tensor_parallel_size > 1,
             "device_mesh": self.device_mesh is not None,
             "per_token_loss=False (means of slices are not the mean of a batch)": not self.per_token_loss,
-            "count='samples' (a slice is no sample)": self.count == "samples",
+            "count='samples' (a slice is not a sample)": self.count == "samples",
             "count_window_ahead=True": self.count_window_ahead,
             "uneven_inputs='pad'": self.uneven_inputs == "pad",
         }
         found = [problem for problem, applies in problems.items() if applies]
         if found:
             raise ValueError(
-                f"context_parallel_size={self.context_parallel_size} does not go with {', '.join(found)}: leave one of"
-                " them out."
+                f"context_parallel_size={self.context_parallel_size} does not work with {', '.join(found)}: leave one"
+                " of them out."
             )
 
     def _check_type(self, name: str, valid: Any, description: str) -> None:

@@ -21,9 +21,8 @@ class UnsupportedReleaseError(ImportError):
 
     def __init__(self, library: str, name: str) -> None:
         super().__init__(
-            f"lightning_automodel needs {name} in the form of {library} {TESTED_RELEASES[library]}, which were tested;"
-            f" {library} {importlib.metadata.version(library)} does not have it. Install one of those, or a newer"
-            " lightning_automodel."
+            f"lightning_automodel needs {name}, which {library} {importlib.metadata.version(library)} does not have."
+            f" Install {library} {TESTED_RELEASES[library]}, which were tested, or a newer lightning_automodel."
         )
 
 

@@ -21,16 +21,16 @@ from lightning_automodel.strategy import AutomodelStrategy
 
 
 class TrainingReport(Callback):
-    """Leaves ``report.html`` behind: a fit to look at, in one file that needs no network.
+    """Writes ``report.html``: a fit to look at, in one file that needs no network.
 
     It has the loss with that of validation, gradient norm, learning rate, throughput, share of padding, the time of
     each phase, and what ``strategy.describe()`` says. Of a resumed fit it has the steps since. The curves are what
-    ``StepMonitor`` records, which is to be among the Trainer's callbacks too; under other strategies than
+    ``StepMonitor`` records, which must be among the Trainer's callbacks too; under strategies other than
     ``AutomodelStrategy`` there are fewer. Values that are not known are left out; steps whose value is not finite are
     named.
 
-    Rank 0 writes it when the fit ends, and when it ends by an exception; what was there is replaced in one step. A
-    report that cannot be written is warned about. Nothing is communicated. Needs plotly:
+    Rank 0 writes it when the fit ends, and when it ends by an exception; what was there is replaced in one step. If it
+    cannot be written, a warning says why. Nothing is communicated. Needs plotly:
     ``pip install 'lightning-automodel[report]'``.
 
     Args:

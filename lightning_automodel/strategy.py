@@ -1,4 +1,4 @@
-"""The strategy: its hooks in the order in which the Trainer calls them; each hands over to the module that does it."""
+"""The strategy: its hooks in the order in which the Trainer calls them; each delegates to the module that does it."""
 
 import dataclasses
 from collections.abc import Callable, Generator, Mapping
@@ -70,26 +70,26 @@ class AutomodelStrategy(ParallelStrategy):
         ddp_kwargs: For ``DistributedDataParallel`` (``find_unused_parameters``, ``bucket_cap_mb``, ...).
         ddp_comm_hook: What reduces gradients in place of an all-reduce, as in ``DDPStrategy``. Needs
             ``count_window_ahead``.
-        ddp_comm_state: What the hook gets.
-        ddp_comm_wrapper: Makes another hook of it.
+        ddp_comm_state: First argument of the hook.
+        ddp_comm_wrapper: Takes the hook and returns the one to use, such as ``fp16_compress_wrapper``.
         per_token_loss: False weighs every micro-batch the same, so that no count is needed.
         loss_reduction: Whether ``training_step`` returns the mean over its label tokens, or their sum.
         label_key: Key of the labels in a batch that is a mapping.
         ignore_index: Label value of positions that the loss ignores.
         label_shift: Leading label positions per row that the loss drops; 1 for Hugging Face causal language models.
         count_label_tokens: ``batch -> int | Tensor``, the number of label tokens.
-        count: ``"samples"``: as many as the first tensor of the batch has rows, for classifiers with ``(x, y)``. None
-            and ``"tokens"``: label tokens, told in one of the other ways.
+        count: ``"samples"`` counts the rows of the batch's first tensor, for classifiers with ``(x, y)``. None and
+            ``"tokens"`` count label tokens, in one of the other ways.
         defer_fsdp_grad_sync: When FSDP2 reduces gradients. True: once a window. False: after each micro-batch, which
             takes less memory. ``"all_reduce"``: with replicas, reduce-scatter each time and all-reduce once.
         reshard_during_accumulation: False keeps parameters gathered from the first forward of a window to its last
-            backward. ``"auto"``: keep them where an estimate says that they fit; ``describe()`` tells it.
+            backward. ``"auto"``: keep them where an estimate says that they fit; ``describe()`` has the estimate.
         auto_wrap_policy: Classes whose outermost instances become FSDP units, or a predicate on modules. None: the
             outermost repeated blocks.
-        reshard_after_forward: Whether FSDP units free their parameters between forward and backward (or the size of
-            the group to reshard to), where parameters are not kept for the window.
-        mp_policy: What FSDP2 units compute and reduce in, in place of what ``Trainer(precision=...)`` says;
-            ``output_dtype`` is that of what the LightningModule's own code gets back from its modules.
+        reshard_after_forward: Whether FSDP units free their parameters between forward and backward, or the size of the
+            group to reshard to. No effect where parameters stay gathered for the window.
+        mp_policy: The dtypes that FSDP2 units compute and reduce in, instead of those of ``Trainer(precision=...)``.
+            ``output_dtype`` is the dtype of what modules return to the LightningModule's own code.
         cpu_offload: Keep shards and optimizer state in host memory.
         activation_checkpointing: Compute activations again in the backward instead of keeping them. True: those of
             each FSDP unit (``auto_wrap_policy``), of the same modules under DDP. A set: those of the outermost
@@ -102,23 +102,22 @@ class AutomodelStrategy(ParallelStrategy):
             Reads one number on the host each step.
         process_group_backend: Backend of the default process group. None: gloo for CPU, nccl for CUDA.
         init_method: Where the ranks meet: ``"tcp://host:port"`` or ``"file:///path"``. None: as the environment says.
-        start_method: How the ranks of a node come about where nothing else has started them. ``"popen"``: this process
+        start_method: How the ranks of a node are started, where no launcher has started them. ``"popen"``: this process
             is rank 0 and runs the script again for each other one. ``"fork"`` (also in notebooks), ``"spawn"`` and
-            ``"forkserver"``: as workers, which end with the run; trained weights and metrics come back. A forked
-            rank computes with one CPU thread.
-        timeout: How long a collective may wait, and a rank miss its heartbeats: ``timedelta`` or minutes.
+            ``"forkserver"``: as workers, which end with the run; trained weights and metrics come back. A forked rank
+            computes with one CPU thread.
+        timeout: How long a collective may wait, and how long a rank may miss its heartbeats: ``timedelta`` or minutes.
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
-        save_distributed_checkpoint: Whether a checkpoint is a directory of shards; otherwise one file, which takes the
-            host memory of rank 0 for the whole state. None: a directory where the model is sharded.
+        save_distributed_checkpoint: True: a checkpoint is a directory of shards. False: one file, for which rank 0
+            needs host memory for the whole state. None: a directory where the model is sharded.
         uneven_inputs: What happens where a rank's training data ends before another's. ``"error"``: every rank raises.
-            ``"pad"``: it takes part until all have ended, with no tokens and no effect. Evaluation and prediction
-            always see each sample once.
+            ``"pad"``: it goes on with copies of a batch that have no tokens and no effect, until all have ended.
+            Evaluation and prediction always see each sample once.
         count_window_ahead: Draw and count the batches of a window before its first forward, so that each loss is
-            weighed before its backward: for ``"aux_loss"`` in what ``training_step`` returns, for hooks on gradients
-            that step within the backward (FSDP2 only), and for half-precision gradients in range. The count comes from
-            the batch then; another ``num_label_tokens`` that ``training_step`` returns is an error. Holds a window's
-            batches in host memory. With a random data set read by the main process, random numbers are drawn in another
-            order.
+            weighed before its backward. For ``"aux_loss"`` in what ``training_step`` returns, for hooks on gradients
+            that step within the backward (FSDP2 only), and for half-precision gradients in range. The count then comes
+            from the batch: if ``training_step`` returns another ``num_label_tokens``, it raises. A window's batches are
+            held in host memory. A data set that draws random numbers in the main process draws them in another order.
         async_checkpoint: Write checkpoints while training goes on, after the state was copied to host memory. One save
             at a time; a failure is raised in the next step, and a run ends when its last checkpoint is on disk.
 
@@ -140,23 +139,23 @@ class AutomodelStrategy(ParallelStrategy):
         context_parallel_size: int = 1,
         device_mesh: DeviceMesh | None = None,
         ddp_kwargs: dict[str, Any] | None = None,
-        ddp_comm_hook: Callable | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_state: Any = None,
-        ddp_comm_wrapper: Callable | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
         per_token_loss: bool = True,
         loss_reduction: Literal["mean", "sum"] = "mean",
         label_key: str = "labels",
         ignore_index: int = -100,
         label_shift: int = 0,
-        count_label_tokens: Callable | None = None,
+        count_label_tokens: Callable[..., Any] | None = None,
         count: Literal["tokens", "samples"] | None = None,
         defer_fsdp_grad_sync: bool | Literal["all_reduce"] = True,
         reshard_during_accumulation: bool | Literal["auto"] = "auto",
-        auto_wrap_policy: set[type[Module]] | Callable | None = None,
+        auto_wrap_policy: set[type[Module]] | Callable[..., Any] | None = None,
         reshard_after_forward: bool | int = True,
         mp_policy: MixedPrecisionPolicy | None = None,
         cpu_offload: bool = False,
-        activation_checkpointing: bool | set[type[Module]] | Literal["selective"] | Callable = False,
+        activation_checkpointing: bool | set[type[Module]] | Literal["selective"] | Callable[..., Any] = False,
         compile: bool | dict[str, Any] = False,
         track_grad_norm: bool = False,
         error_if_nonfinite: bool = False,
@@ -205,6 +204,10 @@ class AutomodelStrategy(ParallelStrategy):
                 name, cls, description=f"{engine}, gradients of one single-process batch", override=True, **kwargs
             )
 
+    def __repr__(self) -> str:
+        """Says whose Trainer it is for: that of ``pytorch_lightning`` refuses it with this in its message."""
+        return f"<{type(self).__name__} for lightning.pytorch.Trainer>"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "AutomodelStrategy":
         """A strategy of the same options that has no run: groups, stores and shards cannot be copied.
 
@@ -250,7 +253,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @property
     def is_filler(self) -> bool:
-        """Whether the newest training batch is a filler, with which this rank takes part after its own data has ended.
+        """Whether the newest training batch is a filler: a copy without effect, for a rank whose own data has ended.
 
         For lists and counters that user code keeps itself, under ``uneven_inputs="pad"``.
         """
@@ -349,6 +352,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        checks.check_callbacks(self._module.trainer.callbacks)  # type: ignore[attr-defined]
         super().setup_environment()
         self.set_world_ranks()
         timeout = process_group.parse_timeout(self._options.timeout)
@@ -378,9 +382,9 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank, on the host; a collective. If ranks do not come, the error names them and the barrier.
+        """Wait for every rank, on the host; a collective. If ranks are missing, the error names them and the barrier.
 
-        Once a rank has failed, nobody waits: ranks leave one by one then.
+        Once a rank has failed, no rank waits: they leave one by one.
 
         The Trainer puts ``"pre_setup"`` and ``"post_setup"`` around the ``setup`` hooks. With ``first_rank_setup``,
         each node's first rank passes the former at once, and the others when it reaches the latter. After
@@ -557,7 +561,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @contextmanager
     @override
-    def block_backward_sync(self) -> Generator:
+    def block_backward_sync(self) -> Generator[None, None, None]:
         """Context for every micro-batch of a window but the last."""
         with self._required_run.micro_batch(is_last=False):
             yield
@@ -575,7 +579,7 @@ class AutomodelStrategy(ParallelStrategy):
             closure_loss: [] the loss; under automatic optimization divided by ``accumulate_grad_batches``.
             optimizer: The optimizer; None in manual optimization.
             *args: For the module's ``backward``.
-            **kwargs: Likewise, but for ``num_label_tokens`` and ``optimizer`` of a manual backward.
+            **kwargs: The same, except ``num_label_tokens`` and ``optimizer`` of a manual backward.
 
         Returns:
             [] the detached loss, as it came.
@@ -676,7 +680,7 @@ class AutomodelStrategy(ParallelStrategy):
         return self._begin_step(self._evaluation_steps, is_training=False)
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
-        """[2] sum of losses and what it is to be divided by, of one evaluated batch; for ``EvaluationLoss``.
+        """[2] sum of losses and its denominator, of one evaluated batch; for ``EvaluationLoss``.
 
         Counted like training batches. Nothing is communicated.
 
@@ -810,7 +814,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        """Remove a checkpoint; one that a save in flight is to replace, when that is on disk."""
+        """Remove a checkpoint. If a save in flight replaces it, it is removed once that save is on disk."""
         self._checkpoints.remove(filepath, self.checkpoint_io)
 
     # --- Leaving ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,17 @@ from torch.utils.hooks import RemovableHandle
 from lightning_automodel import release_probe
 from lightning_automodel.patching import PatchStack
 
+F = TypeVar("F", bound=Callable[..., Any])
 FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes are not public
 FSDPParam: TypeAlias = Any  # one parameter of such a group
 
 ACCUMULATES_IN_LEAF = hasattr(FSDPModule, "set_keep_unsharded_storage")
 """Whether unreduced gradients are the ``.grad`` of unsharded parameters (torch 2.15), all of them."""
+
+
+def not_compiled(function: F) -> F:
+    """``torch.compiler.disable``: public, but without annotations, so that what it decorates would lose its own."""
+    return cast(F, torch.compiler.disable(function))
 
 
 def forget_process_groups() -> list[Any]:

@@ -1,9 +1,12 @@
-"""CONTRIBUTING.md names files that exist, every room, and rows for ten changes."""
+"""CONTRIBUTING.md, the hosted workflow and the citation name what there is."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
+
+import yaml
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -28,3 +31,22 @@ def test_ten_changes() -> None:
     """Each says where, and what else."""
     rows = [line for line in TEXT.splitlines() if line.startswith("| ") and "`" in line]
     assert len(rows) >= 10
+
+
+def test_workflow_runs_the_scripts() -> None:
+    """Every script of .ci is a job, and the releases are those that docs/support.md and constraints.txt have."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    commands = " ".join(step["run"] for job in jobs.values() for step in job["steps"] if "run" in step)
+    scripts = sorted(path.name for path in (ROOT / ".ci").iterdir() if path.suffix == "")
+    assert sorted(re.findall(r"bash \.ci/(\w+)", commands)) == scripts
+    constraints = dict(re.findall(r"^(\w+)==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    matrix = jobs["versions"]["strategy"]["matrix"]
+    assert matrix["lightning"] == [constraints["lightning"]]
+    assert constraints["torch"] in matrix["torch"]
+
+
+def test_citation_has_the_version() -> None:
+    """The one of pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])

@@ -297,13 +297,13 @@ def test_hook_that_would_see_sums_over_tokens() -> None:
     [
         ({"tensor_parallel_size": 2, "count_window_ahead": True}, "tensor_parallel_size > 1, count_window_ahead=True"),
         ({"per_token_loss": False}, "per_token_loss=False (means of slices are not the mean of a batch)"),
-        ({"count": "samples"}, "count='samples' (a slice is no sample)"),
+        ({"count": "samples"}, "count='samples' (a slice is not a sample)"),
         ({"uneven_inputs": "pad"}, "uneven_inputs='pad'"),
     ],
 )
 def test_beside_context_parallelism(options: dict[str, Any], named: str) -> None:
     """What slices of sequences would make wrong, or nobody has checked with them."""
-    message = f"context_parallel_size=2 does not go with {named}: leave one of them out."
-    with pytest.raises(ValueError, match="does not go with") as raised:
+    message = f"context_parallel_size=2 does not work with {named}: leave one of them out."
+    with pytest.raises(ValueError, match="does not work with") as raised:
         AutomodelStrategy(context_parallel_size=2, **options)
     assert str(raised.value) == message

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.resources
 import inspect
+import re
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,6 +140,19 @@ def test_functions_have_their_arguments(name: str) -> None:
     parameters = inspect.signature(getattr(lightning_automodel, name)).parameters
     assert list(parameters) == list(FUNCTIONS[name])
     assert {argument: parameter.default for argument, parameter in parameters.items()} == FUNCTIONS[name]
+
+
+def test_modules_are_attributes_of_the_package() -> None:
+    """`import lightning_automodel` is enough to write them out; `.ci/wheel` runs a program that does."""
+    assert lightning_automodel.callbacks.StepMonitor is lightning_automodel.StepMonitor
+    assert lightning_automodel.checkpoint.CheckpointError.__mro__[1] is RuntimeError
+
+
+def test_typed_program_uses_every_name() -> None:
+    """What `mypy --strict` reads as a user's."""
+    source = (Path(__file__).parent / "typed_program.py").read_text()
+    used = Counter(re.findall(r"\w+", source))
+    assert [name for name in PUBLIC_NAMES if used[name] < 2] == []  # imported, and used
 
 
 def test_package_is_typed() -> None:

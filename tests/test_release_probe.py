@@ -119,7 +119,7 @@ def test_what_is_there_passes(owner: Any) -> None:
 )
 def test_what_is_missing_is_named(owner: Any, name: str, writable: bool, named: str) -> None:
     """With the release that lacks it, and those that were tested; a property without a setter cannot be written."""
-    with pytest.raises(UnsupportedReleaseError, match=re.escape(f"needs {named} in the form of torch")) as raised:
+    with pytest.raises(UnsupportedReleaseError, match=re.escape(f"needs {named}, which torch")) as raised:
         release_probe.check("torch", owner, "_assigned", name, writable=writable)
     assert torch.__version__.split("+")[0] in str(raised.value)
     assert release_probe.TESTED_RELEASES["torch"] in str(raised.value)

@@ -75,7 +75,7 @@ def clear_leftovers(folder: Path) -> None:
         process = path.name.split("-")[-2]
         if process.isdecimal() and not _is_running(int(process)):
             log.warning(
-                "%s is what process %s left of a checkpoint when it ended while writing or removing it; removing it.",
+                "%s is an incomplete checkpoint, left by process %s, which has ended; removing it.",
                 path,
                 process,
             )

@@ -51,7 +51,7 @@ def size_of_file(filesystem: AbstractFileSystem, folder: str, name: str) -> int:
     reading a fifo or a device would never end: both raise :class:`CheckpointError`.
     """
     if not is_file_name(name):
-        raise CheckpointError(f"it refers to {name!r}, which is no name of a file in the checkpoint")
+        raise CheckpointError(f"it refers to {name!r}, which is not the name of a file in the checkpoint")
     place = f"{folder}/{name}"
     if isinstance(filesystem, LocalFileSystem):
         found = os.lstat(place)
@@ -60,7 +60,7 @@ def size_of_file(filesystem: AbstractFileSystem, folder: str, name: str) -> int:
         info = filesystem.info(place)
         is_regular, size = info["type"] == "file", info["size"]
     if not is_regular:
-        raise CheckpointError(f"{name} is no regular file")
+        raise CheckpointError(f"{name} is not a regular file")
     return size
 
 
@@ -78,8 +78,8 @@ def refuse_to_replace(path: str) -> None:
     names = sorted(each.name for each in folder.iterdir())
     if names and not any(name in _OF_CHECKPOINTS or name.endswith(".distcp") for name in names):
         raise CheckpointError(
-            f"it is a directory that is no checkpoint (it holds {names[0]}) and would be replaced: choose another path,"
-            f" such as {path}/last.ckpt"
+            f"it is a directory, but not a checkpoint (it holds {names[0]}), and saving would replace it: choose"
+            f" another path, such as {path}/last.ckpt"
         )
 
 

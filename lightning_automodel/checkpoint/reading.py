@@ -47,7 +47,7 @@ def open_model(path: str, weights_only: bool | None) -> SavedModel:
         check_file(path)
         checkpoint = load_plain_data(readable(path), path, weights_only is not False)
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(MODEL), dict):
-            raise CheckpointError(f"it has no {MODEL!r}: this is no checkpoint of a LightningModule")
+            raise CheckpointError(f"it has no {MODEL!r}: this is not a checkpoint of a LightningModule")
     tensors = {without_wrappers(name): each for name, each in checkpoint[MODEL].items() if isinstance(each, Tensor)}
     rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
     return SavedModel(rest, tensors, lambda names: {name: tensors[name] for name in names})

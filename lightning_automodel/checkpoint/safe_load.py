@@ -57,8 +57,8 @@ def warn_about_code(source: Source) -> None:
     """Warn if what ``torch.save`` has written will not load as plain data."""
     if names := classes_and_functions(source):
         rank_zero_warn(
-            f"The checkpoint holds more than plain data ({', '.join(names)}): it will load with weights_only=False"
-            " alone. Hyperparameters and states of callbacks are best kept to numbers, strings, tensors, lists and"
+            f"The checkpoint holds more than plain data ({', '.join(names)}): it can be loaded only with"
+            " weights_only=False. Keep hyperparameters and states of callbacks to numbers, strings, tensors, lists and"
             " dicts."
         )
 
@@ -95,11 +95,11 @@ class MetadataUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) == ("torch.serialization", "_get_layout"):  # torch's way of pickling a layout
             return _layout
-        raise CheckpointError(f".metadata names {module}.{name}, which describes no shard")
+        raise CheckpointError(f".metadata names {module}.{name}, which is not a class that describes shards")
 
 
 def _layout(name: str) -> torch.layout:
     layout = getattr(torch, name.removeprefix("torch."))
     if not isinstance(layout, torch.layout):
-        raise TypeError(f"{name} is no layout")
+        raise TypeError(f"{name} is not a layout")
     return layout

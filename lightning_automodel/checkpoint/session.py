@@ -127,7 +127,7 @@ class RunCheckpoints:
         """
         if self.names_parameters:
             log.error(
-                "No checkpoint at %s: shards are saved by all ranks together, and after a failure they were not."
+                "No checkpoint was written at %s: all ranks save shards together, which they cannot after a failure."
                 " Save regularly, with ModelCheckpoint.",
                 path,
             )
@@ -227,8 +227,8 @@ class RunCheckpoints:
         kinds = gather(kinds[0])
         if len(set(kinds)) > 1:
             raise CheckpointError(
-                f"Cannot load {self._path}: it is a directory on rank {kinds.index(True)} and none on rank"
-                f" {kinds.index(False)}: let all ranks see the same file system"
+                f"Cannot load {self._path}: it is a directory on rank {kinds.index(True)} and not on rank"
+                f" {kinds.index(False)}: give all ranks the same file system"
             )
         if kinds[0]:
             self._opened = ShardDirectory(self._path, weights_only)
@@ -243,7 +243,8 @@ class RunCheckpoints:
         if len(moments := set(gather((loaded.get("epoch"), loaded.get("global_step"))))) > 1:
             raise CheckpointError(
                 f"Cannot load {self._path}: ranks have read different checkpoints there (epoch and step"
-                f" {', '.join(map(str, moments))}), as where a run replaces it: load it again, or one that stays"
+                f" {', '.join(map(str, moments))}). If a run that saves has replaced it meanwhile, load it again; else"
+                " give all ranks the same file system"
             )
         return loaded
 

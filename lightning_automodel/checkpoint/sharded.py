@@ -282,13 +282,13 @@ def open_tables(path: str) -> tuple[AbstractFileSystem, str, Manifest | None, Me
     manifest = read_manifest(filesystem, folder)
     if manifest is not None and manifest.folder:
         if not paths.is_file_name(manifest.folder) or os.path.islink(f"{folder}/{manifest.folder}"):
-            raise CheckpointError(f"{MANIFEST} refers to {manifest.folder!r}, which is no folder of the checkpoint")
+            raise CheckpointError(f"{MANIFEST} refers to {manifest.folder!r}, which is not a folder of the checkpoint")
         folder = f"{folder}/{manifest.folder}"
     try:
         content = paths.read_file(filesystem, folder, METADATA)
     except FileNotFoundError:
         raise CheckpointError(
-            f"there is no {METADATA}: this is no directory of shards, or its save never ended"
+            f"there is no {METADATA}: this is not a directory of shards, or its save did not end"
         ) from None
     return filesystem, folder, manifest, parse_metadata(content)
 
@@ -328,7 +328,10 @@ def check_files(
         manifest.check(filesystem, folder, {METADATA, REST, *needed}, share, shares)
         return
     if str(getattr(metadata.storage_meta, "save_id", "")).startswith(_SIGNATURE):
-        raise CheckpointError(f"{MANIFEST} is missing, so that nobody can tell whether the rest is whole")
+        raise CheckpointError(
+            f"{MANIFEST} is missing, so the other files cannot be checked: copy the checkpoint again, with all its"
+            " files"
+        )
     for name, num_bytes in needed.items():
         try:
             size = paths.size_of_file(filesystem, folder, name)

@@ -98,7 +98,7 @@ def check_file(path: str) -> None:
         raise FileNotFoundError("there is no such file or directory")
     if paths.is_local(path):
         if not os.path.isfile(place):
-            raise CheckpointError("it is no regular file")
+            raise CheckpointError("it is not a regular file")
         with open(place, "rb") as file:
             check_content(file)
     else:
@@ -194,7 +194,7 @@ def fill_module(module: nn.Module, checkpoint: Mapping[str, Any], optimizers: li
                 own[name].copy_(value)
         raise CheckpointError(
             f"it is of another model: {error} (with LightningModule.strict_loading = False, names that only one of the"
-            " two has are passed over)"
+            " two has are skipped)"
         ) from error
     if not fits:
         _check_optimizers(optimizers, checkpoint)
@@ -228,7 +228,7 @@ def _by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
     if not all(isinstance(each, int) for each in ids):
         return state
     if len(ids) != len(names):
-        raise CheckpointError(f"an optimizer of {len(ids)} parameters was saved, and this run's has {len(names)}")
+        raise CheckpointError(f"the saved optimizer has {len(ids)} parameters, and this run's has {len(names)}")
     by_id = dict(zip(ids, names, strict=True))
     return {**state, "state": {by_id[each]: value for each, value in state["state"].items()}}
 

@@ -175,7 +175,7 @@ def _check_model(entries: Mapping[str, Tensor | None], targets: dict[str, Any], 
     # Nothing in common is an error also where loading is not strict: it would train from scratch in silence.
     if (targets and len(missing) == len(targets)) or (strict and (missing or unknown)):
         lacks = f"lacks {_some(missing)}" if missing else ""
-        holds = f"holds {_some(unknown)}, which this model has not" if unknown else ""
+        holds = f"holds {_some(unknown)}, which this model lacks" if unknown else ""
         raise CheckpointError(
             f"it is of another model: it {' and '.join(filter(None, (lacks, holds)))}"
             " (with LightningModule.strict_loading = False, what both have is loaded)"
@@ -184,7 +184,7 @@ def _check_model(entries: Mapping[str, Tensor | None], targets: dict[str, Any], 
         entry = entries.get(f"{MODEL}.{name}")
         if isinstance(target, Tensor) and entry is not None and entry.size() != target.size():
             there, here = list(entry.size()), list(target.size())
-            raise CheckpointError(f"{name} has shape {there} there and {here} in this model")
+            raise CheckpointError(f"{name} has shape {there} in the checkpoint and {here} in this model")
 
 
 def no_optimizer_state(index: int) -> CheckpointError:
@@ -211,7 +211,7 @@ def check_groups(optimizer: Optimizer, saved: Sequence[Collection[str]], index: 
     for settings in saved:
         if missing := sorted(needed - set(settings)):
             raise CheckpointError(
-                f"optimizer {index} is a {type(optimizer).__name__}, but {_some(missing)} of such a one was not saved:"
+                f"optimizer {index} is a {type(optimizer).__name__}, and the checkpoint lacks its {_some(missing)}:"
                 f" {_AS_SAVED}"
             )
 
@@ -289,8 +289,8 @@ def split_shards(
             continue
         if unknown := [name for name in value if isinstance(value[name], Tensor) and name not in names]:
             raise ValueError(
-                f"The checkpoint's {place}{key} holds shards beside {unknown[0]!r}, which is no entry of the model's"
-                f" state dict, {_NOT_LOADABLE}"
+                f"The checkpoint's {place}{key} holds shards beside {unknown[0]!r}, which is not an entry of the"
+                f" model's state dict, {_NOT_LOADABLE}"
             )
         shards[f"{place}{key}"] = {name: leaf for name, leaf in value.items() if isinstance(leaf, Tensor)}
         rest[key] = {name: leaf for name, leaf in value.items() if not isinstance(leaf, Tensor)}

@@ -119,7 +119,7 @@ class Draws(Iterator[Any]):
                         filler = copy.deepcopy(batch)
                 except (TypeError, pickle.PicklingError) as error:
                     raise TypeError(
-                        "uneven_inputs='pad' copies the first batch of each epoch, for ranks whose data ends, and this"
+                        "uneven_inputs='pad' copies the first batch of each epoch, for ranks whose data ends. This"
                         f" {type(batch).__name__} cannot be copied ({error}): let the loader yield tensors, in dicts,"
                         " tuples or dataclasses."
                     ) from error

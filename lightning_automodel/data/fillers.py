@@ -74,7 +74,7 @@ def _neutral_log(log: Callable[..., None]) -> Callable[..., None]:
             if reduction not in _NEUTRAL:
                 raise ValueError(
                     f"self.log({given.arguments['name']!r}, reduce_fx={reduction!r}, sync_dist=True) on a rank whose"
-                    f" data has ended (uneven_inputs='pad'): nobody knows its neutral value; valid are"
+                    " data has ended (uneven_inputs='pad') has no neutral value; valid are"
                     f" {', '.join(map(repr, _NEUTRAL))}."
                 )
             tensor = torch.as_tensor(value)

@@ -109,7 +109,7 @@ class UnevenInputs:
         if lightning_internals.draws_its_batches(module.training_step):
             problem = "training_step(dataloader_iter) draws its batches itself: let it take the batch"
         elif isinstance(loader, lightning_internals.Stateful):
-            problem = f"{type(loader).__name__} begins anew where it is resumed after its end: take torch's DataLoader"
+            problem = f"{type(loader).__name__} starts again when it is resumed after its end: use torch's DataLoader"
         elif any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
             problem = "SyncBatchNorm would average over fillers: leave sync_batchnorm out"
         elif any(isinstance(each, Metric) and each.dist_sync_on_step for each in module.modules()):
@@ -254,7 +254,7 @@ class UnevenInputs:
                 " (mode='sequential')"
             )
         if problem is not None:
-            raise ValueError(f"Nobody knows the last batch of several loaders of unequal lengths with {problem}.")
+            raise ValueError(f"The last batch of several loaders of unequal lengths is not known with {problem}.")
 
     def _where_in_batch(self) -> str | None:
         """The evaluation step or hook of a batch that runs, which a rank without data does not run; None elsewhere."""

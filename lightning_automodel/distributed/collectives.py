@@ -21,8 +21,8 @@ process_group.at_leaving(_host_groups.clear)
 def barrier_and_log(message: str = "", *, string: str = "") -> None:
     """Wait for every rank, then log ``message`` on rank 0.
 
-    A collective on the default group: every rank must call it. If a rank does not come, the others raise when the
-    group's timeout ends. Without an initialised process group there is nobody to wait for, and it only logs.
+    A collective on the default group: every rank must call it. If a rank does not call it, the others raise when the
+    group's timeout ends. Without an initialised process group it only logs.
 
     Args:
         message: What rank 0 logs, at level INFO, once everybody has arrived.

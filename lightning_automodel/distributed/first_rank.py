@@ -41,16 +41,16 @@ LONGEST_WORK_S = 24 * 3600.0
 class FirstRankPerNode(ContextDecorator):
     """Run a block on the first rank of each node, then on its other ranks, which find the work done.
 
-    A context manager, whose ``with ... as is_first`` tells whether this rank goes first, and a decorator of functions.
-    One object serves any number of blocks, also nested ones. All ranks of the group must enter the same blocks in the
-    same order, from one thread. Ranks outside the group take no part; there is no collective in it.
+    A context manager and a decorator. ``with ... as is_first`` tells whether this rank goes first. One object serves
+    any number of blocks, also nested ones. All ranks of the group must enter the same blocks in the same order, from
+    one thread. Ranks outside the group take no part; there is no collective in it.
 
-    An outermost block starts when all ranks have come, within ``timeout`` of each other. The others wait as long as the
-    first rank works, then run the same block. It ends when it has ended on all ranks; blocks inside another block wait
-    at their entry only, for their first rank. An exception (``KeyboardInterrupt`` and ``SystemExit`` count) leaves the
-    block unchanged where it was raised, and every other rank raises ``RankFailedError``: at the entry, without running
-    the block, if it waits there, else at the exit of the outermost block. One that is caught inside an outer block
-    concerns only ranks that wait for the failed rank at the inner one.
+    An outermost block starts when all ranks have entered it, within ``timeout`` of each other. The others wait as long
+    as the first rank works, then run the same block. It ends when it has ended on all ranks; blocks inside another
+    block wait at their entry only, for their first rank. An exception (``KeyboardInterrupt`` and ``SystemExit`` count)
+    leaves the block unchanged where it was raised, and every other rank raises ``RankFailedError``: at the entry,
+    without running the block, if it waits there, else at the exit of the outermost block. One that is caught inside an
+    outer block concerns only ranks that wait for the failed rank at the inner one.
 
     Without a process group the block just runs. With ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in
     the environment and more than one rank, a gloo group is made for the block and destroyed after it.

@@ -111,21 +111,21 @@ def _take_part(found: Rendezvous, backend: str, store: dist.Store, timeout: time
     is_twin = keys.add(f"claims/{found.rank}", 1) > 1
     if is_twin:
         settle(
-            f"Two processes came to {found.place} as rank {found.rank} of {found.world_size} (backend {backend}): "
-            f"{_read(keys, f'rank/{found.rank}', deadline)}, and {me}; give each process a RANK of its own, and each "
-            "job a port or file. Where one of them was killed and started again: start all ranks again."
+            f"Two processes joined at {found.place} as rank {found.rank} of {found.world_size} (backend {backend}):"
+            f" {_read(keys, f'rank/{found.rank}', deadline)}, and {me}; give each process a RANK of its own, and each"
+            " job a port or file. Where one of them was killed and started again: start all ranks again."
         )
     else:
         keys.set(f"rank/{found.rank}", me)
         arrived = keys.add("arrived", 1)
         terms = f"world size {found.world_size} and backend {backend}"
         if arrived == 1:
-            keys.set("terms", f"Rank {found.rank} came with {terms}")
+            keys.set("terms", f"Rank {found.rank} joined with {terms}")
         first = _read(keys, "terms", deadline)
-        if not first.endswith(f"came with {terms}"):
+        if not first.endswith(f"joined with {terms}"):
             settle(
-                f"{first}, but rank {found.rank} with {terms}, to {found.place}: give every rank the same WORLD_SIZE "
-                "and backend."
+                f"{first}, but rank {found.rank} with {terms}, at {found.place}: give every rank the same WORLD_SIZE"
+                " and backend."
             )
         elif arrived == found.world_size:
             settle("")
@@ -134,9 +134,9 @@ def _take_part(found: Rendezvous, backend: str, store: dist.Store, timeout: time
             listed = ", ".join(map(str, missing[:LONGEST_LIST]))
             listed += f" and {len(missing) - LONGEST_LIST} more" if len(missing) > LONGEST_LIST else ""
             settle(
-                f"{'Ranks' if len(missing) > 1 else 'Rank'} {listed} of {found.world_size} did not come to "
-                f"{found.place} (backend {backend}) within {timeout.total_seconds():g} s, for which rank {found.rank} "
-                "waited: check that each process runs and has the same address, or raise the timeout."
+                f"{'Ranks' if len(missing) > 1 else 'Rank'} {listed} of {found.world_size} did not join at"
+                f" {found.place} (backend {backend}) within {timeout.total_seconds():g} s, for which rank {found.rank}"
+                " waited: check that each process runs and has the same address, or raise the timeout."
             )
     if problem := _read(keys, "result", time.monotonic() + LINGER_S).removeprefix("="):
         if not is_twin:

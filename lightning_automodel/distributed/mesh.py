@@ -94,8 +94,8 @@ def refuse_tensor_parallel_ddp(tensor_parallel_size: int) -> None:
     """Raise ValueError unless each rank computes its micro-batches alone, as ``DistributedDataParallel`` needs it."""
     if tensor_parallel_size > 1:
         raise ValueError(
-            f"Tensor parallelism (size {tensor_parallel_size}) does not go with data_parallel='ddp', which copies whole"
-            " parameters: pass data_parallel='fsdp2', with data_parallel_replicate_size for copies."
+            f"Tensor parallelism (size {tensor_parallel_size}) does not work with data_parallel='ddp', which copies"
+            " whole parameters: pass data_parallel='fsdp2', with data_parallel_replicate_size for copies."
         )
 
 

@@ -236,8 +236,8 @@ def initialize_distributed(
 
     Raises:
         ValueError: If an argument or environment variable is missing or out of range, or a backend is not available.
-        RuntimeError: On every rank that is there, if ranks did not come, two came with one number, or the place to
-            meet cannot be used: who, where, and how long was waited.
+        RuntimeError: On every rank that has joined, if others are missing, two have the same rank, or the address
+            cannot be used. It says which ranks, where, and how long was waited.
     """
     timeout = parse_timeout(timeout_minutes)
     check_backend(backend)

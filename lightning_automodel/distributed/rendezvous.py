@@ -249,6 +249,6 @@ def no_store(found: Rendezvous, timeout: timedelta, cause: str) -> str:
             "and that MASTER_ADDR (or init_method) names its machine."
         )
     return (
-        f"Rank 0 of {found.world_size} did not come: rank {found.rank} could not use the store that rank 0 hosts "
-        f"{what} rank 0 runs, and that every rank has its address and port."
+        f"Rank 0 of {found.world_size} did not join: rank {found.rank} could not use the store that rank 0 hosts"
+        f" {what} rank 0 runs, and that every rank has its address and port."
     )

@@ -294,7 +294,7 @@ class StoreChannel:
         listed = ", ".join(f"{rank} ({beat.host}, in {beat.where})" for rank, beat in beats.items())
         rank, beat = next(iter(beats.items()))
         is_alive = beat.value != NONE and self._clock() - beat.changed_at <= self.timeout_s
-        why = "alive, but did not come" if is_alive else "stopped, dead, cut off, or not come yet"
+        why = "alive, but did not arrive" if is_alive else "stopped, dead, cut off, or not arrived yet"
         message = f"rank {self.rank} waited {waited_s:.1f} s for ranks {listed}: {why}"
         where = f"code before {self._where()}" if beat.value == NONE else beat.where
         return RankFailure(rank, beat.host, where, STUCK if is_alive else MISSED_HEARTBEATS, message)
@@ -321,7 +321,7 @@ class StoreChannel:
                 store.set(f"heartbeat/{self.rank}", FINISHED.decode())
         except Exception as error:
             if not isinstance(error, (dist.DistError, OSError)):
-                log.exception("The channel between ranks cannot go on.")
+                log.exception("The channel between ranks has failed.")
             first_line = next(iter(str(error).splitlines()), "")
             self.lost = self.lost or self.lost_store(f"ended or is out of reach ({type(error).__name__}: {first_line})")
         finally:

@@ -304,7 +304,7 @@ class Watchdog:
         if self._is_noticed.wait(KILL_AFTER_S - INTERRUPT_AFTER_S) or self._is_closed.is_set():
             return
         try:
-            print(f"rank {self._rank} on {self.channel.host} leaves, since {failure}. It stood at:", file=sys.stderr)
+            print(f"rank {self._rank} on {self.channel.host} stops: {failure}. It was at:", file=sys.stderr)
             faulthandler.dump_traceback(all_threads=True)
         finally:
             os._exit(1)

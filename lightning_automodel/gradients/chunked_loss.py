@@ -14,7 +14,7 @@ from lightning_automodel import torch_internals
 from lightning_automodel.patching import PatchStack
 
 
-@torch.compiler.disable  # how many chunks there are depends on the labels
+@torch_internals.not_compiled  # how many chunks there are depends on the labels
 def token_loss(
     hidden: Tensor,
     head: nn.Module,
@@ -30,10 +30,10 @@ def token_loss(
     """Sum of the cross-entropies of ``head(hidden)`` at the positions that carry a label, and their count.
 
     The same as ``F.cross_entropy(head(hidden).flatten(0, -2), labels.flatten(), reduction="sum")`` in less memory:
-    positions without a label are left out, and the others go through the head in chunks. Where gradients are wanted,
-    each chunk's are made at once, so that its logits are computed once and then dropped; those of the head add up in
-    float32 at least. All chunks run within one call of ``head``, so FSDP2 gathers it as for one. A loss can
-    be backpropagated once.
+    positions without a label are left out, and the others go through the head in chunks. Where gradients are needed,
+    those of each chunk are computed at once, so that its logits are computed once and then dropped. Gradients of the
+    head add up in float32 at least. All chunks run within one call of ``head``, so FSDP2 gathers it as for one. A loss
+    can be backpropagated once.
 
     Where FSDP2 or tensor parallelism shards the head, every rank must call this, also without any label. Logits that
     are sharded over the vocabulary stay where they are; an all-gather of a few numbers a position reduces the softmax.
@@ -48,9 +48,9 @@ def token_loss(
         label_shift: Positions by which the label stands behind the hidden state that predicts it: 1 for Hugging Face
             causal language models, 0 where labels are shifted already.
         weight: [v] of each class. Multiplies the position's loss; the count is then the sum of the labels' weights.
-        label_smoothing: As ``F.cross_entropy`` has it.
+        label_smoothing: As in ``F.cross_entropy``.
         z_loss: Coefficient of the squared log-partition function, added to each position's cross-entropy.
-        chunk_elements: Logits of one chunk on one rank. More of them make fewer, larger matrix products.
+        chunk_elements: Logits of one chunk on one rank. A larger number gives fewer, larger matrix products.
 
     Returns:
         [] the sum, at least float32, and [] the count: positions, or the sum of their labels' weights. Without weights,
@@ -76,7 +76,7 @@ def token_loss(
     def loss_of(rows: Tensor, targets: Tensor) -> Tensor:
         return _cross_entropy(logits_of(rows), targets, weight, label_smoothing, z_loss)
 
-    @torch.compiler.disable
+    @torch_internals.not_compiled
     def chunked_forward(states: Tensor) -> Tensor:
         """Stand in for the head's forward, between its hooks: parameters are gathered, ``states`` laid out."""
         nonlocal mesh
@@ -106,7 +106,7 @@ def token_loss(
     loss = loss.mean()
     if loss.dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
-            f"The head casts its output to {loss.dtype}, too coarse for a sum of losses: set no output_dtype."
+            f"The head casts its output to {loss.dtype}, too coarse for a sum of losses: leave output_dtype unset."
         )
     count = torch.ones_like(targets).sum() if weight is None else weight[targets].sum()
     return (loss.full_tensor() if isinstance(loss, DTensor) else loss), count

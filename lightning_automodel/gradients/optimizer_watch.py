@@ -144,8 +144,8 @@ class OptimizerWatch:
         if stray:
             raise RuntimeError(
                 f"{stray} parameters of {name} have gradients of a plain loss.backward(), which"
-                " DistributedDataParallel does not synchronise under manual optimization, so ranks would drift apart."
-                " Call self.manual_backward(loss) instead."
+                " DistributedDataParallel does not synchronise under manual optimization, so ranks would diverge. Call"
+                " self.manual_backward(loss) instead."
             )
 
     def check_known(self, named: OneOptimizer | Iterable[OneOptimizer] | None) -> None:

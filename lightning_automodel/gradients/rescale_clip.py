@@ -29,7 +29,7 @@ def rescale_gradients(
     ``(1 / D) * sum of S``. Hence the one factor, applied once a window, before clipping: ``D / N``.
 
     A collective on ``dp_group``: every rank of it must call, once a window; it is one all-reduce of one number. If a
-    rank does not come, the others raise when the group's timeout ends. Nothing is read on the host.
+    rank does not call it, the others raise when the group's timeout ends. Nothing is read on the host.
 
     Args:
         model: Module or parameters whose ``.grad`` is scaled in place.

@@ -19,14 +19,14 @@ class StepReport:
     """What one optimizer step trains on, summed over the data-parallel group and the windows since the previous step.
 
     All fields are 0-dimensional tensors on the training device: reading one on the host (``float(report.loss)``) is
-    what synchronises, not making the report.
+    what synchronises; making the report does not.
 
     Attributes:
         loss: Mean loss per label token, in the unit of the loss (nats for cross-entropy); per micro-batch where
             ``per_token_loss=False``. NaN for a window without any label token.
         num_label_tokens: Label tokens; 0 where ``per_token_loss=False``, which does not count them.
         num_micro_batches: Training steps.
-        grad_norm: Global 2-norm of the gradients before clipping; None where nothing asked for it, and until the
+        grad_norm: Global 2-norm of the gradients before clipping; None where no option needs it, and until the
             optimizer steps.
     """
 
@@ -69,7 +69,7 @@ class TokenWeighting:
     label_key: str = "labels"
     ignore_index: int = -100
     label_shift: int = 0
-    count_label_tokens: Callable | None = None
+    count_label_tokens: Callable[..., Any] | None = None
 
     def count(self, batch: Any, output: Any = None, step: str = "training_step") -> Count:
         """Label tokens of one micro-batch on this rank; the first way that applies wins.
@@ -131,7 +131,7 @@ class TokenWeighting:
             raise ValueError(
                 f"training_step returned num_label_tokens={told:g}, and count_window_ahead=True has counted"
                 f" {counted:g} in its batch before: pass label_shift=, ignore_index= or count_label_tokens= so that"
-                " both are alike."
+                " both are equal."
             )
 
     def check_unchanged(self, batch: Any, counted: float) -> None:
@@ -364,7 +364,7 @@ def reduce_loss(
     """Sum losses and their denominator over the data-parallel ranks. Nothing is divided.
 
     A collective on ``dp_group``: every rank of it must call, and it is one all-reduce of two numbers. If a rank does
-    not come, the others raise when the group's timeout ends.
+    not call it, the others raise when the group's timeout ends.
 
     Args:
         loss_store: Losses of this rank's micro-batches, each [] : sums of token losses where ``per_token_loss``, else

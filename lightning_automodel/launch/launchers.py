@@ -61,7 +61,9 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
         return not self.starts_processes
 
     @override
-    def launch(self, function: Callable, *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any) -> Any:
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any
+    ) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         # Alone, no variables are left behind that would make a later Trainer of this process wait for other ranks.
         if self.starts_processes:
@@ -110,7 +112,9 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         self._is_worker = False
 
     @override
-    def launch(self, function: Callable, *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any) -> Any:
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any
+    ) -> Any:
         assert trainer is not None
         if self._is_worker:
 
@@ -121,8 +125,8 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
             return self._supervisor.run(run_and_collect, *args, **kwargs)
         if self._already_fit and trainer.state.fn == TrainerFn.FITTING:
             raise NotImplementedError(
-                f"trainer.fit() ran already, in workers of start_method={self._start_method!r} that have ended, and"
-                " with them optimizer states and loops: make a new Trainer and pass fit(ckpt_path=...) to go on."
+                f"trainer.fit() ran already, in workers of start_method={self._start_method!r} that have ended, with"
+                " their optimizer states and loops. To go on, make a new Trainer and call fit(ckpt_path=...)."
             )
         workers = self._start(trainer, partial(function, *args, **kwargs))
         try:
@@ -131,15 +135,15 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
             self.procs = []
         if results is None:
             raise RuntimeError(
-                f"The Tuner found its value in workers of start_method={self._start_method!r}, where it stays: pass"
-                " start_method='popen', or for a learning rate call fit with the callback LearningRateFinder()."
+                f"The Tuner ran in workers of start_method={self._start_method!r}, which do not send its value back:"
+                " pass start_method='popen', or for a learning rate call fit with the callback LearningRateFinder()."
             )
         returned, report = restore(results, trainer)
         self._already_fit |= trainer.state.fn == TrainerFn.FITTING
         self._set_report(report)
         return returned
 
-    def _start(self, trainer: "pl.Trainer", function: partial) -> Workers:
+    def _start(self, trainer: "pl.Trainer", function: partial[Any]) -> Workers:
         environment = self._strategy.cluster_environment
         assert environment is not None
         environment.validate_settings(num_devices=self._num_processes, num_nodes=self._num_nodes)
@@ -171,7 +175,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         self.procs = list(started.processes)
         return Workers(self.procs, ours, environment.node_rank() * self._num_processes)
 
-    def _explain(self, trainer: "pl.Trainer", function: partial, error: Exception) -> None:
+    def _explain(self, trainer: "pl.Trainer", function: partial[Any], error: Exception) -> None:
         """Raise a TypeError that names the part of the run that cannot be pickled, if any."""
         data = [*function.args, *function.keywords.values()]
         parts = {"the module" if isinstance(value, pl.LightningModule) else "the data": value for value in data}
@@ -248,7 +252,7 @@ def make_launcher(
         # Lightning would name its own strategies.
         raise MisconfigurationException(
             "AutomodelStrategy(start_method='popen') runs a script again for each further rank, which a notebook or an"
-            " interactive session is not: pass Trainer(strategy=AutomodelStrategy(start_method='fork'), ...), or"
-            " devices=1, or run your code as a script."
+            " interactive session does not have: pass Trainer(strategy=AutomodelStrategy(start_method='fork'), ...),"
+            " or devices=1, or run your code as a script."
         )
     return launcher

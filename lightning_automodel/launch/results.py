@@ -93,11 +93,11 @@ def load_trained_weights(module: "pl.LightningModule", path: Path) -> None:
             reason = error
     if unmatched := _unmatched(module, state):
         raise RuntimeError(
-            f"{type(module).__name__} is trained, but in this process it has no place for {len(unmatched)} of the"
-            f" {len(state)} trained tensors ({', '.join(unmatched[:3])}{', ...' if len(unmatched) > 3 else ''}): they"
-            f" are in {path}, which torch.load reads. Create these layers, in the shapes that they have in training, in"
-            " __init__, or in a configure_model that also works without self.device_mesh, or load a checkpoint that was"
-            " saved in training."
+            f"{type(module).__name__} is trained, but in this process it lacks {len(unmatched)} of the {len(state)}"
+            f" trained tensors ({', '.join(unmatched[:3])}{', ...' if len(unmatched) > 3 else ''}): they are in"
+            f" {path}, which torch.load reads. Create these layers, in the shapes that they have in training, in"
+            " __init__, or in a configure_model that also works without self.device_mesh, or load a checkpoint that"
+            " was saved in training."
         ) from reason
     if state:
         set_model_state_dict(module, state, options=StateDictOptions(strict=False))

@@ -44,7 +44,7 @@ class Iteration:
     start: int
 
 
-class RecordingSampler(Sampler):
+class RecordingSampler(Sampler[Any]):
     """Stands in for the (batch) sampler of a DataLoader: yields the same, and can pass over what was used.
 
     Args:
@@ -56,7 +56,7 @@ class RecordingSampler(Sampler):
         iteration: The newest one; None before there is one.
     """
 
-    def __init__(self, loader: DataLoader, device: torch.device, batches: Callable[[], int]) -> None:
+    def __init__(self, loader: DataLoader[Any], device: torch.device, batches: Callable[[], int]) -> None:
         self._loader, self._device, self._batches = loader, device, batches
         self._name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._inner: Any = getattr(loader, self._name)
@@ -239,7 +239,7 @@ class TrainingLoaders:
         if plan["is_drawn"]:
             self._say(
                 "A training loader that is neither a map-style DataLoader nor has state_dict() and load_state_dict()"
-                f" resumes by drawing and dropping {used} batches; torchdata's StatefulDataLoader does without."
+                f" resumes by drawing and dropping {used} batches; torchdata's StatefulDataLoader need not."
             )
             batches = getattr(self._fetcher, "iterator_wrapper", self._fetcher)  # for a step that draws its batches
             for drawn in range(used):
@@ -302,7 +302,7 @@ class TrainingLoaders:
         if "seed" in at and isinstance(sampler, DistributedSampler):
             sampler.seed = at["seed"]
 
-    def _check_length(self, loader: DataLoader, at: dict[str, Any]) -> None:
+    def _check_length(self, loader: DataLoader[Any], at: dict[str, Any]) -> None:
         length = sized_len(loader)
         # A padded loader has handed out fillers besides.
         if length is not None and length < min(at["yielded"], at["length"] or at["yielded"]):

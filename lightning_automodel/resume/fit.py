@@ -281,7 +281,7 @@ class Resume:
             plan = other_world_size.carried_over(state, sizes["data_parallel"])
             self._say(
                 f"The checkpoint was saved with a different world size ({state['sizes']}, now {sizes}): the data goes"
-                " on where it stopped, and each rank's random states, buffers and metrics of the epoch start anew."
+                " on where it stopped, and each rank's random states, buffers and metrics of the epoch start afresh."
             )
         self._plan = plan = rng.loaded(plan)
         self._module.unfreeze(plan["flags"])

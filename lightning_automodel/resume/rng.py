@@ -39,7 +39,7 @@ def generators_of(owners: Iterable[Any]) -> list[Generator]:
     return list({id(value): value for value in held if isinstance(value, Generator)}.values())
 
 
-def samplers_of(loader: Any) -> list[lightning_internals.Stateful]:
+def samplers_of(loader: Any) -> list[lightning_internals.Stateful[Any]]:
     """The samplers of a loader that have ``state_dict`` and ``load_state_dict``, in a fixed order."""
     samplers = (owner for owner in led_to(loader) if isinstance(owner, _SAMPLERS))
     return [sampler for sampler in samplers if isinstance(sampler, lightning_internals.Stateful)]

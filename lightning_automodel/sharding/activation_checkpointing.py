@@ -13,7 +13,7 @@ from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.units import WrapPolicy, class_name, distinct, has_forward, outermost, units_of
 from lightning_automodel.torch_internals import uncompiled
 
-ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective"] | Callable
+ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective"] | Callable[..., Any]
 
 _ATTRIBUTE = "_checkpointed_forward"
 

@@ -1,6 +1,6 @@
 """What a model, an optimizer or a step must not contain, refused with the reason and a way out."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
@@ -52,8 +52,8 @@ def check_training(module: pl.LightningModule, accumulate_grad_batches: int, cou
     """
     if counts_ahead and not module.automatic_optimization:
         raise ValueError(
-            "count_window_ahead=True needs automatic optimization: by hand, nobody knows ahead which batches a window"
-            " will hold. Leave it out."
+            "count_window_ahead=True needs automatic optimization: under manual optimization the batches of a window"
+            " are not known ahead. Leave it out."
         )
     if accumulate_grad_batches < 1:
         raise ValueError(
@@ -67,6 +67,24 @@ def check_training(module: pl.LightningModule, accumulate_grad_batches: int, cou
             " there is no gradient to compute: unfreeze some before trainer.fit, at the latest in configure_model, or"
             " evaluate with trainer.validate."
         )
+
+
+def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
+    """Refuse callbacks of the package ``pytorch_lightning``.
+
+    Lightning and this package know by their classes which callbacks save, average weights or prune, and would treat
+    these as unknown ones, in silence.
+
+    Raises:
+        TypeError: For a class of that package or one derived from it, other than from its bare ``Callback``.
+    """
+    for callback in callbacks:
+        for base in type(callback).__mro__:
+            if base.__module__.startswith("pytorch_lightning.") and base.__name__ != "Callback":
+                raise TypeError(
+                    f"The callback {type(callback).__name__} comes from pytorch_lightning ({base.__module__}), whose"
+                    " classes lightning's Trainer does not recognise: import it from lightning.pytorch.callbacks."
+                )
 
 
 def check_sliceable(module: pl.LightningModule, context_parallel_size: int) -> None:
@@ -108,13 +126,13 @@ def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: in
             )
         if isinstance(optimizer, LBFGS) and divisor > 1:
             raise ValueError(
-                f"{name} chooses its step from the loss of each rank alone, so {divisor} ranks would drift apart;"
-                " choose a first-order optimizer or one rank."
+                f"{name} chooses its step from the loss of each rank alone, so {divisor} ranks would diverge: choose a"
+                " first-order optimizer or one rank."
             )
         if is_sharded and any(cls.__name__ == "Adafactor" for cls in type(optimizer).__mro__):
             raise ValueError(
-                f"{name} factors its second moments over rows and columns of whole matrices, of which FSDP2 leaves each"
-                " rank a part: choose AdamW or SGD, or pass data_parallel='ddp'."
+                f"{name} factors its second moments over rows and columns of whole matrices, of which each rank has"
+                " only a part under FSDP2: choose AdamW or SGD, or pass data_parallel='ddp'."
             )
 
 

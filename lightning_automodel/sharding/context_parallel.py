@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_automodel.data.sequence_slices import SequenceSlices
 from lightning_automodel.sharding.tensor_parallel import check_same_batch
 from lightning_automodel.sharding.units import class_name
+from lightning_automodel.torch_internals import not_compiled
 
 
 @dataclass
@@ -66,7 +67,7 @@ def _is_cast(query: Tensor) -> bool:
 _current: _Slices | None = None
 
 
-@torch.compiler.disable  # compiled, it would be compiled anew for each step
+@not_compiled  # compiled, it would be compiled anew for each step
 def context_parallel_attention(
     query: Tensor,
     key: Tensor,
@@ -77,7 +78,7 @@ def context_parallel_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention of a sequence over itself, also where this rank holds but a slice of it.
+    """Scaled dot-product attention of a sequence over itself, also where this rank holds only a slice of it.
 
     In a step under ``context_parallel_size`` > 1 it is a collective over the ranks that share the batch: keys and
     values are gathered by one all-gather (before heads of a group are repeated), and their gradients are summed by one

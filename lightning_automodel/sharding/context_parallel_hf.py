@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_automodel.gradients.token_loss import outermost_hugging_face_models
 from lightning_automodel.sharding import context_parallel
+from lightning_automodel.torch_internals import not_compiled
 
 NAME = "context_parallel"
 """Under which transformers knows both functions below; its attention and its masks must have one name."""
@@ -87,7 +88,7 @@ def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         )
 
 
-@torch.compiler.disable
+@not_compiled
 def _attend(
     module: nn.Module,
     query: Tensor,

@@ -126,7 +126,7 @@ class FSDPGradSync:
         self._handles = [
             cast(nn.Module, unit).register_forward_hook(_reshard_unless_training)
             for unit in self._units
-            if unit is not model and torch_internals.is_fsdp_root(unit)
+            if cast(nn.Module, unit) is not model and torch_internals.is_fsdp_root(unit)
         ]
         # Tells parameters without a gradient in a window from those with a zero one, which FSDP2 gives them here.
         for group in self._groups:

@@ -160,8 +160,8 @@ def check_initialized(model: nn.Module, device: torch.device) -> None:
     listed = ", ".join(f"{name} ({class_name(holders[name])})" for name in missing[:5])
     more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
     raise ValueError(
-        f"{len(missing)} parameters or buffers of {class_name(model)} were created on the meta device and nobody gave"
-        f" them values: {listed}{more}. Give their classes a reset_parameters() that fills them, as torch's layers"
+        f"{len(missing)} parameters or buffers of {class_name(model)} were created on the meta device and never"
+        f" initialized: {listed}{more}. Give their classes a reset_parameters() that fills them, as torch's layers"
         " have, load a checkpoint that holds them, or create them on a real device."
     )
 

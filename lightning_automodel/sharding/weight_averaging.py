@@ -145,9 +145,9 @@ def refuse_pruning(module: pl.LightningModule) -> None:
     """Raise ValueError if a callback is to prune ``module``, which is to be sharded."""
     if any(isinstance(callback, ModelPruning) for callback in _callbacks(module)):
         raise ValueError(
-            "ModelPruning compares all elements of a parameter and puts a masked one in its place, but of a sharded"
-            " parameter each rank holds a part: pass AutomodelStrategy(data_parallel='ddp'), or prune the trained"
-            " model afterwards with torch.nn.utils.prune."
+            "ModelPruning masks a parameter by comparing all its elements, and of a sharded one each rank holds a"
+            " part: pass AutomodelStrategy(data_parallel='ddp'), or prune the trained model afterwards with"
+            " torch.nn.utils.prune."
         )
 
 

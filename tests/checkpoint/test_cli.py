@@ -138,7 +138,7 @@ def test_inspect_tells_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     os.truncate(whole, 500)
     of_shards, of_file = inspected(capsys, *both, status=1)["checkpoints"]
     assert "__0_0.distcp has 50 bytes instead of" in of_shards["damage"]
-    assert "or is damaged (" in of_file["damage"]
+    assert "or not a checkpoint (" in of_file["damage"]
 
 
 def _flip(path: Path) -> None:
@@ -233,14 +233,20 @@ def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "out")
     cases = {
         ("inspect", f"{tmp_path}/none"): f"There is no checkpoint at {tmp_path}/none",
-        ("inspect", str(empty)): f"{empty} is no checkpoint: it holds neither .metadata nor checkpoints (*.ckpt)",
-        ("consolidate", str(whole), out): "is no directory of shards: there is nothing to consolidate",
+        ("inspect", str(empty)): f"{empty} is not a checkpoint: it holds neither .metadata nor checkpoints (*.ckpt)",
+        ("consolidate", str(whole), out): "is not a directory of shards: there is nothing to consolidate",
         ("consolidate", str(shards), str(whole)): "exists: remove it, or choose another path",
         ("consolidate", str(shards), "memory://out"): "is not local: write to a local path, and upload that",
-        ("consolidate", str(empty), out): "there is no .metadata: this is no directory of shards",
-        ("export", str(shards), out): "give the prefix of what to export, such as model.; config.json is then yours",
+        ("consolidate", str(empty), out): "there is no .metadata: this is not a directory of shards",
+        ("export", str(shards), out): "Give the prefix of what to export, such as model., and add config.json",
         ("export", str(shards), str(whole), "--key", "model"): "exists: remove it, or choose another path",
-        ("export", str(shards), out, "--key", "net"): "no tensors under 'net.', only such as model.weight, model.bias",
+        (
+            "export",
+            str(shards),
+            out,
+            "--key",
+            "net",
+        ): "no tensor's name begins with 'net.'; there are, for example, model.weight, model.bias",
         ("export", f"{tmp_path}/none", out): "there is no such file or directory",
     }
     for arguments, message in cases.items():
@@ -271,7 +277,7 @@ def test_sizes() -> None:
     """Decimal units; what says no size is refused with an example."""
     assert [number_of_bytes(size) for size in ("5GB", "1.5 kb", 7, "7")] == [5 * 10**9, 1500, 7, 7]
     for size in ("5XB", "", "0", "-1GB", "0.1B"):
-        with pytest.raises(ValueError, match=r"is no size: write a number of bytes.*5GB"):
+        with pytest.raises(ValueError, match=r"is not a size: write a number of bytes.*5GB"):
             number_of_bytes(size)
 
 
@@ -317,7 +323,7 @@ def test_inspect_other_content(tmp_path: Path, capsys: pytest.CaptureFixture[str
     """A file of another program that uses the same names."""
     torch.save(content, tmp_path / "a.ckpt")
     (report,) = inspected(capsys, str(tmp_path / "a.ckpt"), status=1)["checkpoints"]
-    assert "it holds other things than a checkpoint does" in report["damage"]
+    assert "it is damaged, or not a checkpoint" in report["damage"]
     assert main(["inspect", str(tmp_path / "a.ckpt")]) == 1
 
 

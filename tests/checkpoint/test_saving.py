@@ -90,7 +90,7 @@ def test_other_directories_are_not_replaced(pool2: RankPool, tmp_path: Path, for
     path.mkdir()
     (path / "thesis.tex").write_text("years of work")
     for message in pool2.run(_save_where_nothing_can_be, FORMS[form], str(path)):
-        assert "it is a directory that is no checkpoint (it holds thesis.tex) and would be replaced" in message
+        assert "it is a directory, but not a checkpoint (it holds thesis.tex), and saving would replace it" in message
     assert [each.name for each in path.iterdir()] == ["thesis.tex"]
     (path / "thesis.tex").unlink()
     saved = pool2.run(save, FORMS[form], str(path))[0]

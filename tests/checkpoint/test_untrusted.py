@@ -49,10 +49,10 @@ def test_names_that_lead_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture
     path = save_shards(tmp_path / "a.ckpt")
     (tmp_path / "secret").write_text("secret")
     rewrite_manifest(path, files={**files_of(path), name: {"size": 6, "crc32": "0"}})
-    assert_refused(path, capsys, f"it refers to {name!r}, which is no name of a file in the checkpoint")
+    assert_refused(path, capsys, f"it refers to {name!r}, which is not the name of a file in the checkpoint")
     if name:
         rewrite_manifest(path, folder=name)
-        assert_refused(path, capsys, f"{MANIFEST} refers to {name!r}, which is no folder of the checkpoint")
+        assert_refused(path, capsys, f"{MANIFEST} refers to {name!r}, which is not a folder of the checkpoint")
 
 
 @pytest.mark.timeout(60)
@@ -68,7 +68,7 @@ def test_what_is_no_regular_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         file.mkdir()
     else:
         file.symlink_to("/dev/zero" if kind == "device" else tmp_path / "secret")
-    assert_refused(tmp_path / "a.ckpt", capsys, f"{name} is no regular file")
+    assert_refused(tmp_path / "a.ckpt", capsys, f"{name} is not a regular file")
 
 
 @pytest.mark.timeout(60)
@@ -76,8 +76,8 @@ def test_one_file_that_is_no_regular_one(tmp_path: Path, capsys: pytest.CaptureF
     os.mkfifo(tmp_path / "a.ckpt")
     for options in ([], ["--verify"]):
         (report,) = inspected(capsys, str(tmp_path / "a.ckpt"), *options, status=1)["checkpoints"]
-        assert "it is no regular file" in report["damage"]
-    with pytest.raises(CheckpointError, match="it is no regular file"):
+        assert "it is not a regular file" in report["damage"]
+    with pytest.raises(CheckpointError, match="it is not a regular file"):
         open_model(str(tmp_path / "a.ckpt"), None)
 
 
@@ -90,7 +90,7 @@ def test_shards_of_other_programs_that_lead_elsewhere(tmp_path: Path, capsys: py
     for place in metadata.storage_data.values():
         place.relative_path = "../" + place.relative_path
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert_refused(path, capsys, "it refers to '../__0_0.distcp', which is no name of a file in the checkpoint")
+    assert_refused(path, capsys, "it refers to '../__0_0.distcp', which is not the name of a file in the checkpoint")
 
 
 @pytest.mark.parametrize("missing", [None, "__0_0.distcp", "meta.pt", ".metadata"])
@@ -154,7 +154,9 @@ def test_malformed_descriptions(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["export", str(path), str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: Cannot export to ")
-    assert error.endswith("its 'hugging_face', which describes Hugging Face models, has another form")
+    assert error.endswith(
+        "its 'hugging_face', which describes Hugging Face models, is not in the form that this release reads"
+    )
     assert not (tmp_path / "out").exists()
 
 

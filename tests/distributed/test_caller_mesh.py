@@ -78,7 +78,7 @@ UNFIT: list[tuple[tuple[Any, ...], str]] = [
     ),
     (
         (((2, 2), ("dp", "tp")), "ddp"),
-        "Tensor parallelism (size 2) does not go with data_parallel='ddp', which copies whole parameters: pass"
+        "Tensor parallelism (size 2) does not work with data_parallel='ddp', which copies whole parameters: pass"
         " data_parallel='fsdp2', with data_parallel_replicate_size for copies.",
     ),
     (

@@ -338,7 +338,7 @@ def test_rank_that_never_comes_is_named(pool4: RankPool, tmp_path: Path) -> None
         assert error is not None
         assert error[0] == "RankFailedError"
         assert "rank 2 on an unknown host missed heartbeats, last seen in code before FirstRankPerNode" in error[1]
-        assert "s for ranks 2 (an unknown host, in set-up): stopped, dead, cut off, or not come yet" in error[1]
+        assert "s for ranks 2 (an unknown host, in set-up): stopped, dead, cut off, or not arrived yet" in error[1]
     assert pool4.run(fail_on, -1, "node", OSError()) == [(True, None)] * 4
 
 
@@ -457,8 +457,8 @@ def test_failure_reaches_the_others_before_the_store_is_gone(tmp_path: Path, fai
 @pytest.mark.parametrize(
     ("rank", "text"),
     [
-        (0, "Ranks 1, 2 of 3 did not come to 127.0.0.1:"),
-        (1, "Rank 0 of 3 did not come: rank 1 could not use the store that rank 0 hosts at 127.0.0.1:"),
+        (0, "Ranks 1, 2 of 3 did not join at 127.0.0.1:"),
+        (1, "Rank 0 of 3 did not join: rank 1 could not use the store that rank 0 hosts at 127.0.0.1:"),
     ],
 )
 def test_group_without_all_ranks_is_an_error_that_names_them(tmp_path: Path, rank: int, text: str) -> None:

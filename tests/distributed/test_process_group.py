@@ -197,30 +197,30 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[O
         cases = {
             "environment": Case(
                 [Launched(_wait_briefly, {}, **_place(ports["env"], rank, 4)) for rank in (0, 2)],
-                ["Ranks 1, 3 of 4 did not come to", f"{LOOPBACK}:{ports['env']} (env://)", "backend gloo", waited],
+                ["Ranks 1, 3 of 4 did not join at", f"{LOOPBACK}:{ports['env']} (env://)", "backend gloo", waited],
             ),
             "tcp": Case(
                 [Launched(_wait_briefly, {"init_method": tcp, "rank": r, "world_size": 3}) for r in (0, 1)],
-                ["Rank 2 of 3 did not come to", tcp, "backend gloo", waited],
+                ["Rank 2 of 3 did not join at", tcp, "backend gloo", waited],
             ),
             "file": Case(
                 [Launched(_wait_briefly, {"init_method": file, "rank": r, "world_size": 3}) for r in (1, 2)],
-                ["Rank 0 of 3 did not come to", file, waited],
+                ["Rank 0 of 3 did not join at", file, waited],
             ),
             "store": Case(
                 [Launched(_join_by_store, host.port, 1, 3, BRIEF)],
-                ["Ranks 0, 2 of 3 did not come to the given TCPStore", f"on port {host.port}", waited],
+                ["Ranks 0, 2 of 3 did not join at the given TCPStore", f"on port {host.port}", waited],
             ),
             "launcher": Case(
                 [
                     Launched(_wait_briefly, {}, **_place(agent.port, rank, 3), TORCHELASTIC_USE_AGENT_STORE="True")
                     for rank in (0, 2)
                 ],
-                ["Rank 1 of 3 did not come to", f"{LOOPBACK}:{agent.port} (env://)", waited],
+                ["Rank 1 of 3 did not join at", f"{LOOPBACK}:{agent.port} (env://)", waited],
             ),
             "no host": Case(
                 [Launched(_wait_briefly, {}, **_place(ports["host"], 1, 2))],
-                ["Rank 0 of 2 did not come", "rank 1 could not use", f"{LOOPBACK}:{ports['host']}", waited],
+                ["Rank 0 of 2 did not join", "rank 1 could not use", f"{LOOPBACK}:{ports['host']}", waited],
             ),
             "lightning": Case(
                 [
@@ -228,7 +228,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[O
                         _wait_briefly_as_lightning_does, 0, 2, MASTER_ADDR=LOOPBACK, MASTER_PORT=str(ports["lightning"])
                     ),
                 ],
-                ["Rank 1 of 2 did not come to", f"tcp://{LOOPBACK}:{ports['lightning']}", waited],
+                ["Rank 1 of 2 did not join at", f"tcp://{LOOPBACK}:{ports['lightning']}", waited],
             ),
             "port in use": Case(
                 [Launched(_wait_briefly, {}, **_place(busy, 0, 2))],
@@ -236,11 +236,11 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[O
             ),
             "no store": Case(
                 [Launched(_wait_briefly, {}, **_place(busy, 1, 2))],
-                ["Rank 0 of 2 did not come", f"{LOOPBACK}:{busy}", "does not answer as a store", waited],
+                ["Rank 0 of 2 did not join", f"{LOOPBACK}:{busy}", "does not answer as a store", waited],
             ),
             "twins": Case(
                 [Launched(_join_by, {}, **_place(ports["twins"], rank, 3)) for rank in (0, 1, 1)],
-                ["Two processes came to", "as rank 1 of 3", f"{socket.gethostname()} pid ", "RANK of its own"],
+                ["Two processes joined at", "as rank 1 of 3", f"{socket.gethostname()} pid ", "RANK of its own"],
             ),
             "sizes": Case(
                 [Launched(_join_by, {}, **_place(ports["sizes"], rank, 3 + rank)) for rank in (0, 1)],
@@ -303,7 +303,7 @@ def test_a_store_serves_another_try_after_a_failed_one() -> None:
     ]
     outcomes = [rank.outcome() for rank in ranks]
     assert [outcome.error for outcome in outcomes] == ["", ""]
-    assert "Rank 1 of 2 did not come" in outcomes[0].value[0]
+    assert "Rank 1 of 2 did not join" in outcomes[0].value[0]
     assert [outcome.value[1] for outcome in outcomes] == [1.0, 1.0]
 
 
@@ -331,7 +331,7 @@ def test_a_stopped_host_is_told_from_one_that_is_late() -> None:
     outcome = Launched(_wait_briefly, {}, **_place(port, 1, 2)).outcome()
     os.kill(host.process.pid, signal.SIGKILL)
     host.process.join()
-    assert "Rank 0 of 2 did not come: rank 1 could not use the store" in outcome.error
+    assert "Rank 0 of 2 did not join: rank 1 could not use the store" in outcome.error
     assert "does not answer as a store" in outcome.error
 
 

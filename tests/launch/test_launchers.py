@@ -248,5 +248,5 @@ def test_second_fit_is_refused() -> None:
     """Optimizer states and loops were in processes that have ended."""
     trainer = make_trainer("fork")
     trainer.strategy.launcher._already_fit = True
-    with pytest.raises(NotImplementedError, match=r"make a new Trainer and pass fit\(ckpt_path=\.\.\.\)"):
+    with pytest.raises(NotImplementedError, match=r"make a new Trainer and call fit\(ckpt_path=\.\.\.\)"):
         trainer.fit(pl.LightningModule(), [])

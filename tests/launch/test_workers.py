@@ -99,7 +99,7 @@ def test_launching_process_is_ended(runs: dict[Any, Future], method: str, name: 
         assert "received SIGTERM: all ranks stop after this step." in log
     else:
         # To a forked rank, torch has Linux send SIGINT as soon as its parent is gone; the other may hear of it first.
-        told = ("This rank leaves, since the launcher, which started the ranks, ", "KeyboardInterrupt")
+        told = ("This rank stops: the launcher, which started the ranks, ", "KeyboardInterrupt")
         assert any(text in log for text in told[: 2 if method == "fork" else 1])
         assert status == -signal.SIGKILL
 
@@ -127,7 +127,7 @@ def test_second_sigterm(runs: dict[Any, Future], method: str) -> None:
 def test_tuner_is_refused(tmp_path: Path) -> None:
     """What it finds would be lost, and `lr_find` return None."""
     assert run(tune, tmp_path) == 0
-    assert "The Tuner found its value in workers of start_method='fork'" in (tmp_path / "error").read_text()
+    assert "The Tuner ran in workers of start_method='fork'" in (tmp_path / "error").read_text()
 
 
 # --- Waiting, with workers that do nothing else -----------------------------------------------------------------------

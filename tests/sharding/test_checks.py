@@ -113,8 +113,8 @@ REFUSED: dict[str, Refused] = {
     ),
     "adafactor": Refused(
         FactoredMoments,
-        "Adafactor factors its second moments over rows and columns of whole matrices, of which FSDP2 leaves each rank"
-        " a part: choose AdamW or SGD, or pass data_parallel='ddp'.",
+        "Adafactor factors its second moments over rows and columns of whole matrices, of which each rank has"
+        " only a part under FSDP2: choose AdamW or SGD, or pass data_parallel='ddp'.",
     ),
     "gradient-penalty": Refused(
         GradientPenalty,

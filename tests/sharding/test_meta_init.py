@@ -271,10 +271,10 @@ def test_what_nobody_initialises_is_named() -> None:
     """Parameters and buffers; with a class each, and what to do; as often as it is tried."""
     model = _forgetful()
     for _ in range(2):
-        with pytest.raises(ValueError, match="nobody gave them values") as raised:
+        with pytest.raises(ValueError, match="never initialized") as raised:
             check_initialized(model, CPU)
         assert str(raised.value) == (
-            "3 parameters or buffers of Sequential were created on the meta device and nobody gave them values: 1.scale"
+            "3 parameters or buffers of Sequential were created on the meta device and never initialized: 1.scale"
             " (Forgetful), 1.mask (Forgetful), 2.0.0 (ParameterList). Give their classes a reset_parameters() that"
             " fills them, as torch's layers have, load a checkpoint that holds them, or create them on a real device."
         )
@@ -284,7 +284,7 @@ def test_values_that_come_later_count() -> None:
     """What a checkpoint or the user fills after the initialisers is no error; the rest still is."""
     model = _forgetful()
     model.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()})
-    with pytest.raises(ValueError, match=r"^1 parameters.*values: 1\.mask \(Forgetful\)\."):
+    with pytest.raises(ValueError, match=r"^1 parameters.*initialized: 1\.mask \(Forgetful\)\."):
         check_initialized(model, CPU)
     model[1].mask.fill_(False)
     check_initialized(model, CPU)

@@ -196,7 +196,7 @@ def test_a_sharded_model_that_takes_no_part(pool2: RankPool) -> None:
 
 def test_ddp_refuses(pool2: RankPool) -> None:
     for message in pool2.run(start_of_fit_error, TensorParallelModule, {"data_parallel": "ddp"}):
-        assert "does not go with data_parallel='ddp'" in message
+        assert "does not work with data_parallel='ddp'" in message
 
 
 def dropping_decoder() -> nn.Module:

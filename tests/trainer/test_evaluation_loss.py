@@ -266,7 +266,7 @@ def test_a_step_that_tells_too_little(pool2: RankPool) -> None:
         assert "test_step returned None: return {'loss': loss, 'num_label_tokens': n}" in none
         assert "found no count (the batch is a list)" in no_count
         assert "return {'loss': loss, 'num_label_tokens': n} from test_step" in no_count
-        assert "only AutomodelStrategy counts them by itself, not DDPStrategy: return" in other_strategy
+        assert "DDPStrategy does not count them (AutomodelStrategy does). Return" in other_strategy
         assert "{'loss': mean, 'num_label_tokens': n}" in other_strategy
 
 

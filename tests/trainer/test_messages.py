@@ -67,7 +67,7 @@ def test_a_policy_without_a_match(pool2: RankPool, policy: Any, count: int) -> N
     messages, others = pool2.run(_warnings_of_policy, policy)
     assert (len(messages), others) == (count, [])
     assert all(
-        message.startswith("auto_wrap_policy matches no module with parameters below ModelModule, of which all")
+        message.startswith("auto_wrap_policy matches no module with parameters below ModelModule, so all")
         for message in messages
     )
 
@@ -330,4 +330,4 @@ def test_an_optimizer_with_stale_parameters_raises(pool2: RankPool) -> None:
 def test_lbfgs_raises(pool2: RankPool, options: dict[str, Any]) -> None:
     """A line search on each rank's own loss would let the ranks drift apart."""
     for message in pool2.run(_error_of_optimizer, SecondOrder, options):
-        assert "LBFGS chooses its step from the loss of each rank alone, so 2 ranks would drift apart" in message
+        assert "LBFGS chooses its step from the loss of each rank alone, so 2 ranks would diverge" in message

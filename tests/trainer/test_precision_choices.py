@@ -180,8 +180,8 @@ def _said(
     return messages, strategy.describe()["precision"], int(strategy.last_step.num_label_tokens), full_weights(module)
 
 
-COUNT = "The number of label tokens is a torch.bfloat16 tensor, which rounds what is above 256"
-MASTER = "precision='bf16-mixed' updates parameters in the dtype that they have, and 13 trainable ones are"
+COUNT = "The number of label tokens is a torch.bfloat16 tensor, which rounds numbers above 256"
+MASTER = "precision='bf16-mixed' updates parameters in their own dtype, and 13 trainable ones are"
 NO_EFFECT = "mp_policy has no effect on a model that was sharded before, with another policy."
 
 

@@ -28,7 +28,7 @@ def consolidate(path: str, out: str, weights_only: bool | None) -> None:
     Runs code that the checkpoint may hold where ``weights_only`` is False.
     """
     if not paths.is_directory(path):
-        raise CheckpointError(f"{path} is no directory of shards: there is nothing to consolidate")
+        raise CheckpointError(f"{path} is not a directory of shards: there is nothing to consolidate")
     target = paths.new_local_target(out)
     shards = ShardDirectory(path, weights_only, alone=True)
     values: dict[str, Any] = {
@@ -71,4 +71,4 @@ def _dict_at(tree: dict[str, Any], place: str) -> dict[Any, Any]:
             return value
         if isinstance(value, dict) and place.startswith(f"{key}/"):
             return _dict_at(value, place.removeprefix(f"{key}/"))
-    raise CheckpointError(f"there are shards for {place}, which the rest of the checkpoint has no place for")
+    raise CheckpointError(f"there are shards for {place}, which the rest of the checkpoint does not mention")

@@ -92,7 +92,9 @@ def export_checkpoint(path: str, out: str, weights_only: bool | None, **options:
         try:
             return make_plan(saved.tensors, saved.rest.get(KEY, []), **options)
         except (AttributeError, KeyError, RecursionError, TypeError) as error:
-            raise CheckpointError(f"its {KEY!r}, which describes Hugging Face models, has another form") from error
+            raise CheckpointError(
+                f"its {KEY!r}, which describes Hugging Face models, is not in the form that this release reads"
+            ) from error
 
     def read(names: list[str], keep: bool) -> dict[str, Tensor]:
         tensors = saved.read(names)
@@ -233,12 +235,11 @@ def _chosen(
         return models[0], models[0]["prefix"]
     if models:
         known = ", ".join(f"{model['prefix']} ({model['class']})" for model in models)
-        raise CheckpointError(f"there are {len(models)} Hugging Face models: choose one by its prefix, of {known}")
+        raise CheckpointError(f"there are {len(models)} Hugging Face models: choose one by its prefix ({known})")
     first = sorted({f"{name.partition('.')[0]}." for name in tensors if "." in name})
     raise CheckpointError(
-        "there is no description of a Hugging Face model, which this strategy saves where the LightningModule has one:"
-        f" give the prefix of what to export, such as {', '.join(first[:5]) or 'an empty one'}; config.json is then"
-        " yours to add"
+        "it does not describe a Hugging Face model (AutomodelStrategy saves that with one). Give the prefix of what to"
+        f" export, such as {', '.join(first[:5]) or 'an empty one'}, and add config.json yourself"
     )
 
 
@@ -246,13 +247,15 @@ def _model_sources(tensors: Mapping[str, Tensor], model: Description | None, pre
     if model is not None and "peft" in model:
         raise CheckpointError(
             f"{prefix} is a {model['class']} with PEFT adapters, which from_pretrained would not read as one model:"
-            " export the adapters (adapter_only), and merge them with PEFT's merge_and_unload where you want one"
+            " export the adapters (adapter_only), and merge them with PEFT's merge_and_unload if you want one model"
         )
     tied = set(model["tied"]) if model is not None else set()
     sources = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
     sources = {name: source for name, source in sources.items() if name not in tied}
     if not sources:
-        raise CheckpointError(f"there are no tensors under {prefix!r}, only such as {', '.join(list(tensors)[:3])}")
+        raise CheckpointError(
+            f"no tensor's name begins with {prefix!r}; there are, for example, {', '.join(list(tensors)[:3])}"
+        )
     return sources
 
 
@@ -260,10 +263,10 @@ def _adapters(
     tensors: Mapping[str, Tensor], model: Description | None, prefix: str
 ) -> tuple[dict[str, str], dict[str, Any]]:
     if model is None or not model.get("peft", {}).get("names"):
-        raise CheckpointError(f"{prefix} has no adapters of PEFT that are kept by name: export the model without them")
+        raise CheckpointError(f"{prefix} has no PEFT adapters: export it without adapter_only")
     sources = {name: f"{prefix}{source}" for name, source in model["peft"]["names"].items()}
     if missing := [source for source in sources.values() if source not in tensors]:
-        raise CheckpointError(f"the adapters lack {missing[0]}, and {len(missing)} entries in all")
+        raise CheckpointError(f"the adapters lack {len(missing)} entries, such as {missing[0]}")
     return sources, model["peft"]["config"]
 
 
@@ -272,7 +275,7 @@ def number_of_bytes(size: str | int) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = _UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None or float(found[1]) * unit < 1:
-        raise ValueError(f"{size!r} is no size: write a number of bytes, or one with KB, MB, GB or TB (5GB)")
+        raise ValueError(f"{size!r} is not a size: write a number of bytes, or one with KB, MB, GB or TB (5GB)")
     return int(float(found[1]) * unit)
 
 

@@ -52,7 +52,7 @@ def inspect(path: str, verify: bool = False, weights_only: bool = True) -> Repor
         raise CheckpointNotFoundError(f"There is no checkpoint at {path}")
     is_directory = filesystem.isdir(place)
     if is_directory and not _is_directory_of_shards(filesystem, place):
-        raise CheckpointError(f"{path} is no checkpoint: it holds neither {METADATA} nor checkpoints (*.ckpt)")
+        raise CheckpointError(f"{path} is not a checkpoint: it holds neither {METADATA} nor checkpoints (*.ckpt)")
     report: Report = {
         "path": path,
         "form": "directory of shards" if is_directory else "one file",
@@ -112,9 +112,7 @@ def _as_checkpoint_error() -> Iterator[None]:
         raise
     except Exception as error:  # damaged content, or that of another program, can raise anything
         text = next(iter(str(error).splitlines()), "")
-        raise CheckpointError(
-            f"it holds other things than a checkpoint does, or is damaged ({type(error).__name__}: {text[:200]})"
-        ) from error
+        raise CheckpointError(f"it is damaged, or not a checkpoint ({type(error).__name__}: {text[:200]})") from error
 
 
 def _describe_directory(report: Report, verify: bool, weights_only: bool) -> None:
@@ -160,7 +158,7 @@ def _check_entries(filesystem: AbstractFileSystem, folder: str, metadata: Metada
             if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
                 found.update(classes_and_functions(content))
             elif not isinstance(load_plain_data(content, what, weights_only=True), Tensor):
-                raise CheckpointError("it is no tensor")
+                raise CheckpointError("it is not a tensor")
         except Exception as error:  # damaged content can raise anything
             raise CheckpointError(f"{what} cannot be loaded: {error}") from error
     return found
@@ -171,7 +169,7 @@ def _describe_file(report: Report, verify: bool, weights_only: bool) -> None:
     if verify:
         check_file(report["path"])
     elif paths.is_local(place) and not os.path.isfile(place):
-        raise CheckpointError("it is no regular file")
+        raise CheckpointError("it is not a regular file")
     checkpoint = _load(report, readable(report["path"]), report["path"], weights_only)
     states: list[tuple[tuple[str, ...], Any]] = [
         ((MODEL, str(name)), value) for name, value in checkpoint.get(MODEL, {}).items()
@@ -192,7 +190,7 @@ def _load(report: Report, source: Source, what: str, weights_only: bool) -> dict
         return {}
     loaded = load_plain_data(source, what, weights_only)
     if not isinstance(loaded, dict):
-        raise CheckpointError(f"{what} is no checkpoint: it holds a {type(loaded).__name__}")
+        raise CheckpointError(f"{what} is not a checkpoint: it holds a {type(loaded).__name__}")
     return loaded
 
 

@@ -1,0 +1,37 @@
+"""The package `pytorch_lightning`, which `lightning` installs beside itself, in place of `lightning`."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import pytorch_lightning
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_automodel import AutomodelStrategy
+from lightning_automodel.sharding.checks import check_callbacks
+
+ALONE = {"accelerator": "cpu", "devices": 1, "max_steps": 1, "logger": False, "enable_checkpointing": False}
+
+
+class StepCounter(pytorch_lightning.Callback):
+    """A callback of another library, written for either package."""
+
+
+def test_its_trainer_says_whose_strategy_it_got() -> None:
+    """It refuses the strategy before that could say anything; docs/troubleshooting.md has the message."""
+    with pytest.raises(ValueError, match=r"<AutomodelStrategy for lightning\.pytorch\.Trainer>"):
+        pytorch_lightning.Trainer(strategy=AutomodelStrategy(), **ALONE)
+
+
+@pytest.mark.parametrize("name", ["ModelCheckpoint", "EarlyStopping"])
+def test_its_callbacks_are_refused(name: str) -> None:
+    """Before ranks join: nothing tells what they are for, and a checkpoint would come before the step's end."""
+    callback = getattr(pytorch_lightning.callbacks, name)(monitor="loss")
+    trainer = pl.Trainer(strategy=AutomodelStrategy(per_token_loss=False), callbacks=[callback], **ALONE)
+    with pytest.raises(TypeError, match=rf"{name} comes from pytorch_lightning .* import it from lightning\.pytorch"):
+        trainer.fit(BoringModel())
+
+
+def test_others_that_derive_from_its_base_are_taken() -> None:
+    """Nobody asks what they are: they have hooks, and that is all."""
+    check_callbacks([StepCounter()])

@@ -1,0 +1,175 @@
+"""docs/troubleshooting.md explains every error and warning of the package, and none that is gone."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import lightning_automodel
+
+PACKAGE = Path(lightning_automodel.__file__).parent
+PAGE = PACKAGE.parent / "docs" / "troubleshooting.md"
+TELLS = ("Error", "Exception", "rank_zero_warn", "say_once", "log.warning", "log.error", "log.exception")
+"""How a call's function ends whose texts are messages, however short they are."""
+WORDS_OF_PROSE = 4
+"""A text of so many words is a message wherever it stands: a helper or a constant may hold what is raised elsewhere."""
+VALUE = "…"
+NOT_MESSAGES = {
+    "checkpoint/__main__.py": "what the command's --help prints",
+    "report_page.py": "texts of the report",
+    "AutomodelStrategy: …; trainer.strategy.describe() tells all.": "what rank 0 says where all is well",
+    "… ranks have joined at … (backend …).": "a log line where all is well",
+    "sharded before this set-up (by configure_model or an earlier run); left as they were": "in describe()",
+    "manual optimization may step between two forwards of one training step": "in describe()",
+    "auto: an estimated … MiB … … of the free memory (…) of … rank": "in describe()",
+    "FSDP2 with shards in host memory": "a registered strategy's description",
+    "FSDP2, one replica per node": "a registered strategy's description",
+    "…, gradients of one single-process batch": "a registered strategy's description",
+    "got mixed torch.Tensor and DTensor": "torch's own message, which ours explains",
+    "out of bounds for storage of size 0": "torch's own message, which ours explains",
+    "You're resuming from a checkpoint that ended before the epoch ended": "Lightning's own warning, which is filtered",
+    # Parts of messages whose whole is explained.
+    "an import (…)": "of `lightning_automodel needs …`",
+    "nowhere (a single process)": "a place to join at",
+    "at … within … s: …; check that": "of `could not use the store`",
+    "world size … and backend …": "of `give every rank the same WORLD_SIZE and backend`",
+    "was told to save and requeue": "of `all ranks stop after this step`",
+    "the num_label_tokens that … returned": "of `must be finite`",
+    "the num_label_tokens that training_step returned": "of `must be finite`",
+    "a tensor of shape …, …": "of `must be a number or a tensor of one element`",
+    "a DeviceMesh (init_device_mesh makes one)": "of `must be …, got …`",
+    "a dictionary of keywords for DistributedDataParallel": "of `must be …, got …`",
+    "the name of an entry of the batch": "of `must be …, got …`",
+    "a label value, such as -100": "of `must be …, got …`",
+    "the name of a backend, such as 'gloo'": "of `must be …, got …`",
+    "True, False or a dictionary of keywords for torch.compile": "of `must be …, got …`",
+    "per_token_loss=False (means of slices are not the mean of a batch)": "of `context_parallel_size=… does not work`",
+    "count='samples' (a slice is not a sample)": "of `context_parallel_size=… does not work`",
+    "(DDP does not say which)": "of `DistributedDataParallel did not reduce all gradients`",
+    "… MiB on this rank": "in describe()",
+    "shared between FSDP roots": "in describe()",
+    "outside of every FSDP root": "in describe()",
+    "did not receive grad for rank \\d+: (\\d[\\d ]*)": "torch's own message, which ours quotes",
+    "parameters in a group of optimizer …": "of `it holds … …, and this run has …`",
+    "groups of parameters of optimizer …": "of `it holds … …, and this run has …`",
+    "configure the optimizers that the run was saved with": "of `it holds … …, and this run has …`",
+    "holds …, which this model lacks": "of `it is of another model`",
+    "so that they could not be loaded again: save shards in a dict under the names of the parameters that they belong"
+    " to, or tensor.full_tensor(), called on every rank.": "of `is a list of shards`",
+    "it holds a …": "of `.metadata is damaged`",
+    "… has the place …": "of `.metadata is damaged`",
+    "… is not a layout": "of `.metadata is damaged`",
+    "another checksum or format": "of `is damaged`",
+}
+
+
+def template(node: ast.AST) -> str | None:
+    """A string or an f-string with ``…`` for each value; None for another expression."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        text = re.sub(r"%[sdg]|\{\w+\}", VALUE, node.value)
+    elif isinstance(node, ast.JoinedStr):
+        text = "".join(str(each.value) if isinstance(each, ast.Constant) else VALUE for each in node.values)
+    else:
+        return None
+    return " ".join(text.replace("`", "").split())
+
+
+def texts(node: ast.AST, is_told: bool = False) -> Iterator[tuple[str, int]]:
+    """Messages below ``node``, with their lines: all texts of a call that raises or warns, elsewhere only prose."""
+    if (text := template(node)) is not None:
+        num_words = sum(any(map(str.isalpha, word)) for word in text.split())
+        if num_words >= (1 if is_told and " " in text else WORDS_OF_PROSE):
+            yield text, node.lineno  # type: ignore[attr-defined]
+        return
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return  # a docstring
+    if isinstance(node, ast.Call):
+        is_told = ast.unparse(node.func).endswith(TELLS)
+    for child in ast.iter_child_nodes(node):
+        yield from texts(child, is_told)
+
+
+@cache
+def messages() -> dict[str, str]:
+    """Every message of the package, and the place of its text."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = str(path.relative_to(PACKAGE))
+        if name not in NOT_MESSAGES:
+            found.update({text: f"{name}:{line}" for text, line in texts(ast.parse(path.read_text()))})
+    return {text: place for text, place in found.items() if text not in NOT_MESSAGES}
+
+
+def entries() -> dict[str, int]:
+    """The messages that the page explains, with their lines: headings and items of lists that are nothing but code."""
+    lines = enumerate(PAGE.read_text().splitlines(), start=1)
+    return {found[1]: number for number, line in lines if (found := re.fullmatch(r"(?:### |- )`([^`]+)`", line))}
+
+
+def explains(entry: str, message: str) -> bool:
+    """Whether the parts of ``entry`` between its ``…`` stand in ``message`` in their order."""
+    start = 0
+    for part in entry.split(VALUE):
+        start = message.find(part, start) + len(part)
+        if start < len(part):
+            return False
+    return True
+
+
+def test_each_message_is_explained() -> None:
+    """What is not says what to write, and where."""
+    missing = [
+        f"lightning_automodel/{place} has a message that docs/troubleshooting.md does not explain. Add it below the"
+        f" heading that says what the user was doing, or to an entry with the same remedy as an item of its list:\n\n"
+        f"### `{message}`\n\n<why it comes, and what to do, in a line or two>\n\n"
+        "A constant part of the message is enough. A text that no user gets to see goes into NOT_MESSAGES."
+        for message, place in messages().items()
+        if not any(explains(entry, message) for entry in entries())
+    ]
+    assert not missing, "\n\n".join(missing)
+
+
+def test_each_entry_is_a_message() -> None:
+    """An entry names a message that is gone, or too little of one to tell it from others."""
+    known = messages()
+    stale = [
+        f"docs/troubleshooting.md:{line}: no message has these words in this order: {entry}"
+        for entry, line in entries().items()
+        if not any(explains(entry, message) for message in known)
+    ]
+    vague = [
+        f"docs/troubleshooting.md:{line}: too few words: {entry}"
+        for entry, line in entries().items()
+        if len(entry.replace(VALUE, "")) < 10
+    ]
+    assert stale + vague == []
+
+
+def test_each_entry_has_a_remedy() -> None:
+    """Below the messages stands a sentence."""
+    sections = re.split(r"\n(?=##)", PAGE.read_text())
+    bare = [section for section in sections if section.startswith("### ") and not re.search(r"\n\n[^#-]", section)]
+    assert bare == []
+
+
+def test_exceptions_are_needed() -> None:
+    """What NOT_MESSAGES lists is in the package."""
+    found = {text for path in PACKAGE.rglob("*.py") for text, _ in texts(ast.parse(path.read_text()))}
+    assert [text for text in NOT_MESSAGES if text not in found and not (PACKAGE / text).exists()] == []
+
+
+def test_a_new_message_is_seen() -> None:
+    """As an argument, in a constant, in an f-string, of logging, and not as a docstring or a short name."""
+    source = '''
+"""A docstring of five words."""
+NOT_LOADABLE = "so that nobody can load it"
+def check(value):
+    log.warning("%s is `odd`", value)
+    raise ValueError(f"{value!r} is wrong" if value else "it is" " empty")
+print(", ".join(["two words"]))
+'''
+    expected = ["so that nobody can load it", "… is odd", "… is wrong", "it is empty"]
+    assert [text for text, _ in texts(ast.parse(source))] == expected
