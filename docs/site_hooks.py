@@ -33,10 +33,11 @@ def on_files(files: Files, config: Any) -> Files:
         if path.suffix in LANGUAGES:
             content = f"# {target}\n\n```{LANGUAGES[path.suffix]}\n{content}```\n"
         options = {"inclusion": InclusionLevel.NOT_IN_NAV}
-        if path.suffix in LANGUAGES or path.suffix == ".md":
-            files.append(File.generated(config, _page_of(target), content=content, **options))
-        else:
-            files.append(File.generated(config, target, content=path.read_bytes(), **options))
+        is_page = path.suffix in LANGUAGES or path.suffix == ".md"
+        shown = File.generated(config, _page_of(target), content=content if is_page else path.read_bytes(), **options)
+        if shown.dest_uri in {file.dest_uri for file in files}:
+            LOG.warning("%s would replace %s, a page of docs/", target, shown.dest_uri)
+        files.append(shown)
     return files
 
 

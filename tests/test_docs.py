@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import yaml
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import lightning_automodel
 from lightning_automodel import AutomodelStrategy, destroy_global_state
+from tests import browser
 from tests.doc_blocks import PAGES, blocks, run_page, undefined_names, unknown_keywords
 from tests.processes import ROOT
 
@@ -42,21 +44,22 @@ def test_few_blocks_do_not_run() -> None:
 
 
 def test_commands() -> None:
-    """Scripts that are called exist, and have the options that they get."""
-    missing = []
+    """Scripts and modules that are called exist, and have the options that they get."""
+    cli = (ROOT / "lightning_automodel" / "checkpoint").rglob("*.py")
+    sources = {"lightning_automodel.checkpoint": "\n".join(path.read_text() for path in cli)}
+    called, missing = 0, []
     for page in PAGES:
-        for block in blocks(page, "bash"):
-            for line in block.text.replace("\\\n", " ").splitlines():
-                words = shlex.split(line, comments=True)
-                for script in (word for word in words if re.fullmatch(r"(examples|benchmarks|docs)/\S+\.py", word)):
-                    known = (ROOT / script).read_text() if (ROOT / script).is_file() else ""
-                    given = [word.split("=")[0] for word in words[words.index(script) :] if word.startswith("--")]
-                    missing += [
-                        (page.name, script, option)
-                        for option in ["", *given]
-                        if not known or f'"{option}"' not in known + '""'
-                    ]
+        for line in (line for block in blocks(page, "bash") for line in block.text.splitlines()):
+            words = shlex.split(line, comments=True)
+            for name in (
+                word for word in words if re.fullmatch(r"(examples|benchmarks)/\S+\.py|lightning_automodel\.\S+", word)
+            ):
+                source = sources.get(name) or (ROOT / name).read_text()
+                given = [word.split("=")[0] for word in words[words.index(name) :] if word.startswith("--")]
+                called += 1
+                missing += [(page.name, name, option) for option in given if f'"{option}"' not in source]
     assert missing == []
+    assert called > 10
 
 
 # --- Lists that are complete ------------------------------------------------------------------------------------------
@@ -82,8 +85,9 @@ def test_coming_from_has_every_option(strategy: type) -> None:
 
 
 def test_coming_from_names_real_arguments() -> None:
-    """Of transformers, and of accelerate where it is installed."""
+    """Of torch and transformers, and of accelerate where it is installed."""
     training_arguments = pytest.importorskip("transformers").TrainingArguments
+    assert_known("`**kwargs`, for `FullyShardedDataParallel`", FullyShardedDataParallel)
     assert_known("`TrainingArguments`", training_arguments)
     assert_known("`Accelerator`", pytest.importorskip("accelerate").Accelerator)
     assert set(first_column(DOCS / "coming_from.md", "| function |")) <= set(lightning_automodel.__all__)
@@ -151,21 +155,36 @@ def test_kubernetes_manifest() -> None:
 # --- The site ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep  # .ci/run builds it, too
-def test_site_builds_strictly(tmp_path: Path) -> None:
-    """No broken link or anchor, no name that is not there, nothing from another host."""
-    built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as .ci/run builds it: a broken link or anchor, or a name that is not there, is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
-    pages = list(tmp_path.rglob("*.html"))
-    assert (tmp_path / "llms.txt").is_file()
-    assert (tmp_path / "search" / "search_index.json").is_file()
+    return folder
+
+
+def test_site(site: Path) -> None:
+    """Nothing comes from another host; every public name has its place, and no reStructuredText is left."""
+    assert (site / "llms.txt").is_file()
+    assert (site / "search" / "search_index.json").is_file()
     loaded = r'<(?:script|img|iframe)[^>]* src="?https?:|<link[^>]*rel="?(?:stylesheet|preconnect)[^>]*href="?https?:'
-    assert [page.name for page in pages if re.search(loaded, page.read_text())] == []
-    api = (tmp_path / "api.html").read_text()
+    assert [page.name for page in site.rglob("*.html") if re.search(loaded, page.read_text())] == []
+    api = (site / "api.html").read_text()
     assert [name for name in lightning_automodel.__all__ if f'id="lightning_automodel.{name}"' not in api] == []
+    assert re.findall(r":(?:func|class|meth|data|math):|={9}", api) == []
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(browser.CHROMIUM is None, reason="no chromium")
+def test_site_on_a_phone(site: Path) -> None:
+    """No page is wider than the screen: tables and code scroll."""
+    wide = {}
+    with browser.opened_browser() as page:
+        for path in sorted(site.rglob("*.html")):
+            page.open(path, 400, 900, is_phone=True)
+            if (width := page.evaluate("document.documentElement.scrollWidth")) > 400:
+                wide[path.name] = width
+        assert [url for url in page.fetched if not url.startswith(("file:", "data:"))] == []
+    assert wide == {}
