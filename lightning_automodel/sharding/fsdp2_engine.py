@@ -139,10 +139,7 @@ class FSDP2Engine(Engine):
         elif is_cpu:
             ahead, reason = 1, "auto: 1 on CPU, where FSDP2 by itself waits for each all-gather"
         else:
-            ahead, reason = (
-                0,
-                "auto: FSDP2's own, one unit in the backward and in the forward as far as the host is ahead",
-            )
+            ahead, reason = 0, "auto: FSDP2's own (one in the backward); no other was measured on this device"
         if ahead:
             prefetch.set_prefetch(module, ahead, in_background=is_cpu)
         self._report["prefetch"], self._report["prefetch_reason"] = ahead, reason
