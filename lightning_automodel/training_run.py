@@ -98,6 +98,11 @@ class TrainingRun:
             options.auto_wrap_policy,
             module.automatic_optimization,
         )
+        if fitting and options.activation_checkpointing == "offload" and device.type == "cpu":
+            advice.say_once(
+                "activation_checkpointing='offload' copies activations from host memory to host memory on a CPU: pass"
+                " True there."
+            )
         # After recomputation, which it traces, and before sharding, whose hooks stay outside.
         self._compiled = self._compile_blocks()
         self.engine = self._make_engine()

@@ -134,14 +134,14 @@ class FSDP2Engine(Engine):
             ahead, reason = 0, "one rank gathers nothing"
         elif option != "auto":
             ahead, reason = option, f"prefetch={option}"
+        elif "roots" not in self._report:
+            ahead, reason = 0, "auto: as whoever sharded the model has left it"
         elif is_cpu:
             ahead, reason = 1, "auto: 1 on CPU, where FSDP2 by itself waits for each all-gather"
         else:
-            ahead, reason = (
-                0,
-                "auto: FSDP2's own, one unit in the backward and in the forward as far as the host is ahead",
-            )
-        prefetch.set_prefetch(module, ahead, in_background=ahead > 0 and is_cpu)
+            ahead, reason = 0, "auto: FSDP2's own (one in the backward); no other was measured on this device"
+        if ahead:
+            prefetch.set_prefetch(module, ahead, in_background=is_cpu)
         self._report["prefetch"], self._report["prefetch_reason"] = ahead, reason
 
     def _fits_everywhere(self, needed_bytes: int) -> tuple[bool, str]:
@@ -237,7 +237,8 @@ class FSDP2Engine(Engine):
     @override
     def close(self) -> None:
         self._sync.close()
-        prefetch.set_prefetch(self._module, 0, in_background=False)
+        if self._report["prefetch"]:
+            prefetch.set_prefetch(self._module, 0, in_background=False)
         self._gathers.close()
 
     @override

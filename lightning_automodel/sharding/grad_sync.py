@@ -94,7 +94,10 @@ def _reduce_deferred(units: Sequence[FSDPModule]) -> None:
 
 
 def _reshard_unless_training(root: nn.Module, *_: object) -> None:
-    """Forward hook: a root stays unsharded for the backward that follows; where none does, it would become stale."""
+    """Forward hook: a root stays unsharded for the backward that follows; where none does, it would become stale.
+
+    So would what was gathered ahead and not used.
+    """
     drop_unused(cast(FSDPModule, root))
     if not torch.is_grad_enabled():
         cast(FSDPModule, root).reshard()

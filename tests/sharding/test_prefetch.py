@@ -16,9 +16,17 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_automodel import AutomodelStrategy, torch_internals
 from lightning_automodel.patching import PatchStack
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, TinyDecoder, full_weights, weight_error
-from tests.trainer.plain import ModelModule, fill, filled_decoder, plain_weights, prefixed
-from tests.trainer.runs import CASE, TOLERANCE, by_default, loader, make_trainer
+from tests.trainer.exactness import (
+    LEARNING_RATE,
+    MOMENTUM,
+    Batch,
+    TinyDecoder,
+    full_weights,
+    micro_batches,
+    weight_error,
+)
+from tests.trainer.plain import ModelModule, fill, filled_decoder, plain_weights, prefixed, sgd
+from tests.trainer.runs import CASE, TOLERANCE, by_default, loader, make_trainer, mean_loss
 
 ACCUMULATE = 3
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -134,6 +142,12 @@ def test_units_that_run_in_another_order(pool2: RankPool, options: dict[str, Any
         assert weight_error(weights, expected) <= TOLERANCE
 
 
+@torch.no_grad()
+def _scale(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(1.25)
+
+
 class Evaluates(Callback):
     """After each optimizer step a forward without gradients that leaves out a block, and then other weights."""
 
@@ -142,8 +156,7 @@ class Evaluates(Callback):
             module.model.step = 0
             with torch.no_grad():
                 module(batch)
-                for parameter in module.parameters():
-                    parameter.mul_(1.25)
+            _scale(module)
 
 
 class PlainSGD(torch.optim.SGD):
@@ -151,14 +164,12 @@ class PlainSGD(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
-        with torch.no_grad():
-            for parameter in self.everything:
-                parameter.mul_(1.25)
+        _scale(self.model)
 
 
 def _scaling_sgd(model: nn.Module) -> torch.optim.Optimizer:
     optimizer = PlainSGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, momentum=MOMENTUM)
-    optimizer.everything = list(model.parameters())
+    optimizer.model = model
     return optimizer
 
 
@@ -170,4 +181,49 @@ def test_weights_that_a_callback_writes_are_used(pool2: RankPool, limit_val_batc
     expected = prefixed(plain_weights(Irregular(), ACCUMULATE, make_optimizer=_scaling_sgd, **steps))
     kwargs = {"callbacks": (Evaluates(),), "limit_val_batches": limit_val_batches, "val_check_interval": ACCUMULATE}
     for weights, _, _ in pool2.run(fit, options, Irregular, **kwargs, **steps):
+        assert weight_error(weights, expected) <= TOLERANCE
+
+
+class ManualIrregular(ModelModule):
+    """Before each step it looks at the model without gradients and without its third block, and then scales it."""
+
+    def __init__(self) -> None:
+        super().__init__(Irregular())
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.model.step = 0
+        with torch.no_grad():
+            self(batch)
+        _scale(self)
+        self.model.step = 1
+        self.manual_backward(self(batch), num_label_tokens=(batch["labels"] != -100).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _fit_by_hand() -> Any:
+    module = ManualIrregular()
+    make_trainer(AutomodelStrategy(prefetch=2)).fit(module, loader())
+    return prefixed(full_weights(module.model))
+
+
+def _expected_by_hand() -> Any:
+    model = Irregular()
+    model.step, optimizer = 1, sgd(model)
+    for index in range(CASE.num_batches):
+        batches = [by_rank[index] for by_rank in micro_batches(CASE)]
+        _scale(model)
+        optimizer.zero_grad()
+        losses = torch.stack([mean_loss(model, batch, "sum") for batch in batches])
+        (losses.sum() / sum((batch["labels"] != -100).sum() for batch in batches).clamp(min=1)).backward()
+        optimizer.step()
+    return prefixed(full_weights(model))
+
+
+def test_weights_that_change_within_a_step(pool2: RankPool) -> None:
+    """Manual optimization may write them between two forwards."""
+    expected = _expected_by_hand()
+    for weights in pool2.run(_fit_by_hand):
         assert weight_error(weights, expected) <= TOLERANCE

@@ -142,6 +142,8 @@ FEATURES = {
     "no reshard after forward": Feature({"reshard_after_forward": False, "reshard_during_accumulation": True}),
     "CPU offload": Feature({"cpu_offload": True}),
     "activation checkpointing": Feature({"activation_checkpointing": {Block}}),
+    "activations in host memory": Feature({"activation_checkpointing": "offload"}),
+    "gathers two units ahead": Feature({"prefetch": 2, "reshard_during_accumulation": True}),
     "compiled blocks": Feature(compile_blocks=True),
     "frozen parameters": Feature(prepare=freeze_embedding),
     "validation in mid-window": Feature(trainer={"val_check_interval": 1}),
