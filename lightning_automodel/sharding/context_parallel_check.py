@@ -11,9 +11,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
@@ -218,8 +218,8 @@ class FirstStepCheck:
             with self._without_effect(module), context_parallel.computing_on(slices), _each_output(module, note):
                 try:
                     module(*args, **kwargs)
-                except Exception as error:
-                    error.add_note(
+                except Exception as exception:
+                    exception.add_note(
                         f"{class_name(module)} was called on {beginning.length} positions of the first batch by"
                         " AutomodelStrategy, which compares slices of sequences with whole ones."
                     )
