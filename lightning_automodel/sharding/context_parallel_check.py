@@ -11,14 +11,15 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_automodel import lightning_internals, torch_internals
+from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import context_parallel
 from lightning_automodel.sharding.context_parallel import Slices
 from lightning_automodel.sharding.units import class_name
@@ -116,7 +117,7 @@ class FirstStepCheck:
 
     @contextmanager
     def recording(self, slices: Slices) -> Iterator[None]:
-        """Context of the step: remembers the outermost calls of modules below the LightningModule."""
+        """Context of ``training_step``: remembers the outermost calls of modules, the LightningModule among them."""
         running: list[int] = []  # how often attention had crossed ranks when each call began
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -131,15 +132,26 @@ class FirstStepCheck:
                 if not running:
                     self._calls[module].num_attended += slices.num_calls - num_calls
 
-        hooks: list[Any] = []
-        for each in dict.fromkeys(_below(self._module)):
-            hooks.append(each.register_forward_pre_hook(before, with_kwargs=True))
-            hooks.append(each.register_forward_hook(after, always_call=True))
+        original = self._module.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            # Not before: DDP's forward calls the LightningModule to have its step run.
+            hooks: list[Any] = []
+            for each in dict.fromkeys(_uncompiled(self._module)):
+                hooks.append(each.register_forward_pre_hook(before, with_kwargs=True))
+                hooks.append(each.register_forward_hook(after, always_call=True))
+            try:
+                return original(*args, **kwargs)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+
+        patches = PatchStack()
+        patches.set(self._module, "training_step", training_step)
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            patches.restore()
 
     def check(self, slices: Slices, shape: torch.Size) -> str | None:
         """Compare what the step has called. A collective over all ranks, each of which has finished the step.
@@ -167,18 +179,19 @@ class FirstStepCheck:
             differing = self._first_difference(each, call.arguments, beginning)
             if differing is not None:
                 order, submodule, error = differing
-                found.append((index, order, f"{name}.{submodule}".rstrip("."), error))
+                found.append((index, order, f"{name}.{submodule}".strip("."), error))
         all_found = [each for told in _from_all(found) for each in told]
         if any(_from_all(self._draws)):
             return self._advice("draws random numbers in evaluation mode too, which differ from slice to slice")
         if all_found:
             *_, name, error = min(all_found)
+            named = f"{name} ({class_name(self._module.get_submodule(name))})".strip()
             raise RuntimeError(
-                f"{name} ({class_name(self._module.get_submodule(name))}) gives something else on slices of sequences"
-                f" than on whole ones: off by {error:.2g} of its size on the first {beginning.length} positions of the"
-                " first batch. In it, or just before, positions are mixed within this rank's slice alone, or counted"
-                " from its start: attend by lightning_automodel.context_parallel_attention(query, key, value), and"
-                " take positions from batch['position_ids']."
+                f"{named} gives something else on slices of sequences than on whole ones: off by {error:.2g} of its"
+                f" size on the first {beginning.length} positions of the first batch. In it, or just before, positions are"
+                " mixed within this rank's slice alone, or counted from its start: attend by"
+                " lightning_automodel.context_parallel_attention(query, key, value), and take positions from"
+                " batch['position_ids']."
             )
         outside = slices.num_calls - sum(calls[name][1].num_attended for name in common)
         if outside:
@@ -218,8 +231,8 @@ class FirstStepCheck:
             with self._without_effect(module), context_parallel.computing_on(slices), _each_output(module, note):
                 try:
                     module(*args, **kwargs)
-                except Exception as error:
-                    error.add_note(
+                except Exception as exception:
+                    exception.add_note(
                         f"{class_name(module)} was called on {beginning.length} positions of the first batch by"
                         " AutomodelStrategy, which compares slices of sequences with whole ones."
                     )
@@ -251,6 +264,8 @@ class FirstStepCheck:
         for each, name, buffer in buffers:
             setattr(each, name, buffer.clone())
         called.eval()
+        patches = PatchStack()
+        patches.set(self._module, "log", lambda *_, **__: None)
         try:
             eagerly = torch.compiler.set_stance("force_eager")
             with torch.no_grad(), eagerly, self._plugin.train_step_context(), isolate_rng():
@@ -258,6 +273,7 @@ class FirstStepCheck:
                 yield
                 self._draws |= not all(map(torch.equal, states, self._random_states()))
         finally:
+            patches.restore()
             for each, is_training in modes:
                 each.training = is_training
             for each, name, buffer in buffers:
@@ -272,14 +288,13 @@ def _from_all(value: Any) -> list[Any]:
     return values
 
 
-def _below(module: nn.Module) -> Iterator[nn.Module]:
+def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:
     """Modules that may be given hooks: ``torch.compile`` would trace those of what it compiles."""
-    for child in module.children():
-        is_wrapper = torch_internals.uncompiled(child) is not child
-        if is_wrapper or not (torch_internals.is_compiled(child) or isinstance(child, Metric)):
-            yield child
-            if not is_wrapper:
-                yield from _below(child)
+    is_wrapper = torch_internals.uncompiled(module) is not module
+    if is_wrapper or not (torch_internals.is_compiled(module) or isinstance(module, Metric)):
+        yield module
+        for child in () if is_wrapper else module.children():
+            yield from _uncompiled(child)
 
 
 @contextmanager

@@ -162,7 +162,7 @@ def fail_in(hook: str, fault: str, folder: Path, rank: int) -> tuple[type[Model]
     """A model class that meets the fault in ``hook``, and what the data set calls for each row."""
     calls = {"left": ROWS_OF_LESS if fault == DATA_ENDS else 1 if hook in (*CALLED_ONCE, *CALLED_LAST) else 3}
     if hook == "attend":
-        calls["left"] = 10  # in the second layer of the third step; the check of the first one calls both twice more
+        calls["left"] = 10  # in the second layer of the third step: the check of the first one calls both twice more
 
     def count_down(*_: Any, **__: Any) -> None:
         calls["left"] -= 1

@@ -75,6 +75,21 @@ class CallsParts(OneByHand):
         return F.cross_entropy(self.model.head(hidden).flatten(0, 1), batch["labels"].flatten())
 
 
+class CallsItself(DecoderModule):
+    """Is the model itself, with positions of its own."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        self.log("seen", 1.0)
+        ids = batch["input_ids"]
+        hidden = self.model.embedding(ids) + self.model.positions(torch.arange(ids.shape[1]))
+        for block in self.model.blocks:
+            hidden = block(hidden, None)
+        return self.model.head(hidden)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return F.cross_entropy(self(batch).flatten(0, 1), batch["labels"].flatten())
+
+
 BATCH = {"input_ids": torch.arange(2 * 18).view(2, 18) % 11, "labels": torch.ones(2, 18, dtype=torch.long)}
 LAYER = "model.blocks.2.out (Linear) gives something else on slices of sequences than on whole ones: off by"
 REFUSED = {
@@ -83,6 +98,10 @@ REFUSED = {
     "replicated": Refused(lambda: OneByHand(Run()), LAYER, lambda: [BATCH], {"data_parallel": "ddp"}),
     "recomputed": Refused(lambda: OneByHand(Run()), LAYER, lambda: [BATCH], {"activation_checkpointing": True}),
     "other positions": Refused(lambda: CountsFromZero(Run()), "gives something else on slices", lambda: [BATCH]),
+    "its own": Refused(lambda: CallsItself(Run()), "model.blocks.0.norm (LayerNorm) gives", lambda: [BATCH]),
+    "its own, replicated": Refused(
+        lambda: CallsItself(Run()), "model.blocks.0.norm (LayerNorm) gives", lambda: [BATCH], {"data_parallel": "ddp"}
+    ),
 }
 
 
