@@ -71,7 +71,7 @@ class EvaluationLoss(Callback):
     Raises:
         ValueError: In the first batch, if a step returns no loss, or nothing tells its label tokens.
 
-    Example:
+    Examples:
         >>> callbacks = [EvaluationLoss(perplexity="{stage}_perplexity")]  # val_loss, val_perplexity, test_loss, ...
     """
 
@@ -136,20 +136,20 @@ class EvaluationLoss(Callback):
 class StepMonitor(Callback):
     """Logs what the newest optimizer step did and what steps cost, to every logger and the progress bar.
 
-    ======================================  ===========================================================================
-    ``train/loss``                          mean per label token over the window and all ranks: what was optimised
-    ``train/grad_norm``                     before clipping; where something asks for it, see ``track_grad_norm``
-    ``train/learning_rate``                 that the step used, of the optimizer's first group
-    ``train/label_tokens``                  a step, of all ranks
-    ``train/tokens``                        elements of ``batch["input_ids"]`` a step, of all ranks
-    ``train/padding``                       share of them that ``batch["attention_mask"]`` leaves out
-    ``train/tokens_per_second``             label tokens of all ranks
-    ``train/tokens_per_second_per_device``  the same over the number of ranks
-    ``train/data_wait``                     share of the time in which the rank that waits longest waits for data
-    ``train/peak_memory_gib``               of the device, since its allocator was reset, on the rank with the highest
-    ``train/tflops_per_device``             10**12 floating-point operations a second, mean of the ranks
-    ``train/peak_flops_share``              of the device's dense peak
-    ======================================  ===========================================================================
+    | value | what it is |
+    | --- | --- |
+    | ``train/loss`` | mean per label token over the window and all ranks: what was optimised |
+    | ``train/grad_norm`` | before clipping; where something asks for it, see ``track_grad_norm`` |
+    | ``train/learning_rate`` | that the step used, of the optimizer's first group |
+    | ``train/label_tokens`` | a step, of all ranks |
+    | ``train/tokens`` | elements of ``batch["input_ids"]`` a step, of all ranks |
+    | ``train/padding`` | share of them that ``batch["attention_mask"]`` leaves out |
+    | ``train/tokens_per_second`` | label tokens of all ranks |
+    | ``train/tokens_per_second_per_device`` | the same over the number of ranks |
+    | ``train/data_wait`` | share of the time in which the rank that waits longest waits for data |
+    | ``train/peak_memory_gib`` | of the device, since its allocator was reset, on the rank with the highest |
+    | ``train/tflops_per_device`` | 10**12 floating-point operations a second, mean of the ranks |
+    | ``train/peak_flops_share`` | of the device's dense peak |
 
     What is not known is left out: tokens without ``input_ids``, padding without an ``attention_mask`` of their shape,
     memory on a CPU, the loss and label tokens under other strategies, label tokens with ``per_token_loss=False``.

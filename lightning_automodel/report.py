@@ -40,7 +40,7 @@ class TrainingReport(Callback):
         ImportError: If plotly is not installed.
         ValueError: At the start of the fit, if the Trainer has no ``StepMonitor``.
 
-    Example:
+    Examples:
         >>> callbacks = [StepMonitor(), TrainingReport()]
     """
 

@@ -52,8 +52,8 @@ class AutomodelStrategy(ParallelStrategy):
     """Trains any LightningModule sharded (FSDP2) or replicated (DDP) with the gradients of one single-process batch.
 
     Each optimizer step follows the gradient of the mean loss per label token over all micro-batches of the window and
-    all data-parallel ranks, however unequal they are. See :func:`~lightning_automodel.rescale_gradients` for the
-    algebra. All arguments are keywords.
+    all data-parallel ranks, however unequal they are. ``rescale_gradients`` has the algebra. All arguments are
+    keywords.
 
     Args:
         data_parallel: ``"fsdp2"`` shards parameters, gradients and optimizer state; ``"ddp"`` copies them.
@@ -63,7 +63,7 @@ class AutomodelStrategy(ParallelStrategy):
         tensor_parallel_size: Ranks that compute each micro-batch together, by the plan that ``configure_model`` applies
             over ``self.device_mesh["tensor_parallel"]``, or by a Hugging Face model's own ``tp_plan``.
         context_parallel_size: Ranks that share each batch and hold a slice of its sequence each, for sequences that do
-            not fit on one. Their attention is :func:`~lightning_automodel.context_parallel_attention`.
+            not fit on one. Their attention is ``context_parallel_attention``.
         device_mesh: A mesh over all ranks that the caller built; the sizes are read from it. Its dimensions may be
             called ``data_parallel`` or ``dp``; ``data_parallel_shard``, ``dp_shard`` or ``fsdp``;
             ``data_parallel_replicate`` or ``dp_replicate``; ``tensor_parallel`` or ``tp``.
@@ -95,8 +95,11 @@ class AutomodelStrategy(ParallelStrategy):
             each FSDP unit (``auto_wrap_policy``), of the same modules under DDP. A set: those of the outermost
             instances of these classes. ``"selective"`` keeps the results of attention and of every second matrix
             product; a policy of ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` those that it names.
+            ``"offload"``: as True, and what these modules get waits for the backward in host memory.
         compile: Compile each FSDP unit (``auto_wrap_policy``), or the same modules under DDP. A dictionary: keywords of
             ``torch.compile``.
+        prefetch: How many FSDP units ahead all-gathers start, in the forward and in the backward; each takes the memory
+            of one more gathered unit. 0: what FSDP2 does by itself. ``"auto"``: 1 on a CPU, elsewhere 0.
         track_grad_norm: Compute ``last_step.grad_norm`` also where nothing else needs it.
         error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not finite.
             Reads one number on the host each step.
@@ -125,7 +128,7 @@ class AutomodelStrategy(ParallelStrategy):
         ValueError: If an option is out of range; the message gives the valid values.
         TypeError: If an option has the wrong type.
 
-    Example:
+    Examples:
         >>> trainer = pl.Trainer(strategy=AutomodelStrategy(), accelerator="cpu", logger=False)
     """
 
@@ -155,8 +158,12 @@ class AutomodelStrategy(ParallelStrategy):
         reshard_after_forward: bool | int = True,
         mp_policy: MixedPrecisionPolicy | None = None,
         cpu_offload: bool = False,
-        activation_checkpointing: bool | set[type[Module]] | Literal["selective"] | Callable[..., Any] = False,
+        activation_checkpointing: bool
+        | set[type[Module]]
+        | Literal["selective", "offload"]
+        | Callable[..., Any] = False,
         compile: bool | dict[str, Any] = False,
+        prefetch: int | Literal["auto"] = "auto",
         track_grad_norm: bool = False,
         error_if_nonfinite: bool = False,
         process_group_backend: str | None = None,
@@ -415,7 +422,7 @@ class AutomodelStrategy(ParallelStrategy):
     def first_rank_per_node(
         self, scope: Literal["node", "global"] = "node", timeout: timedelta | float | None = None
     ) -> FirstRankPerNode:
-        """A block that the first rank of each node runs before the others; see :class:`FirstRankPerNode`.
+        """A block that the first rank of each node runs before the others; see ``FirstRankPerNode``.
 
         Args:
             scope: ``"node"`` where each node has a disk of its own, ``"global"`` for a shared file system.

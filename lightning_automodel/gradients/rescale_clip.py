@@ -21,12 +21,12 @@ def rescale_gradients(
     num_tokens_for_grad_scaling: Tensor | int,
     dp_group: dist.ProcessGroup | None = None,
 ) -> None:
-    r"""Turn gradients that the engine averaged over ranks into the gradient of the mean over all label tokens.
+    """Turn gradients that the engine averaged over ranks into the gradient of the mean over all label tokens.
 
-    The objective is :math:`L = \frac{1}{N} \sum_{r,m} S_{r,m}`: the sum of token losses S over the micro-batches m of
-    a window and the data-parallel ranks r, divided by all its label tokens N. Each micro-batch is backpropagated as the
-    sum :math:`S_{r,m}` (a mean loss times its count), and FSDP2 and DDP average over the D ranks, so gradients arrive
-    as :math:`\frac{1}{D} \sum S`. Hence the one factor, applied once a window, before clipping: D / N.
+    The objective is ``L = (1 / N) * sum of S[r, m]``: the sums S of token losses of the micro-batches m of a window and
+    the data-parallel ranks r, divided by all its label tokens N. Each micro-batch is backpropagated as the sum
+    ``S[r, m]`` (a mean loss times its count), and FSDP2 and DDP average over the D ranks, so gradients arrive as
+    ``(1 / D) * sum of S``. Hence the one factor, applied once a window, before clipping: ``D / N``.
 
     A collective on ``dp_group``: every rank of it must call, once a window; it is one all-reduce of one number. If a
     rank does not call it, the others raise when the group's timeout ends. Nothing is read on the host.

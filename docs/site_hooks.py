@@ -1,0 +1,80 @@
+"""What the site needs beside its pages: files of the repository that they link to, and lists of options."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+ROOT = Path(__file__).parents[1]
+LOG = logging.getLogger("mkdocs.hooks")
+OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)")
+LANGUAGES = {".py": "python", ".yaml": "yaml"}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add what pages link to outside of ``docs/``: Markdown as a page, sources as a page that shows them."""
+    linked = {
+        target
+        for page in files.documentation_pages()
+        for target in OUTSIDE.findall(Path(config.docs_dir, page.src_uri).read_text())
+    }
+    for target in sorted(linked):
+        path = ROOT / target
+        if not path.is_file():
+            LOG.warning("a page links to %s, which does not exist", target)
+            continue
+        content = path.read_text()
+        if path.suffix in LANGUAGES:
+            content = f"# {target}\n\n```{LANGUAGES[path.suffix]}\n{content}```\n"
+        options = {"inclusion": InclusionLevel.NOT_IN_NAV}
+        is_page = path.suffix in LANGUAGES or path.suffix == ".md"
+        shown = File.generated(config, _page_of(target), content=content if is_page else path.read_bytes(), **options)
+        if shown.dest_uri in {file.dest_uri for file in files}:
+            LOG.warning("%s would replace %s, a page of docs/", target, shown.dest_uri)
+        files.append(shown)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Let links lead to those pages, and show the meaning of the options that follow ``Options:``."""
+    if "/" in page.file.src_uri:
+        return markdown  # from outside of docs/
+    markdown = OUTSIDE.sub(lambda found: f"]({_page_of(found[1])}", markdown)
+    return re.sub(r"^Options: (.*?)\n\n", lambda found: _option_list(found[1]), markdown, flags=re.M | re.S)
+
+
+def on_post_build(config: Any) -> None:
+    """Serve the pages as they are written too: ``llms.txt`` lists them."""
+    for page in Path(config.docs_dir).glob("*.md"):
+        shutil.copy(page, config.site_dir)
+
+
+def _page_of(target: str) -> str:
+    return f"{target}.md" if Path(target).suffix in LANGUAGES else target
+
+
+def _strategy() -> Any:
+    path = ROOT / "lightning_automodel" / "strategy.py"
+    return griffe.visit("strategy", filepath=path, code=path.read_text())["AutomodelStrategy"]
+
+
+def _option_list(names: str) -> str:
+    """Options of the strategy with type, default and meaning, as its docstring has them."""
+    strategy = _strategy()
+    sections = strategy.docstring.parse("google", warn_missing_types=False)
+    parsed = [entry for section in sections if section.kind.value == "parameters" for entry in section.value]
+    meanings = {entry.name: " ".join(entry.description.split()) for entry in parsed}
+    items = []
+    for name in re.findall(r"`(\w+)`", names):
+        if name not in meanings:
+            LOG.warning("the docstring of AutomodelStrategy has no option %s", name)
+            continue
+        parameter = strategy.parameters[name]
+        items.append(f"- **`{name}`** `{parameter.annotation}` = `{parameter.default}`<br>{meanings[name]}")
+    return "\n".join(items) + "\n\n"
