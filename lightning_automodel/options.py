@@ -150,8 +150,8 @@ class StrategyOptions:
             )
         if choice == "offload" and self.compile is not False:
             raise ValueError(
-                "activation_checkpointing='offload' does not go with compile: torch.compile would leave out every block"
-                " that moves tensors to the host. Leave out one of them, or pass activation_checkpointing=True."
+                "activation_checkpointing='offload' does not work with compile: torch.compile leaves out blocks that"
+                " move tensors to the host. Leave out one of them, or pass activation_checkpointing=True."
             )
         for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):

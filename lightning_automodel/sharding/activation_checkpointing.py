@@ -157,7 +157,7 @@ class CheckpointedBlocks:
                 )
             if choice == "offload" and is_compiled(block):
                 raise ValueError(
-                    f"activation_checkpointing='offload' does not go with {name}, which is compiled: torch would"
+                    f"activation_checkpointing='offload' does not work with {name}, which is compiled: torch would"
                     " not compile it. Compile other modules, or pass activation_checkpointing=True."
                 )
         self._undo = [

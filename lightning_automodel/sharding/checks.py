@@ -47,7 +47,7 @@ def check_training(module: pl.LightningModule, accumulate_grad_batches: int, cou
     """Refuse a fit that could not take one step.
 
     Raises:
-        ValueError: If a window is to hold no micro-batch, if nobody knows its batches that are to be counted ahead, or
+        ValueError: If a window is to hold no micro-batch, if its batches cannot be counted ahead, or
             if automatic optimization has nothing to train.
     """
     if counts_ahead and not module.automatic_optimization:
@@ -100,8 +100,9 @@ def check_loss(loss: Tensor, module: pl.LightningModule) -> None:
     if not loss.requires_grad:
         trainable = sum(parameter.requires_grad for parameter in module.parameters())
         raise RuntimeError(
-            f"The loss of {class_name(module)} does not depend on any trainable parameter ({trainable} are): it was"
-            " detached, computed under torch.no_grad(), or from frozen layers alone."
+            f"The loss of {class_name(module)} does not depend on any of its {trainable} trainable parameters: it was"
+            " detached, or computed under torch.no_grad() or from frozen layers alone. Return a loss that they take"
+            " part in."
         )
 
 

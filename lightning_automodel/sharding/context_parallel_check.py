@@ -238,9 +238,9 @@ class FirstStepCheck:
                     )
                     raise
         errors = torch.stack([error for _, error, _ in compared]).tolist() if compared else []
-        for order, ((name, _, tolerance), error) in enumerate(zip(compared, errors, strict=True)):
-            if error > tolerance:
-                return order, name, error
+        for order, ((name, _, tolerance), share) in enumerate(zip(compared, errors, strict=True)):
+            if share > tolerance:
+                return order, name, share
         return None
 
     def _advice(self, reason: str) -> str:

@@ -131,8 +131,8 @@ REFUSED: dict[str, Refused] = {
     "frozen-ddp": Refused(Frozen, NOTHING_TO_TRAIN, DDP),
     "detached": Refused(
         Detached,
-        "The loss of Detached does not depend on any trainable parameter (4 are): it was detached, computed under"
-        " torch.no_grad(), or from frozen layers alone.",
+        "The loss of Detached does not depend on any of its 4 trainable parameters: it was detached, or computed"
+        " under torch.no_grad() or from frozen layers alone. Return a loss that they take part in.",
         DDP,
     ),
     "no-micro-batches": Refused(

@@ -164,7 +164,7 @@ def test_a_compiled_lightning_module_is_refused() -> None:
 
 def test_compiled_blocks_are_not_offloaded() -> None:
     """Tracing gives up where tensors move to the host, so that nothing would be compiled."""
-    with pytest.raises(ValueError, match="activation_checkpointing='offload' does not go with compile"):
+    with pytest.raises(ValueError, match="activation_checkpointing='offload' does not work with compile"):
         AutomodelStrategy(activation_checkpointing="offload", compile=True)
-    with pytest.raises(ValueError, match=r"'offload' does not go with model\.blocks\.0 \(Block\), which is compiled"):
+    with pytest.raises(ValueError, match=r"'offload' does not work with model\.blocks\.0 \(Block\), which is compiled"):
         CheckpointedBlocks(Compiled("in place"), "offload", None, True)

@@ -36,7 +36,7 @@ BY_DEFAULT = {
 
 REFUSED = {
     (".*(TP|tp).*", ".*", "compiled blocks"): r"model\.blocks\.0 is compiled and holds tensor-parallel parameters",
-    ("CP.*", ".*", "window counted ahead"): "context_parallel_size=2 does not go with count_window_ahead=True",
+    ("CP.*", ".*", "window counted ahead"): "context_parallel_size=2 does not work with count_window_ahead=True",
 }
 """Regular expressions of (layout, precision, feature) that are refused, with the message."""
 
