@@ -108,6 +108,14 @@ def test_main_job(folder: Folder) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("strategy", ["ddp", "automodel_ddp"])
+def test_main_job_under_another_strategy(folder: Folder, strategy: str) -> None:
+    """As its first lines offer."""
+    before, after = numbers(HELD_BACK, folder.run(MAIN, "--max-steps", "2", "--strategy", strategy))
+    assert before - 0.3 > after
+
+
+@pytest.mark.sweep
 def test_main_job_starts_its_ranks(folder: Folder) -> None:
     """As a script of its own. Nobody says anything but the one line, the bar and the tables."""
     printed = folder.run_anew(MAIN, "--max-steps", "4", "--output-dir", "outputs/anew")
