@@ -43,11 +43,10 @@ class Summary(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
-            first, last = min(self.val_losses), max(self.val_losses)
             num_functions = len(trainer.datamodule.val_set)
             print(f"\n\nLoss on {num_functions} held-back functions, nats a byte")
-            print(f"  step {first:<4} {self.val_losses[first]:.3f}")
-            print(f"  step {last:<4} {self.val_losses[last]:.3f}")
+            for step in sorted({min(self.val_losses), max(self.val_losses)}):
+                print(f"  step {step:<4} {self.val_losses[step]:.3f}")
             print(f"\nTook {time.perf_counter() - self.started_at:.0f} s, {trainer.global_step} steps.")
             print(f"Checkpoint: {os.path.relpath(trainer.checkpoint_callback.best_model_path)}")
             print(f"Report:     {Path(trainer.default_root_dir) / 'report.html'}", flush=True)
