@@ -1,5 +1,6 @@
 """What the main job closes with: losses before and after, the first steps against one process, and a picture."""
 
+import os
 import time
 from pathlib import Path
 from statistics import median
@@ -42,13 +43,12 @@ class Summary(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
-            first, last = min(self.val_losses), max(self.val_losses)
             num_functions = len(trainer.datamodule.val_set)
             print(f"\n\nLoss on {num_functions} held-back functions, nats a byte")
-            print(f"  step {first:<4} {self.val_losses[first]:.3f}")
-            print(f"  step {last:<4} {self.val_losses[last]:.3f}")
+            for step in sorted({min(self.val_losses), max(self.val_losses)}):
+                print(f"  step {step:<4} {self.val_losses[step]:.3f}")
             print(f"\nTook {time.perf_counter() - self.started_at:.0f} s, {trainer.global_step} steps.")
-            print(f"Checkpoint: {trainer.checkpoint_callback.best_model_path}")
+            print(f"Checkpoint: {os.path.relpath(trainer.checkpoint_callback.best_model_path)}")
             print(f"Report:     {Path(trainer.default_root_dir) / 'report.html'}", flush=True)
 
 
@@ -87,7 +87,8 @@ def draw_picture(
 ) -> None:
     """Draws the loss by step, and beside it how far the first steps are from one process."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", width_ratios=[3, 2])
-    left.plot([step["step"] for step in history], [step["train/loss"] for step in history], alpha=0.5, label="training")
+    steps = [step for step in history if "train/loss" in step]  # none under strategies of Lightning's
+    left.plot([step["step"] for step in steps], [step["train/loss"] for step in steps], alpha=0.5, label="training")
     left.plot(list(val_losses), list(val_losses.values()), "o-", label="held-back files")
     left.set(title="Loss", xlabel="optimizer step", ylabel="nats a byte")
     left.legend()

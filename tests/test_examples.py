@@ -102,9 +102,17 @@ def test_main_job(folder: Folder) -> None:
 
     # Half of it once more, from a checkpoint; then one process has the same model.
     resumed = folder.run(MAIN, "--max-steps", "2", "--ckpt-path", "outputs/finetune_docstrings/step=1.ckpt")
-    assert numbers(r"  step 2    ([\d.]+)\n", resumed)[-1] == after
+    assert numbers(r"  step 2    ([\d.]+)\n", resumed) == [after]
     alone = folder.run_anew("load_checkpoint.py", "outputs/finetune_docstrings/step=2.ckpt")
     assert numbers(r"held-back functions: ([\d.]+) nats", alone) == [after]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("strategy", ["ddp", "automodel_ddp"])
+def test_main_job_under_another_strategy(folder: Folder, strategy: str) -> None:
+    """As its first lines offer."""
+    before, after = numbers(HELD_BACK, folder.run(MAIN, "--max-steps", "2", "--strategy", strategy))
+    assert before - 0.3 > after
 
 
 @pytest.mark.sweep
