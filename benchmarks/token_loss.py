@@ -18,12 +18,12 @@ from time import perf_counter, process_time
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from peak_memory import MALLOC, MEBIBYTE, peak, start_peak
 from report import describe_environment, table
 from torch import Tensor, nn
 
 from lightning_automodel import token_loss
 
-MEBIBYTE = 1 << 20
 ALL_LOGITS = "F.cross_entropy"
 
 
@@ -34,15 +34,13 @@ def main() -> None:
         print(*measure(args, way, int(vocabulary)))
         return
     ways = [ALL_LOGITS, *(str(2**power) for power in args.chunk_powers)]
-    # Blocks of a megabyte go back to the system when they are freed: what the process holds is what its tensors hold.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MEBIBYTE)}
     rows = []
     for vocabulary in args.vocabularies:
         # The weight itself was there before.
         gradient = vocabulary * args.width * getattr(torch, args.dtype).itemsize / MEBIBYTE
         for way in ways:
             command = [sys.executable, *sys.argv, "--case", way, str(vocabulary)]
-            done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+            done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **MALLOC})
             peak, seconds = map(float, done.stdout.split())
             name = way if way == ALL_LOGITS else f"token_loss, 2^{int(way).bit_length() - 1} elements"
             numbers = (peak / MEBIBYTE, gradient, peak / MEBIBYTE - gradient)
@@ -92,25 +90,6 @@ def loss_of(way: str, hidden: Tensor, head: nn.Module, labels: Tensor) -> Tensor
     if way == ALL_LOGITS:
         return F.cross_entropy(head(hidden).flatten(0, 1).float(), labels.flatten(), reduction="sum")
     return token_loss(hidden, head, labels, chunk_elements=int(way))[0]
-
-
-def start_peak(device: str) -> int:
-    """Starts a new high-water mark, and returns the bytes held now."""
-    if device != "cpu":
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")
-    return status("VmRSS")
-
-
-def peak(device: str) -> int:
-    return status("VmHWM") if device == "cpu" else torch.cuda.max_memory_allocated()
-
-
-def status(name: str) -> int:
-    """Bytes of a field of this process's status (Linux)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def parse_arguments() -> argparse.Namespace:

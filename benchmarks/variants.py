@@ -171,6 +171,14 @@ VARIANTS = (
         "`AutomodelStrategy(reshard_during_accumulation=True)`",
         _lightning(partial(AutomodelStrategy, reshard_during_accumulation=True)),
     ),
+    *(
+        Variant(
+            f"automodel-{'' if reshard else 'kept-'}prefetch-{ahead}",
+            f"`AutomodelStrategy(reshard_during_accumulation={reshard}, prefetch={ahead})`",
+            _lightning(partial(AutomodelStrategy, reshard_during_accumulation=reshard, prefetch=ahead)),
+        )
+        for reshard, ahead in ((True, 0), (True, 1), (True, 2), (False, 0), (False, 1))
+    ),
     Variant(
         "automodel-ahead",
         "`AutomodelStrategy(count_window_ahead=True)`",
@@ -200,6 +208,9 @@ RATIOS = (
     ("automodel", "loop", "at most 1.05"),
     ("model-parallel", "automodel", "at least 2.5"),
     ("model-parallel", "automodel-reshard", ""),
+    ("automodel-prefetch-1", "automodel-prefetch-0", ""),
+    ("automodel-prefetch-2", "automodel-prefetch-0", ""),
+    ("automodel-kept-prefetch-1", "automodel-kept-prefetch-0", ""),
     ("automodel-ahead", "automodel", "at most 1.02"),
     ("automodel-pad", "automodel", "at most 1.02"),
     ("automodel-ddp", "ddp-loop", ""),

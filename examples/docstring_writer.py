@@ -6,7 +6,7 @@ Shapes: b = examples in a micro-batch, s = sequence length, d = model width, h =
 import lightning as L  # noqa: N812
 import torch
 import torch.nn.functional as F  # noqa: N812
-from docstrings import IGNORE_INDEX, VOCABULARY_SIZE, decode, encode_prompt
+from docstrings import IGNORE_INDEX, VOCABULARY_SIZE
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from one_cycle import adamw_one_cycle
 from torch import Tensor, nn
@@ -106,24 +106,3 @@ class DocstringWriter(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         return adamw_one_cycle(self, self.learning_rate)
-
-    @torch.no_grad()
-    def complete(self, prompt: str, num_bytes: int = 120, temperature: float = 0.5) -> str:
-        """Writes a docstring for the function `prompt`.
-
-        With sharded parameters each forward is a collective: call it on all ranks, at the same time. The number of
-        forwards is fixed, as a rank that stopped at its own END would leave the others waiting.
-
-        Args:
-            prompt: Signature and body of the function.
-            num_bytes: Longest docstring.
-            temperature: Below 1, likely bytes become likelier.
-        """
-        generator = torch.Generator().manual_seed(0)
-        tokens = encode_prompt(prompt)
-        num_prompt_tokens = len(tokens)
-        for _ in range(num_bytes):
-            logits = self(torch.tensor([tokens], device=self.device))[0, -1]  # [v]
-            probabilities = (logits.float().cpu() / temperature).softmax(dim=-1)
-            tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
-        return decode(tokens[num_prompt_tokens:])

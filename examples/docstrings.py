@@ -103,13 +103,6 @@ def encode_prompt(prompt: str) -> list[int]:
     return [*prompt.encode(), START]
 
 
-def decode(tokens: list[int]) -> str:
-    """Returns the text up to the first END; bytes that are no valid UTF-8 become replacement characters."""
-    if END in tokens:
-        tokens = tokens[: tokens.index(END)]
-    return bytes(token for token in tokens if token < START).decode(errors="replace")
-
-
 class DocstringDataset(Dataset[dict[str, Tensor]]):
     """Token sequences whose labels are shifted here, once: `labels[i]` is what `input_ids[: i + 1]` predicts."""
 

@@ -1,22 +1,33 @@
-"""A callback that says what is trained, and lets the model write a docstring at the end."""
+"""What the main job closes with: losses before and after, the first steps against one process, and a picture."""
 
 import time
 from pathlib import Path
-from textwrap import indent
+from statistics import median
+from typing import Any
 
 import lightning as L  # noqa: N812
-from docstring_writer import DocstringWriter
-from docstrings import SAMPLE_PROMPT
+import matplotlib
+from docstrings import DocstringDataset
+from one_process import NUM_RANKS, Writer, draw_windows, relative_distance, train, train_alone, whole
+
+matplotlib.use("Agg")  # no display is needed
+import matplotlib.pyplot as plt
+
+OURS, DDP = "AutomodelStrategy", "Lightning DDPStrategy"
+COMPARED_STEPS = 3
+
+FirstSteps = dict[str, tuple[float, float]]
+"""By strategy, the median gradient error, and the distance of the weights as a share of the way that they went."""
 
 
 class Summary(L.Callback):
-    """Prints one line at the start and a summary at the end."""
+    """Prints one line at the start, and at the end the loss on held-back files and where everything is."""
 
     def __init__(self) -> None:
         self.started_at = time.perf_counter()
-        self.val_losses: list[float] = []
+        self.val_losses: dict[int, float] = {}
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: DocstringWriter) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
             num_parameters = sum(parameter.numel() for parameter in pl_module.parameters())
             print(
@@ -25,16 +36,68 @@ class Summary(L.Callback):
                 flush=True,
             )
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: DocstringWriter) -> None:
-        # Includes the run before training, at step 0.
-        self.val_losses.append(float(trainer.callback_metrics["val/loss"]))
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # With the one before training, at step 0.
+        self.val_losses[trainer.global_step] = float(trainer.callback_metrics["val/loss"])
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: DocstringWriter) -> None:
-        completion = pl_module.complete(SAMPLE_PROMPT)  # on all ranks
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
-            before, after = self.val_losses[0], self.val_losses[-1]
-            print(f"\nPrompt:\n{indent(SAMPLE_PROMPT, '    ')}\nDocstring, sampled:\n{indent(completion, '    ')}\n")
-            print(f"Validation loss: {before:.3f} -> {after:.3f} nats per byte, {trainer.global_step} steps")
-            print(f"Wall time:       {time.perf_counter() - self.started_at:.0f} s after the imports")
-            print(f"Checkpoint:      {trainer.checkpoint_callback.best_model_path}")
-            print(f"Report:          {Path(trainer.default_root_dir) / 'report.html'}")
+            first, last = min(self.val_losses), max(self.val_losses)
+            num_functions = len(trainer.datamodule.val_set)
+            print(f"\n\nLoss on {num_functions} held-back functions, nats a byte")
+            print(f"  step {first:<4} {self.val_losses[first]:.3f}")
+            print(f"  step {last:<4} {self.val_losses[last]:.3f}")
+            print(f"\nTook {time.perf_counter() - self.started_at:.0f} s, {trainer.global_step} steps.")
+            print(f"Checkpoint: {trainer.checkpoint_callback.best_model_path}")
+            print(f"Report:     {Path(trainer.default_root_dir) / 'report.html'}", flush=True)
+
+
+def compare_first_steps(dataset: DocstringDataset, rank: int) -> FirstSteps:
+    """Trains a few steps from the same weights under both strategies and in one process, and prints how far they are.
+
+    Every rank must call this, after any Trainer of its own has ended. The first rank knows the result.
+    """
+    windows = draw_windows(0, COMPARED_STEPS, len(dataset))
+    found = {
+        name: train(strategy, Writer(0, COMPARED_STEPS), dataset, windows, rank, measure=True)
+        for name, strategy in ((OURS, "automodel"), (DDP, "ddp"))
+    }
+    if rank != 0:
+        return {}
+    start = whole(Writer(0, COMPARED_STEPS).parameters())
+    truth = train_alone(Writer(0, COMPARED_STEPS), dataset, windows)
+    first_steps = {
+        name: (median(each.errors), relative_distance(each.weights - start, truth - start))
+        for name, each in found.items()
+    }
+    print(f"\nThe first {COMPARED_STEPS} steps once more, against one process that takes each window as one batch")
+    print(f"  {NUM_RANKS} ranks".ljust(25), "gradients off by".rjust(17), "weights off by".rjust(17))
+    for name, (gradients, weights) in first_steps.items():
+        print(f"  {name:<23} {percent(gradients):>17} {percent(weights):>17}")
+    print("  Relative distances, of the weights as a share of how far one process has moved.\n", flush=True)
+    return first_steps
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}" if share > 0.01 else f"{share:.5%}"
+
+
+def draw_picture(
+    history: list[dict[str, Any]], val_losses: dict[int, float], first_steps: FirstSteps, path: Path
+) -> None:
+    """Draws the loss by step, and beside it how far the first steps are from one process."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", width_ratios=[3, 2])
+    left.plot([step["step"] for step in history], [step["train/loss"] for step in history], alpha=0.5, label="training")
+    left.plot(list(val_losses), list(val_losses.values()), "o-", label="held-back files")
+    left.set(title="Loss", xlabel="optimizer step", ylabel="nats a byte")
+    left.legend()
+    colors = ["#0072B2", "#D55E00"]
+    bars = right.barh(list(first_steps), [gradients for gradients, _ in first_steps.values()], color=colors)
+    right.bar_label(bars, [percent(gradients) for gradients, _ in first_steps.values()], padding=4)
+    right.set(title=f"Gradient error, first {COMPARED_STEPS} steps", xscale="log", xlim=(1e-8, 100))
+    right.set_xlabel("distance from one process, relative")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    print(f"Picture:    {path}")

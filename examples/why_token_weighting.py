@@ -19,21 +19,18 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
-import lightning as L  # noqa: N812
 import matplotlib
 import torch
 import torch.distributed as dist
-from docstring_writer import DocstringWriter
 from docstrings import DocstringData, DocstringDataset, collate
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from one_process import NUM_RANKS, Writer, draw_windows, relative_distance, train, train_alone
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import vector_to_parameters
 from torch.utils.data import DataLoader
 
@@ -42,9 +39,7 @@ from lightning_automodel import AutomodelStrategy
 matplotlib.use("Agg")  # no display is needed
 import matplotlib.pyplot as plt
 
-NUM_RANKS = 2
-ACCUMULATE = 4  # micro-batches of each rank in a window, of one function each
-LEARNING_RATE = 5e-3
+SIZE = {"width": 64, "num_layers": 2}
 DDP, FSDP2, OURS, TRUTH = "Lightning DDPStrategy", "Lightning ModelParallelStrategy", "AutomodelStrategy", "the truth"
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     DDP: DDPStrategy,
@@ -54,86 +49,9 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 COLORS = {DDP: "#D55E00", FSDP2: "#D55E00", OURS: "#0072B2"}  # vermillion and blue: no colour vision mixes them up
 
 
-class Writer(DocstringWriter):
-    """A smaller model with a schedule that needs no Trainer, as the truth has none.
-
-    Args:
-        seed: Of the initial weights.
-        num_steps: Optimizer steps after which the learning rate is zero.
-    """
-
-    def __init__(self, seed: int, num_steps: int) -> None:
-        torch.manual_seed(seed)
-        super().__init__(width=64, num_layers=2)
-        self.num_steps = num_steps
-
-    def configure_model(self) -> None:
-        # ModelParallelStrategy leaves the sharding to its users.
-        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.model, FSDPModule):
-            for unit in (*self.model.blocks, self.model):
-                fully_shard(unit, mesh=self.device_mesh["data_parallel"])
-
-    def configure_optimizers(self) -> tuple[list, list]:
-        optimizer = torch.optim.AdamW(self.parameters(), LEARNING_RATE, betas=(0.9, 0.95))
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=self.num_steps)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-def draw_windows(seed: int, num_steps: int, num_examples: int) -> Tensor:
-    """Returns the example of each step, rank and micro-batch, [steps, ranks, micro-batches]."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(num_examples, (num_steps, NUM_RANKS, ACCUMULATE), generator=generator)
-
-
-def true_gradient(writer: Writer, dataset: DocstringDataset, window: Tensor) -> Tensor:
-    """Leaves the gradients of the whole window as one batch in `.grad`, and returns them as one vector."""
-    writer.zero_grad()
-    loss, _ = writer.token_loss(collate([dataset[index] for index in window.flatten().tolist()]))
-    loss.backward()
-    return whole(parameter.grad for parameter in writer.parameters())
-
-
-def whole(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns all of them as one vector; shards are gathered, which is a collective."""
-    return torch.cat([(t.full_tensor() if isinstance(t, DTensor) else t).detach().flatten() for t in tensors])
-
-
-def train_truth(data: DocstringData, seed: int, num_steps: int) -> Tensor:
-    """Trains in this process alone and returns the weights."""
-    writer = Writer(seed, num_steps)
-    [optimizer], [schedule] = writer.configure_optimizers()
-    for window in draw_windows(seed, num_steps, len(data.train_set)):
-        true_gradient(writer, data.train_set, window)
-        optimizer.step()
-        schedule["scheduler"].step()
-    return whole(writer.parameters())
-
-
-class Measure(L.Callback):
-    """Compares gradients with the truth's on rank 0, of each step that a window is given for."""
-
-    def __init__(self, dataset: DocstringDataset, windows: Iterable[Tensor]) -> None:
-        self.dataset = dataset
-        self.windows = iter(windows)
-        self.truth = Writer(0, 1)
-        self.errors: list[float] = []
-
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        window = next(self.windows, None)
-        if window is None:
-            return
-        weights = whole(pl_module.parameters())
-        gradient = whole(parameter.grad for parameter in pl_module.parameters())
-        if trainer.is_global_zero:
-            vector_to_parameters(weights, self.truth.parameters())
-            expected = true_gradient(self.truth, self.dataset, window)
-            self.errors.append(relative_distance(gradient, expected))
-
-
-def relative_distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def draw(seed: int, num_steps: int, data: DocstringData) -> tuple[Writer, Tensor]:
+    """Returns the initial model and the windows of a seed."""
+    return Writer(seed, num_steps, **SIZE), draw_windows(seed, num_steps, len(data.train_set))
 
 
 def train_rank(rank: int, folder: Path, data: DocstringData, num_seeds: int, num_steps: int) -> None:
@@ -146,27 +64,11 @@ def train_rank(rank: int, folder: Path, data: DocstringData, num_seeds: int, num
     errors: dict[str, list[float]] = {}
     weights: dict[str, list[Tensor]] = {name: [] for name in STRATEGIES}
     for seed in range(num_seeds):
-        windows = draw_windows(seed, num_steps, len(data.train_set))
-        loader = DataLoader(data.train_set, sampler=windows[:, rank].flatten().tolist(), collate_fn=collate)
         for name, make_strategy in STRATEGIES.items():
-            measure = Measure(data.train_set, windows if seed == 0 else [])
-            trainer = L.Trainer(
-                accelerator="cpu",
-                devices=NUM_RANKS,
-                strategy=make_strategy(),
-                accumulate_grad_batches=ACCUMULATE,
-                max_epochs=1,
-                use_distributed_sampler=False,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                callbacks=[measure],
-            )
-            writer = Writer(seed, num_steps)
-            trainer.fit(writer, loader)
-            weights[name].append(whole(writer.parameters()))
-            errors.setdefault(name, measure.errors)
+            writer, windows = draw(seed, num_steps, data)
+            measured = train(make_strategy(), writer, data.train_set, windows, rank, measure=seed == 0)
+            weights[name].append(measured.weights)
+            errors.setdefault(name, measured.errors)
             if rank == 0:
                 print(f"seed {seed}: trained by {name}", flush=True)
     if rank == 0:
@@ -177,7 +79,7 @@ def train_rank(rank: int, folder: Path, data: DocstringData, num_seeds: int, num
 @torch.no_grad()
 def validation_loss(weights: Tensor, dataset: DocstringDataset) -> float:
     """Returns the mean over all label bytes of the held-back functions, in nats."""
-    writer = Writer(0, 1)
+    writer = Writer(0, 1, **SIZE)
     vector_to_parameters(weights, writer.parameters())
     scored = [writer.token_loss(batch) for batch in DataLoader(dataset, collate_fn=collate)]
     return float(sum(loss * count for loss, count in scored) / sum(count for _, count in scored))
@@ -187,7 +89,7 @@ def spread(values: list[float], digits: str) -> str:
     return f"{mean(values):{digits}} ({min(values):{digits}} to {max(values):{digits}})"
 
 
-def draw(errors: dict[str, list[float]], excess: dict[str, list[float]], path: Path) -> None:
+def draw_picture(errors: dict[str, list[float]], excess: dict[str, list[float]], path: Path) -> None:
     """Draws the gradient errors by step, and by seed the validation losses less the truth's."""
     plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained", width_ratios=[3, 2])
@@ -221,7 +123,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(train_rank, (Path(folder), data, args.seeds, args.steps), nprocs=NUM_RANKS)
         errors, weights = torch.load(Path(folder) / "results.pt")
-    weights[TRUTH] = [train_truth(data, seed, args.steps) for seed in range(args.seeds)]
+    weights[TRUTH] = []
+    for seed in range(args.seeds):
+        writer, windows = draw(seed, args.steps, data)
+        weights[TRUTH].append(train_alone(writer, data.train_set, windows))
 
     losses = {name: [validation_loss(one, data.val_set) for one in weights[name]] for name in weights}
     excess = {name: [loss - truth for loss, truth in zip(losses[name], losses[TRUTH], strict=True)] for name in weights}
@@ -232,7 +137,7 @@ def main() -> None:
         distance = mean(map(relative_distance, weights[name], weights[TRUTH]))
         numbers = f"{median(steps):.1e} | {max(steps):.1e} | {distance:.1e}"
         print(f"| {name} | {numbers} | {spread(losses[name], '.4f')} | {spread(excess[name], '+.4f')} |")
-    draw(errors, excess, args.output)
+    draw_picture(errors, excess, args.output)
     print(f"\nPicture: {args.output}")
 
 

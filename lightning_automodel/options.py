@@ -22,6 +22,7 @@ _FSDP2_ONLY: dict[str, Any] = {
     "reshard_after_forward": True,
     "mp_policy": None,
     "cpu_offload": False,
+    "prefetch": "auto",
 }
 _DDP_ONLY: dict[str, Any] = {
     "ddp_kwargs": None,
@@ -91,8 +92,9 @@ class StrategyOptions:
     reshard_after_forward: bool | int
     mp_policy: MixedPrecisionPolicy | None
     cpu_offload: bool
-    activation_checkpointing: bool | set[type[Module]] | Literal["selective"] | Callable[..., Any]
+    activation_checkpointing: bool | set[type[Module]] | Literal["selective", "offload"] | Callable[..., Any]
     compile: bool | dict[str, Any]
+    prefetch: int | Literal["auto"]
     track_grad_norm: bool
     error_if_nonfinite: bool
     process_group_backend: str | None
@@ -115,6 +117,7 @@ class StrategyOptions:
         check_deferral(self.defer_fsdp_grad_sync)
         for name in ("data_parallel_size", "data_parallel_replicate_size"):
             self._check_integer(name, smallest=1, alternative="auto")
+        self._check_integer("prefetch", smallest=0, alternative="auto")
         self._check_integer("tensor_parallel_size", smallest=1)
         self._check_integer("context_parallel_size", smallest=1)
         self._check_type("device_mesh", DeviceMesh | None, "a DeviceMesh (init_device_mesh makes one)")
@@ -139,11 +142,16 @@ class StrategyOptions:
                 f"auto_wrap_policy must be a set of nn.Module classes or a function of a module, got {policy!r}."
             )
         check_policy(self.mp_policy)
-        is_policy = choice == "selective" or (callable(choice) and not isinstance(choice, type))
+        is_policy = choice in ("selective", "offload") or (callable(choice) and not isinstance(choice, type))
         if not (isinstance(choice, bool) or is_policy or _is_set_of_modules(choice)):
             raise TypeError(
-                "activation_checkpointing must be True, False, 'selective', a set of nn.Module classes or a policy of"
-                f" torch.utils.checkpoint, got {choice!r}."
+                "activation_checkpointing must be True, False, 'selective', 'offload', a set of nn.Module classes or a"
+                f" policy of torch.utils.checkpoint, got {choice!r}."
+            )
+        if choice == "offload" and self.compile is not False:
+            raise ValueError(
+                "activation_checkpointing='offload' does not go with compile: torch.compile would leave out every block"
+                " that moves tensors to the host. Leave out one of them, or pass activation_checkpointing=True."
             )
         for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
@@ -160,7 +168,6 @@ class StrategyOptions:
     def _check_beside_context_parallelism(self) -> None:
         """Raise ValueError for what is wrong with slices of sequences, or has not been checked with them."""
         problems = {
-            "tensor_parallel_size > 1": self.tensor_parallel_size > 1,
             "device_mesh": self.device_mesh is not None,
             "per_token_loss=False (means of slices are not the mean of a batch)": not self.per_token_loss,
             "count='samples' (a slice is not a sample)": self.count == "samples",

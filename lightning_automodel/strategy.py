@@ -95,8 +95,11 @@ class AutomodelStrategy(ParallelStrategy):
             each FSDP unit (``auto_wrap_policy``), of the same modules under DDP. A set: those of the outermost
             instances of these classes. ``"selective"`` keeps the results of attention and of every second matrix
             product; a policy of ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` those that it names.
+            ``"offload"``: as True, and what these modules get waits for the backward in host memory.
         compile: Compile each FSDP unit (``auto_wrap_policy``), or the same modules under DDP. A dictionary: keywords of
             ``torch.compile``.
+        prefetch: How many FSDP units ahead all-gathers start, in the forward and in the backward; each takes the memory
+            of one more gathered unit. 0: what FSDP2 does by itself. ``"auto"``: 1 on a CPU, elsewhere 0.
         track_grad_norm: Compute ``last_step.grad_norm`` also where nothing else needs it.
         error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not finite.
             Reads one number on the host each step.
@@ -155,8 +158,12 @@ class AutomodelStrategy(ParallelStrategy):
         reshard_after_forward: bool | int = True,
         mp_policy: MixedPrecisionPolicy | None = None,
         cpu_offload: bool = False,
-        activation_checkpointing: bool | set[type[Module]] | Literal["selective"] | Callable[..., Any] = False,
+        activation_checkpointing: bool
+        | set[type[Module]]
+        | Literal["selective", "offload"]
+        | Callable[..., Any] = False,
         compile: bool | dict[str, Any] = False,
+        prefetch: int | Literal["auto"] = "auto",
         track_grad_norm: bool = False,
         error_if_nonfinite: bool = False,
         process_group_backend: str | None = None,

@@ -148,6 +148,23 @@ def is_unsharded(unit: FSDPModule) -> bool:
     return any(group.is_unsharded for group in param_groups(unit))
 
 
+def is_gathering(unit: FSDPModule) -> bool:
+    """Whether an all-gather of ``unit`` was started whose result nobody has asked for yet."""
+    return any(group._all_gather_result is not None for group in param_groups(unit))
+
+
+def forget_background_gather(unit: FSDPModule) -> None:
+    """Leave an all-gather of ``unit`` that runs on a CPU to itself: a rank that has failed may never join it."""
+    for group in param_groups(unit):
+        if group.device.type == "cpu":
+            group._all_gather_result = None
+
+
+def set_background_gathers(root: FSDPModule, is_on: bool) -> None:
+    """Whether all-gathers of ``root`` and what is below it are asynchronous: on a CPU, others block their thread."""
+    root._set_unshard_async_op(is_on)
+
+
 def note_all_gathers(unit: FSDPModule, note: Callable[[], None], patches: PatchStack) -> None:
     """Have ``note`` called before each all-gather of ``unit``; FSDP2 has a hook for none."""
     for group in param_groups(unit):
@@ -370,7 +387,10 @@ def own_shard_changed(group: FSDPParamGroup) -> bool:
     for param in group.fsdp_params:
         if len(param.all_gather_outputs) != 1 or param.fsdp_placement.dim != 0:
             continue
-        local = local_tensor(param.sharded_param).reshape(-1)
+        local = local_tensor(param.sharded_param)
+        if hasattr(local, "fsdp_pre_all_gather"):  # what is gathered is not what it holds
+            continue
+        local = local.reshape(-1)
         own_part = param.all_gather_outputs[0].view(param.mesh_info.shard_mesh_size, -1)[
             param.mesh_info.shard_mesh_rank
         ]
@@ -442,6 +462,34 @@ def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
     ddp._check_reducer_finalized()
 
 
+# --- Attention -------------------------------------------------------------------------------------------------------
+
+
+def attention_with_lse(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """``F.scaled_dot_product_attention`` on the CPU, and [b, h, s] the log-sum-exp of each row, which that keeps.
+
+    All are [b, h, s, d] with one ``d``, whose elements lie side by side; heads of keys may be fewer.
+    """
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
+
+
+def attention_backward(
+    upstream: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`attention_with_lse`."""
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(upstream, query, key, value, output, lse, 0.0, is_causal, scale=scale)
+
+
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Flatten ``mesh`` into one dimension called ``name``. A collective over the world where it makes a new group."""
     return mesh._flatten(name)
@@ -465,11 +513,10 @@ def _probe_group(group: FSDPParamGroup) -> None:
             "is_sharded",
             "is_unsharded",
             "unshard",
-            "_all_gather_result",
         ),
         *("_to_unsharded", "post_backward", "device"),
     )
-    check(group, "_partial_reduce_output", *_COMMUNICATION, writable=True)
+    check(group, "_partial_reduce_output", "_all_gather_result", *_COMMUNICATION, writable=True)
     for param in group.fsdp_params[:1]:
         check(
             param,
@@ -487,9 +534,16 @@ def _probe_group(group: FSDPParamGroup) -> None:
 def _probe() -> None:
     """Check at import whatever the functions above reach for on public classes and modules."""
     check = partial(release_probe.check, "torch")
-    check(FSDPModule, "_get_fsdp_state", "reset_iter_state", "set_reduce_scatter_unused_params")
+    check(
+        FSDPModule, "_get_fsdp_state", "reset_iter_state", "set_reduce_scatter_unused_params", "_set_unshard_async_op"
+    )
     if ACCUMULATES_IN_LEAF:
         check(FSDPModule, "set_manual_backward_finalization", "finalize_backward")
+    check(
+        torch.ops.aten,
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+    )
     check(torch._C, "_clear_DTensor_sharding_propagator_cache")
     check(dist.distributed_c10d, "_world")
     check(DeviceMesh, "_flatten")

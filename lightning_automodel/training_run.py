@@ -33,8 +33,9 @@ from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import checks, meta_init, precision, tensor_parallel, units
 from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks
-from lightning_automodel.sharding.context_parallel import ContextParallelSteps
+from lightning_automodel.sharding.context_parallel_check import FirstStepCheck
 from lightning_automodel.sharding.context_parallel_hf import let_models_attend_across
+from lightning_automodel.sharding.context_parallel_steps import ContextParallelSteps
 from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
@@ -189,7 +190,9 @@ class TrainingRun:
             self._options.label_shift,
             adds_mask=num_layers > 0,
         )
-        return ContextParallelSteps(module, mesh.get_group(), slices, self.device, num_layers)
+        check = FirstStepCheck(module, self.plugin)
+        tell = self.advice.say_once
+        return ContextParallelSteps(module, mesh.get_group(), slices, self.device, num_layers, check, tell)
 
     def _make_engine(self) -> Engine:
         module, options = self.module, self._options
@@ -289,7 +292,7 @@ class TrainingRun:
             self._count = self.weighting.count(self._batch, output)
         else:
             self._ahead.check_drawn()
-            self.weighting.check_told(output, self._ahead.count)
+            self.weighting.check_told(output, self._ahead.count, reads_device=self.windows.last_step is None)
             self._count = self._ahead.count
         self._aux_loss = self.weighting.aux_loss(output, self._ahead is not None)
         self.advice.about_label_shift(self.module, self.weighting, self._batch, output)
@@ -346,7 +349,7 @@ class TrainingRun:
 
     def _recomputation(self) -> AbstractContextManager[None]:
         """Context of a backward, in which blocks that are checkpointed compute their attention again."""
-        return nullcontext() if self._context is None else self._context.attending()
+        return nullcontext() if self._context is None else self._context.backward()
 
     def _objective(
         self, loss: Tensor, count: Count, accumulate: int, ahead: WindowTotals | None

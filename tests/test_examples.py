@@ -1,28 +1,188 @@
-"""The example of the README's picture: its figures come out, and it draws them."""
+"""What the examples print is what docs/examples.md says of them: in small, on the ranks that tests share."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
+import os
+import re
+import runpy
 import sys
+import warnings
 from pathlib import Path
 
 import matplotlib.image
 import pytest
+import torch.distributed as dist
 
 from tests.processes import ROOT, run_anew
+from tests.rank_pool import RankPool
 
-SCRIPT = ROOT / "examples" / "why_token_weighting.py"
+EXAMPLES = ROOT / "examples"
 
 
-# Two ranks that import everything anew, and a corpus, take half a minute.
+def _run(folder: str, script: str, arguments: list[str]) -> str:
+    """Runs a script on this rank as if it had been started with these arguments; what it prints."""
+    logger, before, path = logging.getLogger("lightning.pytorch"), os.getcwd(), list(sys.path)
+    level = logger.level
+    try:
+        os.chdir(folder)
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            patch.setattr(sys, "argv", [script, *arguments])
+            patch.syspath_prepend(str(EXAMPLES))
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    finally:
+        os.chdir(before)
+        logger.setLevel(level)
+        sys.path[:] = path
+    dist.barrier()
+    return printed.getvalue()
+
+
+def _parse_library(folder: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        from docstrings import DocstringData
+    if dist.get_rank() == 0:
+        DocstringData(f"{folder}/outputs/corpus").prepare_data()
+    dist.barrier()
+
+
+class Folder:
+    """A folder that examples run in, two ranks together."""
+
+    def __init__(self, pool: RankPool, path: Path) -> None:
+        self.pool, self.path = pool, path
+
+    def run(self, script: str, *arguments: str) -> str:
+        """What the first rank prints; the second prints nothing but a progress bar, if that."""
+        return self.pool.run(_run, str(self.path), script, list(arguments), timeout_s=200)[0]
+
+    def run_anew(self, script: str, *arguments: str, status: int = 0) -> str:
+        """What a program of its own prints, on both streams."""
+        ended, printed = run_anew([sys.executable, str(EXAMPLES / script), *arguments], self.path, 280)
+        assert ended == status, printed
+        return printed
+
+
+@pytest.fixture(scope="module")
+def folder(pool2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """One for all tests: the standard library is parsed once."""
+    made = Folder(pool2, tmp_path_factory.mktemp("examples"))
+    pool2.run(_parse_library, str(made.path), timeout_s=200)
+    return made
+
+
+def numbers(pattern: str, printed: str) -> list[float]:
+    """The groups of the only place that matches."""
+    [found] = re.findall(pattern, printed)
+    return [float(each) for each in ([found] if isinstance(found, str) else found)]
+
+
+MAIN = "finetune_docstrings.py"
+HELD_BACK = r"held-back functions, nats a byte\n  step 0    ([\d.]+)\n  step \d+ +([\d.]+)\n"
+
+
+def test_main_job(folder: Folder) -> None:
+    """The loss falls; only this strategy has the gradients and weights of one process; a report and a picture."""
+    printed = folder.run(MAIN, "--max-steps", "2")
+    assert printed.startswith("Training 853,888 parameters on ")
+    before, after = numbers(HELD_BACK, printed)
+    assert before - 0.3 > after
+    ours = numbers(r"\n  AutomodelStrategy +([\d.]+)% +([\d.]+)%\n", printed)
+    lightnings = numbers(r"\n  Lightning DDPStrategy +([\d.]+)% +([\d.]+)%\n", printed)
+    assert ours[0] <= 1e-3
+    assert ours[1] <= 0.1
+    assert min(lightnings) > 10
+    outputs = folder.path / "outputs/finetune_docstrings"
+    assert matplotlib.image.imread(outputs / "picture.png")[..., :3].std() > 0.05  # 0 where it is blank
+    assert "plotly" in (outputs / "report.html").read_text()
+
+    # Half of it once more, from a checkpoint; then one process has the same model.
+    resumed = folder.run(MAIN, "--max-steps", "2", "--ckpt-path", "outputs/finetune_docstrings/step=1.ckpt")
+    assert numbers(r"  step 2    ([\d.]+)\n", resumed)[-1] == after
+    alone = folder.run_anew("load_checkpoint.py", "outputs/finetune_docstrings/step=2.ckpt")
+    assert numbers(r"held-back functions: ([\d.]+) nats", alone) == [after]
+
+
 @pytest.mark.sweep
-def test_why_token_weighting(tmp_path: Path) -> None:
+def test_main_job_starts_its_ranks(folder: Folder) -> None:
+    """As a script of its own. Nobody says anything but the one line, the bar and the tables."""
+    printed = folder.run_anew(MAIN, "--max-steps", "4", "--output-dir", "outputs/anew")
+    lines = [line for line in re.split(r"[\r\n]+", printed) if line.strip("\x1b[A ")]
+    bar = re.compile(r"(Sanity Checking|Training:|Validation|Epoch 0)")
+    assert [line.partition(" ")[0] for line in lines if not bar.match(line)][:2] == ["Training", "Loss"]
+
+
+def test_image_classifier(folder: Folder) -> None:
+    """Better than guessing after a few steps, on fonts of which it has seen none."""
+    printed = folder.run("classify_images.py", "--epochs", "2", "--copies", "4")
+    assert numbers(r"Accuracy on these: ([\d.]+)%", printed)[0] > 12
+
+
+def test_gan(folder: Folder) -> None:
+    """It trains; whether the ring comes out takes longer."""
+    printed = folder.run("gan.py", "--epochs", "1")
+    assert numbers(r"([\d.]+) \+- [\d.]+ generated", printed)[0] > 0
+    assert "of 8" in printed
+
+
+@pytest.mark.sweep
+def test_gan_finds_the_ring(folder: Folder) -> None:
+    """As docs/examples.md shows it."""
+    printed = folder.run("gan.py")
+    [distance, spread] = numbers(r"([\d.]+) \+- ([\d.]+) generated", printed)
+    assert abs(distance - 1) < 0.1
+    assert spread < 0.3
+    assert numbers(r"(\d) of 8", printed)[0] >= 7
+
+
+def test_hugging_face(folder: Folder) -> None:
+    """The export has the perplexity of the run, the adapters on it too."""
+    pattern = r"  ([\d.]+) by two ranks in training\n  ([\d.]+) by one process"
+    pytest.importorskip("peft")
+    ranks, alone = numbers(pattern, folder.run("hugging_face.py", "--max-steps", "4"))
+    assert alone == pytest.approx(ranks, rel=1e-4)
+    adapted = folder.run("hugging_face.py", "--max-steps", "2", "--lora", "2", "--model", "outputs/hugging_face/model")
+    adapted_ranks, adapted_alone = numbers(pattern, adapted)
+    assert adapted_alone == pytest.approx(adapted_ranks, rel=1e-4)
+    assert adapted_ranks < ranks
+    assert (folder.path / "outputs/hugging_face/adapter/adapter_config.json").exists()
+
+
+@pytest.mark.sweep
+def test_preemption(folder: Folder) -> None:
+    """Stopped and gone on: the weights of the run that nothing has disturbed."""
+    weights = r"Weights after step 40: (\w+)"
+    stopped = folder.run_anew("preemption.py", "--preempt-at", "6", status=143)
+    assert not re.search(weights, stopped)
+    resumed = folder.run_anew("preemption.py")
+    undisturbed = folder.run_anew("preemption.py", "--output-dir", "outputs/undisturbed")
+    assert numbers(r"Training starts after step (\d+)", resumed)[0] >= 5
+    assert "Training starts after step 0\n" in undisturbed
+    assert re.findall(weights, resumed) == re.findall(weights, undisturbed) != []
+
+
+@pytest.mark.parametrize("config", ["fsdp2", pytest.param("ddp", marks=pytest.mark.sweep)])
+def test_cli(folder: Folder, config: str) -> None:
+    """The same training from a YAML file, with what the command line says instead."""
+    overridden = ["--trainer.max_steps", "2", "--data.num_val_examples", "16", "--trainer.val_check_interval", "8"]
+    file = str(EXAMPLES / "configs" / f"{config}.yaml")
+    printed = folder.run("cli.py", "fit", "--config", file, *overridden)
+    before, after = numbers(HELD_BACK, printed)
+    assert before > after
+
+
+# Two ranks that import everything anew take half a minute.
+@pytest.mark.sweep
+def test_why_token_weighting(folder: Folder) -> None:
     """Only this strategy has the truth's gradients, in each step; Lightning's are off by more than a hundredth."""
-    picture = tmp_path / "picture.png"
-    status, printed = run_anew([sys.executable, str(SCRIPT), "--quick", "--output", str(picture)], tmp_path, 200)
-    assert status == 0, printed
+    printed = folder.run_anew("why_token_weighting.py", "--quick", "--output", "picture.png")
     table = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines() if line.startswith("|")]
     medians, largest = ({row[1]: float(row[column]) for row in table[2:]} for column in (2, 3))
     assert largest["AutomodelStrategy"] <= 1e-5
     assert medians["Lightning DDPStrategy"] > 0.01
     assert medians["Lightning ModelParallelStrategy"] > 0.01
-    assert matplotlib.image.imread(picture)[..., :3].std() > 0.05  # 0 where it is blank
+    assert matplotlib.image.imread(folder.path / "picture.png")[..., :3].std() > 0.05

@@ -15,7 +15,7 @@ from lightning_automodel.options import StrategyOptions
 
 SIZE = "must be an integer of at least 1 or 'auto', got"
 RECOMPUTED = (
-    "activation_checkpointing must be True, False, 'selective', a set of nn.Module classes or a policy of"
+    "activation_checkpointing must be True, False, 'selective', 'offload', a set of nn.Module classes or a policy of"
     " torch.utils.checkpoint, got"
 )
 POLICY = "auto_wrap_policy must be a set of nn.Module classes or a function of a module, got"
@@ -42,6 +42,8 @@ POLICY = "auto_wrap_policy must be a set of nn.Module classes or a function of a
         ({"data_parallel_replicate_size": 2.0}, f"data_parallel_replicate_size {SIZE} 2.0."),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1, got 0."),
         ({"context_parallel_size": 0}, "context_parallel_size must be an integer of at least 1, got 0."),
+        ({"prefetch": -1}, "prefetch must be an integer of at least 0 or 'auto', got -1."),
+        ({"prefetch": True}, "prefetch must be an integer of at least 0 or 'auto', got True."),
         ({"label_shift": -1}, "label_shift must be an integer of at least 0, got -1."),
         ({"label_shift": True}, "label_shift must be an integer of at least 0, got True."),
         ({"per_token_loss": 1}, "per_token_loss must be one of True, False, got 1."),
@@ -116,6 +118,9 @@ def test_wrong_types(options: dict[str, Any], message: str) -> None:
         {"activation_checkpointing": True},
         {"activation_checkpointing": {nn.Linear}},
         {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "offload"},
+        {"prefetch": 0},
+        {"prefetch": 2},
         {"timeout": 0.5},
         {"timeout": timedelta(seconds=1)},
         {"count_label_tokens": len, "label_shift": 0},
@@ -295,7 +300,7 @@ def test_hook_that_would_see_sums_over_tokens() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"tensor_parallel_size": 2, "count_window_ahead": True}, "tensor_parallel_size > 1, count_window_ahead=True"),
+        ({"uneven_inputs": "pad", "count_window_ahead": True}, "count_window_ahead=True, uneven_inputs='pad'"),
         ({"per_token_loss": False}, "per_token_loss=False (means of slices are not the mean of a batch)"),
         ({"count": "samples"}, "count='samples' (a slice is not a sample)"),
         ({"uneven_inputs": "pad"}, "uneven_inputs='pad'"),

@@ -65,6 +65,7 @@ KEYWORDS: dict[str, Any] = {
     "cpu_offload": False,
     "activation_checkpointing": False,
     "compile": False,
+    "prefetch": "auto",
     "track_grad_norm": False,
     "error_if_nonfinite": False,
     "process_group_backend": None,

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 from tests.browser import opened_browser  # noqa: E402
 
-COMMAND = ["python", "examples/finetune_docstrings.py", "--max-steps", "60"]
+COMMAND = ["python", "examples/finetune_docstrings.py"]
 COLUMNS = 160
 # Rich's own has fonts from the network in it.
 SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">
@@ -41,10 +41,7 @@ def main() -> None:
     with opened_browser() as page:
         page.open(ROOT / "outputs/finetune_docstrings/report.html", 1100, 1400)
         page.screenshot(ROOT / "docs/images/report.png")
-    # Without warnings, and without what Lightning says of itself.
-    training = [line for line in lines if line.startswith("Training ")]
-    bar = [line for line in lines if line.startswith("Epoch ")][-1]
-    shown = [f"$ {' '.join(COMMAND)}", *training, bar, "", *lines[lines.index("Prompt:") :]]
+    shown = [f"$ {' '.join(COMMAND)}", *lines]
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print(Text("\n".join(shown).rstrip()))
     console.save_svg(str(ROOT / "docs/images/progress_bar.svg"), code_format=SVG)

@@ -2,7 +2,7 @@
 
 A directory holds what ``torch.distributed.checkpoint`` writes (``.metadata`` and one ``.distcp`` file a rank), the rest
 of the checkpoint (``meta.pt``) and a :class:`~lightning_automodel.checkpoint.manifest.Manifest`. Torch and Lightning
-can read it too.
+can read it too: ``README.txt`` beside them says how.
 """
 
 import io
@@ -39,6 +39,31 @@ from lightning_automodel.checkpoint.state_dict import EXTRA_STATE, MODEL
 
 REST = "meta.pt"
 """File of everything that is no shard (loops, callbacks, hyperparameters), in Lightning's strategies too."""
+
+README = "README.txt"
+README_TEXT = """\
+This directory is one checkpoint, saved by lightning_automodel. torch.load reads files, not directories.
+
+To continue training:
+
+    trainer.fit(module, ckpt_path="THIS_DIRECTORY")
+
+To make one file for MyModule.load_from_checkpoint or torch.load, or a model for from_pretrained:
+
+    python -m lightning_automodel.checkpoint consolidate THIS_DIRECTORY one.ckpt
+    python -m lightning_automodel.checkpoint export THIS_DIRECTORY model/
+
+To load the weights in one process with torch alone, without lightning_automodel:
+
+    import torch.distributed.checkpoint as dcp
+
+    state = {"state_dict": module.state_dict()}
+    dcp.load(state, checkpoint_id="THIS_DIRECTORY", no_dist=True)
+    module.load_state_dict(state["state_dict"])
+
+torch checks no checksums and runs code that .metadata may hold: load only what you trust. On object stores, pass the
+folder that manifest.json names. Everything but model and optimizers is in meta.pt, which torch.load reads.
+"""
 
 _SIGNATURE = "lightning_automodel-"
 
@@ -91,6 +116,8 @@ class ShardWriter(FileSystemWriter):
         super().finish(metadata, [[result for result in everything if not isinstance(result, _FileResult)]])
         self._write(f"{self.path}/{REST}", self._rest)
         files = {**files, **self._files.records}
+        # Not listed in the manifest: a checkpoint that lost it, or whose owner wrote notes into it, is as good.
+        self._write(f"{self.path if self._is_local else self._target}/{README}", README_TEXT.encode())
         # The manifest comes last: a directory without it, or without a file that it lists, is no checkpoint.
         if self._is_local:
             self._write(f"{self.path}/{MANIFEST}", self._manifest("", files))

@@ -2,18 +2,20 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.units import WrapPolicy, class_name, distinct, has_forward, outermost, units_of
-from lightning_automodel.torch_internals import uncompiled
+from lightning_automodel.torch_internals import is_compiled, uncompiled
 
-ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective"] | Callable[..., Any]
+ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective", "offload"] | Callable[..., Any]
 
 _ATTRIBUTE = "_checkpointed_forward"
 
@@ -44,9 +46,11 @@ class _Checkpoint:
     Args:
         module: Whose buffers are meant.
         contexts: Makes what decides which results are kept, of a forward and of its recomputation; none keeps nothing.
+        offloads: Whether tensors that it gets by position wait for the backward in pinned host memory.
     """
 
-    def __init__(self, module: nn.Module, contexts: Callable[[], Any] | None) -> None:
+    def __init__(self, module: nn.Module, contexts: Callable[[], Any] | None, offloads: bool) -> None:
+        self._kept = partial(save_on_cpu, pin_memory=True) if offloads else nullcontext
         self._kwargs: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
         kept = module.state_dict(keep_vars=True).keys()
         held = [name.rpartition(".") for name, _ in module.named_buffers() if name in kept]
@@ -72,7 +76,9 @@ class _Checkpoint:
         # torch.compile partitions the graph itself and cannot trace what happens to buffers here.
         is_traced = torch.compiler.is_compiling()
         function = compute if is_traced else first_or_again
-        return checkpoint(function, *args, use_reentrant=False, **self._kwargs, **kwargs)
+        # What the recomputation needs is saved out here; what it computes meets the hooks of `checkpoint` instead.
+        with self._kept():
+            return checkpoint(function, *args, use_reentrant=False, **self._kwargs, **kwargs)
 
     def _set(self, values: list[Tensor]) -> None:
         for (holder, name), value in zip(self._buffers, values, strict=True):
@@ -86,19 +92,18 @@ class _CheckpointedForward:
     keys of the state dict stay as they are.
     """
 
-    def __init__(self, module: nn.Module, contexts: Callable[[], Any] | None) -> None:
-        self.is_active = True
+    def __init__(self, module: nn.Module) -> None:
+        self.checkpoint: _Checkpoint | None = None
         self._module = module
         self._own_forward = module.__dict__.get("forward")
-        self._checkpoint = _Checkpoint(module, contexts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._own_forward or partial(type(self._module).forward, self._module)
-        return self._checkpoint(forward, *args, **kwargs) if self.is_active else forward(*args, **kwargs)
+        return forward(*args, **kwargs) if self.checkpoint is None else self.checkpoint(forward, *args, **kwargs)
 
     def deactivate(self) -> None:
         """Let the module compute as before."""
-        self.is_active = False
+        self.checkpoint = None
         held = vars(self._module)
         # Where others have wrapped it since (casts around FSDP units), the object stays and passes calls on.
         if held.get("forward") is self:
@@ -113,8 +118,8 @@ class CheckpointedBlocks:
     Args:
         model: The LightningModule, sharded or not.
         choice: True for the modules that are FSDP units, or would be under FSDP2; or classes whose outermost instances
-            are meant. Of the same modules, ``"selective"`` keeps some results, and a policy of
-            ``torch.utils.checkpoint`` those that it names.
+            are meant. Of the same modules, ``"selective"`` keeps some results, a policy of
+            ``torch.utils.checkpoint`` those that it names, and ``"offload"`` puts their inputs into host memory.
         policy: Which modules become FSDP units.
         root_is_model: As for :func:`~lightning_automodel.sharding.plan_sharding`.
 
@@ -139,18 +144,24 @@ class CheckpointedBlocks:
             )
             if not blocks:
                 raise ValueError(_nothing_to_checkpoint(model, choice))
+        make = partial(_Checkpoint, contexts=contexts, offloads=choice == "offload")
         names = {id(module): name for name, module in model.named_modules()}
         self.names = [f"{names[id(block)]} ({class_name(block)})" for block in blocks]
         layers = [uncompiled(block) for block in blocks]
-        for layer, name in zip(layers, self.names, strict=True):
+        for block, layer, name in zip(blocks, layers, self.names, strict=True):
             if _has_switch(layer) and not layer.training:
                 raise ValueError(
                     f"activation_checkpointing has no effect on {name}: layers of transformers recompute in training"
                     " mode only, and from_pretrained() leaves them in evaluation mode. Call .train() on the model"
                     " before trainer.fit."
                 )
+            if choice == "offload" and is_compiled(block):
+                raise ValueError(
+                    f"activation_checkpointing='offload' does not go with {name}, which is compiled: torch would"
+                    " not compile it. Compile other modules, or pass activation_checkpointing=True."
+                )
         self._undo = [
-            _switch_on(layer, contexts) if _has_switch(layer) else _wrap(block, contexts)
+            _switch_on(layer, make(layer)) if _has_switch(layer) else _wrap(block, make(block))
             for block, layer in zip(blocks, layers, strict=True)
         ]
 
@@ -171,12 +182,12 @@ def _instances(model: nn.Module, classes: set[type[nn.Module]]) -> list[nn.Modul
     return distinct(found for child in model.children() for found in outermost(child, matches))
 
 
-def _wrap(block: nn.Module, contexts: Callable[[], Any] | None) -> Callable[[], None]:
+def _wrap(block: nn.Module, checkpointed: _Checkpoint) -> Callable[[], None]:
     wrapper = block.__dict__.get(_ATTRIBUTE)
     if wrapper is None:
-        wrapper = block.__dict__[_ATTRIBUTE] = _CheckpointedForward(block, contexts)
+        wrapper = block.__dict__[_ATTRIBUTE] = _CheckpointedForward(block)
         block.forward = wrapper
-    wrapper.is_active = True
+    wrapper.checkpoint = checkpointed
     return wrapper.deactivate
 
 
@@ -185,11 +196,11 @@ def _has_switch(block: nn.Module) -> bool:
     return isinstance(getattr(type(block), "gradient_checkpointing", None), bool)
 
 
-def _switch_on(block: nn.Module, contexts: Callable[[], Any] | None) -> Callable[[], None]:
+def _switch_on(block: nn.Module, checkpointed: _Checkpoint) -> Callable[[], None]:
     patches = PatchStack()
     if not block.gradient_checkpointing:
         patches.set(block, "gradient_checkpointing", True)
-        patches.set(block, "_gradient_checkpointing_func", _Checkpoint(block, contexts))
+        patches.set(block, "_gradient_checkpointing_func", checkpointed)
     return patches.restore
 
 

@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.sharding import prefetch
 from lightning_automodel.sharding.precision import OutermostCall, cast_around, step_policy, unit_policy
+from lightning_automodel.sharding.quantized import has_parts
 from lightning_automodel.sharding.units import (
     ShardingPlan,
     callable_children,
@@ -103,7 +105,9 @@ def _run_steps_as_forward(model: nn.Module) -> None:
     def run(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             args, kwargs = before(root, args, kwargs)
-            return after(root, args, method(*args, **kwargs))
+            output = method(*args, **kwargs)
+            prefetch.drop_unused(root)
+            return after(root, args, output)
         finally:
             # Kept for a backward that never follows, what was gathered would outlive the next write to the weights.
             if not torch.is_grad_enabled():
@@ -190,7 +194,7 @@ def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:
         if tensor.device.type == "meta":
             continue
         if not isinstance(tensor, DTensor):
-            copies[world].append(tensor)
+            copies[world] += _plain_parts(tensor)
             shapes[name] = tuple(tensor.shape)
             continue
         local = torch_internals.local_tensor(tensor)
@@ -202,6 +206,14 @@ def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:
     _check_equal_shapes(shapes)
     for group, tensors in copies.items():
         broadcast_tensors(tensors, group)
+
+
+def _plain_parts(tensor: Any) -> Iterator[Tensor]:
+    if not has_parts(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain_parts(getattr(tensor, name))
 
 
 def _check_equal_shapes(shapes: dict[str, tuple[int, ...]]) -> None:

@@ -3,27 +3,24 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from lightning_automodel.data.sequence_slices import SequenceSlices
-from lightning_automodel.sharding.tensor_parallel import check_same_batch
-from lightning_automodel.sharding.units import class_name
+from lightning_automodel.sharding.causal_attention import attend_to_end
 from lightning_automodel.torch_internals import not_compiled
 
 
 @dataclass
-class _Slices:
+class Slices:
     """How the sequences of the batch that is computed on are spread over ranks.
 
     Attributes:
-        group: The ranks that share it.
+        group: The ranks that share it; None where this rank has all.
         chunks: Indices of the two chunks that this rank holds.
         chunk: Positions of a chunk.
         length: Positions of the whole sequence, without padding.
@@ -34,7 +31,7 @@ class _Slices:
         masks: Those of causal attention, by first position and dtype.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     chunks: tuple[int, int]
     chunk: int
     length: int
@@ -44,27 +41,37 @@ class _Slices:
     is_attending: bool = False
     masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
-    def causal_mask(self, start: int, query: Tensor) -> Tensor:
+    @property
+    def num_ranks(self) -> int:
+        """How many share the batch."""
+        return 1 if self.group is None else self.group.size()
+
+    def causal_mask(self, start: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """[c, start + c] what is added to the products of a chunk's rows.
 
         One for all layers, which their backwards keep; of a mask of booleans torch would make one in each layer.
         """
-        dtype = torch.get_autocast_dtype(query.device.type) if _is_cast(query) else query.dtype
         if (start, dtype) not in self.masks:
-            seen = _mask(_positions(start, query), start + self.chunk, True, None)
-            zeros = torch.zeros(seen.shape, dtype=dtype, device=query.device)
+            seen = _mask(_positions(start, rows), start + self.chunk, True, None)
+            zeros = torch.zeros(seen.shape, dtype=dtype, device=rows.device)
             self.masks[start, dtype] = zeros.masked_fill_(~seen, -torch.inf)
         return self.masks[start, dtype]
 
 
-def _is_cast(query: Tensor) -> bool:
-    """Whether attention is computed in autocast's dtype."""
-    return torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64
-
-
 # Of the step, or the backward, that runs in this process. No context variable: recomputation may run in a thread of
 # autograd's.
-_current: _Slices | None = None
+_current: Slices | None = None
+
+
+@contextmanager
+def computing_on(slices: Slices | None) -> Iterator[None]:
+    """Context in which attention crosses the ranks that ``slices`` are spread over; None: in which it stays here."""
+    global _current
+    before, _current = _current, slices
+    try:
+        yield
+    finally:
+        _current = before
 
 
 @not_compiled  # compiled, it would be compiled anew for each step
@@ -114,7 +121,7 @@ def context_parallel_attention(
         )
     if attention_mask is not None:
         rows = own_positions(query.device)
-        mask = _mask(rows, len(rows) * slices.group.size(), is_causal, gather_mask(attention_mask))
+        mask = _mask(rows, len(rows) * slices.num_ranks, is_causal, gather_mask(attention_mask))
     return attend_across(query, key, value, mask, is_causal, options)
 
 
@@ -143,25 +150,21 @@ def attend_across(
     slices.num_calls += 1
     slices.is_attending = True
     try:
-        key, value = _whole(torch.cat([key, value], dim=-1), slices).split([key.shape[-1], value.shape[-1]], dim=-1)
+        key, value = whole(torch.cat([key, value], dim=-1), slices).split([key.shape[-1], value.shape[-1]], dim=-1)
         masks = (None, None) if mask is None else mask.split(slices.chunk, dim=-2)
         parts = []
         for index, rows, part in zip(slices.chunks, query.split(slices.chunk, dim=-2), masks, strict=True):
             start = index * slices.chunk
             # Behind all other positions stands padding, which only rows of padding see under a causal mask.
             end = start + slices.chunk if is_causal else slices.length
+            seen = rows, key[..., :end, :], value[..., :end, :]
             if part is not None:
-                part = part[..., :end]
+                mixed = F.scaled_dot_product_attention(*seen, attn_mask=part[..., :end], **options)
             elif is_causal and start > 0:
-                part = slices.causal_mask(start, rows)
-            parts.append(
-                F.scaled_dot_product_attention(
-                    *(rows, key[..., :end, :], value[..., :end, :]),
-                    attn_mask=part,
-                    is_causal=is_causal and part is None,
-                    **options,
-                )
-            )
+                mixed = attend_to_end(*seen, partial(slices.causal_mask, start, rows), options)
+            else:
+                mixed = F.scaled_dot_product_attention(*seen, is_causal=is_causal, **options)
+            parts.append(mixed)
         return torch.cat(parts, dim=-2)
     finally:
         slices.is_attending = False
@@ -170,6 +173,11 @@ def attend_across(
 def is_sliced() -> bool:
     """Whether a step, or its backward, computes on slices now."""
     return _current is not None
+
+
+def is_attending() -> bool:
+    """Whether this is called by attention that crosses ranks."""
+    return _current is not None and _current.is_attending
 
 
 def is_masked() -> bool:
@@ -192,7 +200,7 @@ def own_positions(device: torch.device) -> Tensor:
 def gather_mask(attention_mask: Tensor) -> Tensor:
     """[b, s] of each rank's positions to [b, w * s] of all. A collective over the ranks that share the batch."""
     assert _current is not None
-    return _whole((attention_mask != 0).to(torch.uint8)[..., None], _current)[..., 0] != 0
+    return whole((attention_mask != 0).to(torch.uint8)[..., None], _current)[..., 0] != 0
 
 
 def _positions(start: int, rows: Tensor) -> Tensor:
@@ -216,8 +224,10 @@ def _mask(rows: Tensor, num_columns: int, is_causal: bool, attention_mask: Tenso
     return (mask & (attention_mask != 0)[:, None, None]) | (rows[:, None] == columns)
 
 
-def _whole(part: Tensor, slices: _Slices) -> Tensor:
+def whole(part: Tensor, slices: Slices) -> Tensor:
     """[..., 2 c, d] of each rank to [..., s, d] in the order of the sequence. A collective over the group."""
+    if slices.group is None:
+        return part
     chunks = _Gather.apply(part, slices.group).unflatten(-2, (2, slices.chunk))  # [w, ..., 2, c, d]
     first, second = chunks.unbind(-3)
     return torch.cat([first, second.flip(0)]).movedim(0, -3).flatten(-3, -2)
@@ -239,95 +249,3 @@ class _Gather(torch.autograd.Function):
         part = gradient.new_empty((1, *gradient.shape[1:]))
         dist.reduce_scatter_tensor(part, gradient.contiguous(), group=ctx.group)
         return part[0], None
-
-
-class _Watch(TorchFunctionMode):
-    """Refuses attention that stays within this rank's slice, as far as torch's own functions compute it."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_attention = func in (F.scaled_dot_product_attention, F.multi_head_attention_forward)
-        if is_attention and _current is not None and not _current.is_attending:
-            raise RuntimeError(
-                f"{func.__name__} attends to this rank's slice of the sequence alone: call"
-                " lightning_automodel.context_parallel_attention in its place."
-            )
-        return func(*args, **(kwargs or {}))
-
-
-class ContextParallelSteps:
-    """Gives each step its slice of the batch, and lets attention within it cross ranks.
-
-    Args:
-        module: The LightningModule.
-        group: The ranks that share a batch.
-        slices: Cuts it.
-        device: This rank's device.
-        num_layers: How often a step attends at least, where that is known.
-    """
-
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        group: dist.ProcessGroup,
-        slices: SequenceSlices,
-        device: torch.device,
-        num_layers: int,
-    ) -> None:
-        self.slices = slices
-        self._module, self._group, self._device = module, group, device
-        self._num_layers = max(num_layers, 1)
-        self._newest: _Slices | None = None
-        self._is_first = True
-        self._watched: set[str] = set()
-
-    def slice(self, batch: Any) -> Any:
-        """This rank's slice of the batch of the step that begins; see :meth:`SequenceSlices.slice`.
-
-        The first time a collective over the group, which compares the batches.
-        """
-        if self._is_first:
-            self._is_first = False
-            check_same_batch(batch, self._group, self._device, "context-parallel")
-        length = self.slices.length(batch)
-        self._newest = _Slices(
-            self._group,
-            self.slices.chunks,
-            self.slices.chunk_length(length),
-            length,
-            self.slices.has_mask(batch),
-            self.slices.documents(batch),
-        )
-        return self.slices.slice(batch)
-
-    @contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        """Context of the step that was sliced last.
-
-        Raises:
-            RuntimeError: If its attention has stayed within the slice.
-        """
-        is_new = name not in self._watched
-        self._watched.add(name)
-        with self.attending():
-            if is_new:
-                with _Watch():
-                    yield
-            else:
-                yield
-        if self._newest is not None and self._newest.num_calls < self._num_layers:
-            raise RuntimeError(
-                f"{class_name(self._module)}.{name} has computed on slices of sequences, and attention has crossed the"
-                f" {self._group.size()} context-parallel ranks {self._newest.num_calls} times, of at least"
-                f" {self._num_layers}: each layer must call lightning_automodel.context_parallel_attention(query, key,"
-                " value)."
-            )
-
-    @contextmanager
-    def attending(self) -> Iterator[None]:
-        """Context in which attention crosses ranks: of a step, and of its backward, which may compute it again."""
-        global _current
-        before, _current = _current, self._newest
-        try:
-            yield
-        finally:
-            _current = before

@@ -16,7 +16,7 @@ from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.sharding import apply, units
+from lightning_automodel.sharding import apply, quantized, units
 from lightning_automodel.sharding.engine import Engine
 
 
@@ -52,10 +52,14 @@ class DDPEngine(Engine):
             apply.broadcast_states(module, self.mesh)
             return module
         self._reduced = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+        kwargs = self._ddp_kwargs
+        quantized.check_replicable(module)
+        if any(quantized.has_parts(parameter) for parameter in module.parameters()):
+            # DDP would join all parameters in one plain tensor to make them equal.
+            apply.broadcast_states(module, self.mesh)
+            kwargs = {**kwargs, "init_sync": False}
         device_ids = None if self.device.type == "cpu" else [self.device.index]
-        self._ddp = DistributedDataParallel(
-            module, device_ids=device_ids, process_group=self.mesh.group, **self._ddp_kwargs
-        )
+        self._ddp = DistributedDataParallel(module, device_ids=device_ids, process_group=self.mesh.group, **kwargs)
         hook, wrapper = self._options.ddp_comm_hook, self._options.ddp_comm_wrapper
         if hook is not None:
             self._ddp.register_comm_hook(self._options.ddp_comm_state, hook if wrapper is None else wrapper(hook))

@@ -17,7 +17,7 @@ from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.sharding import apply, checks, memory, precision, tensor_parallel, units
+from lightning_automodel.sharding import apply, checks, memory, precision, prefetch, quantized, tensor_parallel, units
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.grad_sync import Deferral, FSDPGradSync
 from lightning_automodel.sharding.joined_gathers import JoinedGathers
@@ -60,6 +60,7 @@ class FSDP2Engine(Engine):
         apply.initialise_fsdp2(module, self.mesh.sizes.divisor)
         self._sync = FSDPGradSync(module, self._defer(), self._retain_unsharded(module))
         self._sync.discard()
+        self._start_gathers_ahead(module)
         self._gathers = JoinedGathers(torch_internals.fsdp_units(module))
         tensor_parallel.share_random_state(self.mesh, self.device)
         # Those that a state dict leaves out are constants (masks, rotary frequencies).
@@ -102,7 +103,8 @@ class FSDP2Engine(Engine):
                 f" stay whole, and as they are, among modules that compute in {self._policy.param_dtype}: pass"
                 " precision='32-true' or 'bf16-true', or data_parallel='ddp'."
             )
-        return replace(plan, replicated=plan.replicated | precision.kept_wide(module, self._policy))
+        whole = precision.kept_wide(module, self._policy) | quantized.kept_whole(module, self._policy)
+        return replace(plan, replicated=plan.replicated | whole)
 
     def _defer(self) -> Deferral:
         """Without peers nothing is communicated, and unreduced gradients would only be out of sight."""
@@ -124,6 +126,23 @@ class FSDP2Engine(Engine):
         self._report["reshard_during_accumulation_reason"] = reason
         self._report["estimated_extra_bytes"] = need
         return keep
+
+    def _start_gathers_ahead(self, module: pl.LightningModule) -> None:
+        """Settle ``prefetch``."""
+        option, is_cpu = self._options.prefetch, self.device.type == "cpu"
+        if self.mesh.fsdp.size() == 1:
+            ahead, reason = 0, "one rank gathers nothing"
+        elif option != "auto":
+            ahead, reason = option, f"prefetch={option}"
+        elif is_cpu:
+            ahead, reason = 1, "auto: 1 on CPU, where FSDP2 by itself waits for each all-gather"
+        else:
+            ahead, reason = (
+                0,
+                "auto: FSDP2's own, one unit in the backward and in the forward as far as the host is ahead",
+            )
+        prefetch.set_prefetch(module, ahead, in_background=ahead > 0 and is_cpu)
+        self._report["prefetch"], self._report["prefetch_reason"] = ahead, reason
 
     def _fits_everywhere(self, needed_bytes: int) -> tuple[bool, str]:
         """Whether every rank has the memory, and why. A collective over the data-parallel group."""
@@ -162,6 +181,7 @@ class FSDP2Engine(Engine):
 
     @override
     def start_evaluation(self) -> None:
+        self._sync.release()
         self._gathers.start_step()
 
     @override
@@ -217,6 +237,7 @@ class FSDP2Engine(Engine):
     @override
     def close(self) -> None:
         self._sync.close()
+        prefetch.set_prefetch(self._module, 0, in_background=False)
         self._gathers.close()
 
     @override

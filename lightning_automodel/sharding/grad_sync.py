@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_automodel import torch_internals
+from lightning_automodel.sharding.prefetch import drop_unused, reshard
 
 Deferral = bool | Literal["all_reduce"]
 
@@ -94,6 +95,7 @@ def _reduce_deferred(units: Sequence[FSDPModule]) -> None:
 
 def _reshard_unless_training(root: nn.Module, *_: object) -> None:
     """Forward hook: a root stays unsharded for the backward that follows; where none does, it would become stale."""
+    drop_unused(cast(FSDPModule, root))
     if not torch.is_grad_enabled():
         cast(FSDPModule, root).reshard()
 
@@ -194,7 +196,7 @@ class FSDPGradSync:
                 taken_back.add(id(unit))
         for unit in self._units:
             if id(unit) not in taken_back:
-                unit.reshard()
+                reshard(unit)
 
     def _check_own_shards(self, unit: FSDPModule) -> None:
         for group in torch_internals.param_groups(unit):
@@ -234,7 +236,7 @@ class FSDPGradSync:
                 torch_internals.show_kept_storage(unit)
         self._retained = []
         for unit in self._units:
-            unit.reshard()
+            reshard(unit)
 
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Drop the gradients that FSDP2 holds outside of ``.grad`` for these (or all) sharded parameters.
@@ -266,12 +268,14 @@ class FSDPGradSync:
     def recover(self) -> None:
         """After an exception in a forward or backward: make the model usable again, without what FSDP2 has deferred."""
         self._in_backward = False
-        self.release()
         # From torch 2.15 on, reset_iter_state drops these too, which may be older than the window.
         gradients = [(param.sharded_param, param.sharded_param.grad) for g in self._groups for param in g.fsdp_params]
         for unit in self._units:
+            torch_internals.forget_background_gather(unit)
+        for unit in self._units:
             if torch_internals.is_fsdp_root(unit):
                 unit.reset_iter_state()
+        self.release()
         for parameter, gradient in gradients:
             parameter.grad = gradient
         self.discard()

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import atomic
+from lightning_automodel.checkpoint.sharded import README
 from tests.trainer.exactness import TinyDecoder, full_weights, micro_batches
 from tests.trainer.plain import ModelModule
 from tests.trainer.runs import CASE, make_trainer
@@ -93,8 +94,9 @@ def load_only(options: dict[str, Any], path: str) -> dict[str, Tensor]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """All files that a checkpoint consists of."""
-    return sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+    """All files that a checkpoint needs: its `README.txt` is not among them."""
+    found = [each for each in path.rglob("*") if each.is_file() and each.name != README]
+    return sorted(found) if path.is_dir() else [path]
 
 
 def leftovers(folder: Path) -> list[Path]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_automodel.checkpoint import CheckpointError, atomic
 from lightning_automodel.checkpoint.reading import open_model
 from lightning_automodel.checkpoint.saver import prepare_file, prepare_shards
+from lightning_automodel.checkpoint.sharded import README
 from lightning_automodel.checkpoint.single_file import save_file
 from tests.checkpoint.checkpoints import fit, load_only, resume, save, uninterrupted
 from tests.checkpoint.test_damage import opened
@@ -77,7 +78,9 @@ def test_object_store(pool2: RankPool, tmp_path: Path, form: str) -> None:
     path = tmp_path / "runs" / "last.ckpt"
     assert path.is_dir() == (form == "shards")
     if form == "shards":
-        assert sum(each.name.startswith(atomic.TEMPORARY) for each in path.iterdir()) == 1
+        names = [each.name for each in path.iterdir()]
+        assert sum(name.startswith(atomic.TEMPORARY) for name in names) == 1
+        assert README in names
 
 
 def _fail_to_replace(root: str) -> tuple[str, bool]:

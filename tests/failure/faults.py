@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_automodel import AutomodelStrategy
+from lightning_automodel import AutomodelStrategy, context_parallel_attention
 from tests.processes import forked
 from tests.trainer.runs import SILENT
 
@@ -52,21 +52,33 @@ class Cell:
     """One fault.
 
     Attributes:
-        hook: Where it happens; ``"__getitem__"`` is the training data set's, and ``"test_step"`` is that of a test in
-            which the last rank has less data than the others.
+        hook: Where it happens; ``"__getitem__"`` is the training data set's, ``"attend"`` the attention of a layer, and
+            ``"test_step"`` is that of a test in which the last rank has less data than the others.
         fault: What happens: ``"exception"``, ``"sys.exit"``, ``"os._exit"``, a signal's name, or ``"data ends"`` before
             that of the others, which each rank raises.
         rank: Where it happens.
         data_parallel: Engine of the strategy.
+        context: Ranks that share each batch: one, or all.
     """
 
     hook: str
     fault: str
     rank: int = 1
     data_parallel: str = "fsdp2"
+    context: int = 1
+
+    @property
+    def failing_hook(self) -> str:
+        """The Lightning hook in which it happens."""
+        return "training_step" if self.hook == "attend" else self.hook
+
+    @property
+    def engine(self) -> str:
+        """What the table calls it."""
+        return self.data_parallel if self.context == 1 else f"{self.data_parallel}, context {self.context}"
 
     def __str__(self) -> str:
-        return f"{self.hook}-{self.fault}-rank{self.rank}-{self.data_parallel}"
+        return f"{self.hook}-{self.fault}-rank{self.rank}-{self.engine.replace(', ', '-')}"
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,7 @@ class Ragged(Dataset):
 
 
 class Model(pl.LightningModule):
-    """Two units and a head; `fail_in` breaks one of its hooks."""
+    """Two layers and a head; `fail_in` breaks one of its hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,8 +124,11 @@ class Model(pl.LightningModule):
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.embed(ids)
         for block in self.blocks:
-            hidden = torch.relu(block(hidden))
+            hidden = torch.relu(block(self.attend(hidden)))
         return self.head(hidden)
+
+    def attend(self, hidden: Tensor) -> Tensor:
+        return context_parallel_attention(*[hidden[:, None]] * 3)[:, 0]
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         logits = self(batch["input_ids"]).flatten(0, 1)
@@ -146,6 +161,8 @@ def happen(fault: str, folder: Path) -> None:
 def fail_in(hook: str, fault: str, folder: Path, rank: int) -> tuple[type[Model], Callable[[], None]]:
     """A model class that meets the fault in ``hook``, and what the data set calls for each row."""
     calls = {"left": ROWS_OF_LESS if fault == DATA_ENDS else 1 if hook in (*CALLED_ONCE, *CALLED_LAST) else 3}
+    if hook == "attend":
+        calls["left"] = 10  # in the second layer of the third step; the check of the first one calls both twice more
 
     def count_down(*_: Any, **__: Any) -> None:
         calls["left"] -= 1
@@ -190,7 +207,11 @@ def train(cell: Cell, rank: int, port: int, folder: Path) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=WORLD_SIZE,
-        strategy=AutomodelStrategy(data_parallel=cell.data_parallel, timeout=timedelta(seconds=TIMEOUT_S)),
+        strategy=AutomodelStrategy(
+            data_parallel=cell.data_parallel,
+            context_parallel_size=cell.context,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        ),
         accumulate_grad_batches=2,
         max_steps=3 if cell.hook in CALLED_LAST else 200,
         val_check_interval=3 if cell.fault == DATA_ENDS else 4,  # at most the batches of an epoch

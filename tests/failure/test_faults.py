@@ -60,6 +60,8 @@ CELLS = [
     *(Cell("test_step", fault) for fault in ("exception", "SIGTERM", "SIGKILL")),
     Cell("test_step", "SIGTERM", rank=0),
     Cell("test_step", "SIGTERM", data_parallel="ddp"),
+    *(Cell("attend", fault, context=WORLD_SIZE) for fault in ("exception", "SIGKILL", "SIGSTOP")),
+    Cell("attend", "SIGKILL", data_parallel="ddp", context=WORLD_SIZE),
 ]
 
 BY_DEFAULT = {
@@ -72,6 +74,7 @@ BY_DEFAULT = {
     Cell("training_step", DATA_ENDS),
     Cell("on_before_optimizer_step", "SIGKILL"),
     Cell("training_step", "SIGSTOP"),
+    Cell("attend", "exception", context=WORLD_SIZE),
 }
 COMMAND = 'python -m pytest tests/failure/test_faults.py -m "sweep or not sweep" --fault-table docs/faults.md'
 
@@ -113,7 +116,7 @@ def test_others_leave(cell: Cell, outcomes: dict[Cell, Future]) -> None:
             assert found, outcome.outputs[rank]
             if cell.fault == "exception":
                 assert f"ValueError: {MESSAGE}" in found
-                assert cell.hook == "__getitem__" or f"failed in {cell.hook}:" in found
+                assert cell.hook == "__getitem__" or f"failed in {cell.failing_hook}:" in found
             if cell.fault == DATA_ENDS:
                 assert f"The train data of rank {cell.rank} ends with batch 3" in found
 
@@ -121,7 +124,7 @@ def test_others_leave(cell: Cell, outcomes: dict[Cell, Future]) -> None:
 def test_a_default_run_meets_every_fault() -> None:
     """Under each engine something, on the first rank and on another, and never a cell that the table lacks."""
     assert set(CELLS) > BY_DEFAULT
-    for what in ("fault", "rank", "data_parallel"):
+    for what in ("fault", "rank", "data_parallel", "context"):
         assert {getattr(cell, what) for cell in BY_DEFAULT} == {getattr(cell, what) for cell in CELLS}
 
 
@@ -146,7 +149,7 @@ def table(outcomes: dict[Cell, Outcome]) -> str:
         statuses = ", ".join(str(outcome.statuses[rank]) for rank in others)
         message = cause(cell, outcome.outputs[others[-1]]).rpartition("RankFailedError: ")[2]
         lines.append(
-            f"| {cell.fault} | `{cell.hook}` | {cell.rank} | {cell.data_parallel} | {outcome.seconds:.1f}"
+            f"| {cell.fault} | `{cell.hook}` | {cell.rank} | {cell.engine} | {outcome.seconds:.1f}"
             f" | {statuses} | {message} |"
         )
     return "\n".join(lines) + "\n"

@@ -242,3 +242,12 @@ def test_labels_without_rows_cannot_be_shifted(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"label_shift=1 drops the first label positions of each row") as raised:
         TokenWeighting(label_shift=1).count({"labels": labels})
     assert f"batch['labels'] has the shape {list(shape)} without rows: leave label_shift at 0" in str(raised.value)
+
+
+def test_a_count_on_the_device_is_read_where_the_host_may_wait() -> None:
+    output = {"loss": torch.tensor(1.0), "num_label_tokens": torch.empty((), device="meta")}
+    TokenWeighting().check_told(output, 3, reads_device=False)
+    with pytest.raises(RuntimeError, match="meta"):  # it reads
+        TokenWeighting().check_told(output, 3, reads_device=True)
+    with pytest.raises(ValueError, match="num_label_tokens=4, and count_window_ahead=True has counted 3"):
+        TokenWeighting().check_told({**output, "num_label_tokens": torch.tensor(4)}, 3, reads_device=False)

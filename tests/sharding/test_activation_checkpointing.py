@@ -9,18 +9,29 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import VOCABULARY, WIDTH, Block, Outcome, TinyDecoder, full_weights, weight_error
+from tests.trainer.exactness import (
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Outcome,
+    TinyDecoder,
+    full_weights,
+    micro_batches,
+    weight_error,
+)
 from tests.trainer.plain import ModelModule, fill, filled_decoder, plain_weights, prefixed
-from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer
+from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, by_default, loader, make_trainer
 
 ACCUMULATE = 3
 FLOAT32_TOLERANCE = 1e-5  # a layer norm of Hugging Face's computes in float32, whatever its input
@@ -173,6 +184,39 @@ def test_chosen_classes(
         assert run.forwards == factor * forwards
 
 
+@pytest.mark.parametrize(
+    "options",
+    by_default({**OPTIONS, "prefetched": {"prefetch": 2, "reshard_during_accumulation": True}}, "kept", "ddp"),
+)
+def test_inputs_of_blocks_wait_in_host_memory(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Exact; of what recomputation keeps, autograd keeps all but those: torch's own tool has taken them."""
+    expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
+    recomputed, offloaded = pool2.run(fit, options, True), pool2.run(fit, options, "offload")
+    for rank, (before, run) in enumerate(zip(recomputed, offloaded, strict=True)):
+        assert weight_error(run.weights, expected) <= TOLERANCE
+        assert (run.forwards, run.described) == (before.forwards, BLOCKS)
+        positions = sum(batch["input_ids"].numel() for batch in micro_batches(CASE)[rank])
+        assert before.kept_bytes - run.kept_bytes == 3 * positions * WIDTH * 8
+
+
+@pytest.mark.sweep
+def test_offloading_beside_replicas(pool4: RankPool) -> None:
+    """HSDP."""
+    expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
+    for run in pool4.run(_fit_replicas):
+        assert weight_error(run.weights, expected) <= TOLERANCE
+
+
+def _fit_replicas() -> Run:
+    # Peers see the data of two ranks: the mean over four is that over two.
+    module, counts = ModelModule(filled_decoder()), Counts()
+    strategy = AutomodelStrategy(data_parallel_replicate_size=2, activation_checkpointing="offload")
+    batches = DataLoader(micro_batches(CASE)[dist.get_rank() // 2], batch_size=None)
+    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, callbacks=[counts]).fit(module, batches)
+    outcome = Outcome(full_weights(module), None)
+    return Run(outcome, counts.forwards, counts.kept_bytes, [], [])
+
+
 class Sharing(TinyDecoder):
     """A block that stands in the list twice, a frozen one that is called twice, one that is tied to the root."""
 
@@ -289,7 +333,7 @@ def test_units_of_the_user(pool2: RankPool) -> None:
 
 def _fit_again_and_again(options: dict[str, Any]) -> list[int]:
     module = ModelModule(filled_decoder())
-    return [fit_module(module, options, choice).forwards for choice in (True, True, False, {Block}, {TinyDecoder})]
+    return [fit_module(module, options, choice).forwards for choice in (True, "offload", False, {Block}, {TinyDecoder})]
 
 
 @pytest.mark.parametrize("options", by_default({name: OPTIONS[name] for name in ("kept", "ddp")}, "kept"))
@@ -384,7 +428,7 @@ class Logits(nn.Module):
 
 @pytest.mark.parametrize("options", by_default({name: OPTIONS[name] for name in ("kept", "ddp")}, "kept"))
 def test_hugging_face_layers(pool2: RankPool, options: dict[str, Any]) -> None:
-    """Their own switch is used: the cache that they would fill twice is left out, and the switch is turned back."""
+    """Their own switch is used, also to offload, and turned back: the cache that they would fill twice is left out."""
     expected = prefixed(plain_weights(llama(), ACCUMULATE))
     for without, first, second in pool2.run(_fit_llama, options):
         assert weight_error(first.weights, without.weights) <= TOLERANCE
@@ -395,7 +439,7 @@ def test_hugging_face_layers(pool2: RankPool, options: dict[str, Any]) -> None:
 
 def _fit_llama(options: dict[str, Any]) -> tuple[Run, Run, Run]:
     module = ModelModule(llama())
-    return fit(options, False, llama), fit_module(module, options, True), fit_module(module, options, False)
+    return fit(options, False, llama), fit_module(module, options, "offload"), fit_module(module, options, False)
 
 
 def test_hugging_face_layers_in_evaluation_mode_raise() -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from lightning_automodel import AutomodelStrategy
+from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, full_weights, weight_error
 from tests.trainer.plain import ModelModule, filled_decoder, plain_weights, prefixed
@@ -159,3 +160,11 @@ def test_a_compiled_lightning_module_is_refused() -> None:
     trainer = Trainer(strategy=AutomodelStrategy(), accelerator="cpu", devices=1, logger=False)
     with pytest.raises(RuntimeError, match="compiled model is incompatible with the current strategy"):
         trainer.fit(module)
+
+
+def test_compiled_blocks_are_not_offloaded() -> None:
+    """Tracing gives up where tensors move to the host, so that nothing would be compiled."""
+    with pytest.raises(ValueError, match="activation_checkpointing='offload' does not go with compile"):
+        AutomodelStrategy(activation_checkpointing="offload", compile=True)
+    with pytest.raises(ValueError, match=r"'offload' does not go with model\.blocks\.0 \(Block\), which is compiled"):
+        CheckpointedBlocks(Compiled("in place"), "offload", None, True)

@@ -11,6 +11,7 @@ import functools
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,23 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy, EvaluationLoss, context_parallel_attention
+from lightning_automodel import AutomodelStrategy, EvaluationLoss, context_parallel_attention, token_loss
 from tests.rank_pool import RankPool
+from tests.sharding.context_parallel_refusals import Refused, check_refused, messages
 from tests.trainer.exactness import Batch, Outcome, full_weights, weight_error
 from tests.trainer.plain import fill, sgd
 from tests.trainer.runs import TOLERANCE, make_trainer
+
+PLAN = {
+    **{f"blocks.*.{name}": ColwiseParallel() for name in ("query", "key", "value")},
+    "blocks.*.out": RowwiseParallel(),
+    "head": ColwiseParallel(output_layouts=Replicate()),
+}
+"""How tensor-parallel ranks share a `Decoder`: each attends with half of the heads."""
 
 VOCABULARY, WIDTH, HEADS, KEY_HEADS, MAX_LENGTH = 11, 8, 4, 2, 21
 
@@ -41,6 +52,7 @@ class Run:
     layout: str = "fsdp2"
     num_ranks: int = 1
     context: int = 2
+    tensor: int = 1
     accumulation: int = 2
     num_batches: int = 5
     gap: str = "none"
@@ -59,6 +71,7 @@ class Run:
         """Keywords of the strategy."""
         options: dict[str, Any] = {
             "context_parallel_size": self.context,
+            "tensor_parallel_size": self.tensor,
             "label_shift": self.label_shift,
             "loss_reduction": self.loss_reduction,
             "activation_checkpointing": self.recompute,
@@ -85,16 +98,24 @@ class Block(nn.Module):
         super().__init__()
         self.is_causal = is_causal
         self.norm = nn.LayerNorm(WIDTH)
-        self.project = nn.Linear(WIDTH, WIDTH + 2 * WIDTH * KEY_HEADS // HEADS)
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key, self.value = (nn.Linear(WIDTH, WIDTH * KEY_HEADS // HEADS) for _ in range(2))
         self.out = nn.Linear(WIDTH, WIDTH)
         self.feed_forward = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        heads = self.project(self.norm(hidden)).unflatten(-1, (HEADS + 2 * KEY_HEADS, -1)).transpose(1, 2)
-        query, key, value = heads.split([HEADS, KEY_HEADS, KEY_HEADS], dim=1)  # [b, h, s, d]
-        mixed = context_parallel_attention(query, key, value, is_causal=self.is_causal, attention_mask=mask)
+        normed = self.norm(hidden)
+        # [b, h, s, d]: a tensor-parallel rank has some of the heads.
+        heads = (
+            project(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        mixed = self.attend(*heads, mask)
         hidden = hidden + self.out(mixed.transpose(1, 2).flatten(-2))
         return hidden + torch.tanh(self.feed_forward(hidden))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return context_parallel_attention(query, key, value, is_causal=self.is_causal, attention_mask=mask)
 
 
 class Decoder(nn.Module):
@@ -131,6 +152,10 @@ class DecoderModule(LightningModule):
         super().__init__()
         self.run = run
         self.model = Decoder(run.is_causal)
+
+    def configure_model(self) -> None:
+        if self.run.tensor > 1:
+            parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
 
     def loss(self, batch: Batch, reduction: str) -> Tensor:
         logits, labels = self.model(batch), used_labels(self.run, batch)
@@ -197,9 +222,11 @@ def whole(run: Run, batch: Batch) -> Batch:
 
 
 @functools.cache
-def train_plainly(run: Run, epochs: int = 1) -> tuple[dict[str, Tensor], float, int]:
+def train_plainly(
+    run: Run, epochs: int = 1, make_module: type[DecoderModule] = DecoderModule
+) -> tuple[dict[str, Tensor], float, int]:
     """Weights, and the last window's loss and label tokens, of one process."""
-    module = DecoderModule(run)
+    module = make_module(run)
     optimizer = module.configure_optimizers()
     for start in list(range(0, run.num_batches, run.accumulation)) * epochs:
         window = [
@@ -215,11 +242,11 @@ def train_plainly(run: Run, epochs: int = 1) -> tuple[dict[str, Tensor], float, 
         elif run.clipping == "value":
             nn.utils.clip_grad_value_(parameters, run.clip["gradient_clip_val"])
         optimizer.step()
-    return full_weights(module.model), loss.item(), count
+    return full_weights(module), loss.item(), count
 
 
 def data_rank(run: Run) -> int:
-    return dist.get_rank() // run.context
+    return dist.get_rank() // (run.context * run.tensor)
 
 
 def loader(run: Run) -> DataLoader:
@@ -232,8 +259,8 @@ def fit(run: Run, make_module: type[DecoderModule] = DecoderModule) -> tuple[dic
     make_trainer(strategy, accumulate_grad_batches=run.accumulation, **run.clip).fit(module, loader(run))
     report = strategy.last_step
     assert report is not None
-    assert strategy.describe()["gradient_divisor"] == dist.get_world_size()
-    return full_weights(module.model), {
+    assert strategy.describe()["gradient_divisor"] == dist.get_world_size() // run.tensor
+    return full_weights(module), {
         name: float(getattr(report, name)) for name in ("loss", "num_label_tokens", "num_micro_batches")
     }
 
@@ -242,7 +269,7 @@ def fit_by_hand(run: Run) -> tuple[dict[str, Tensor], None]:
     """Runs on every rank: full weights after manual optimization."""
     module = ByHand(run)
     make_trainer(AutomodelStrategy(**run.options)).fit(module, loader(run))
-    return full_weights(module.model), None
+    return full_weights(module), None
 
 
 def check(pool: RankPool, run: Run) -> None:
@@ -264,7 +291,10 @@ def draw_runs(seed: int, count: int) -> list[Run]:
         rng.shuffle(drawn)
         return drawn
 
-    layouts = [("fsdp2", 1, 2), ("fsdp2", 2, 2), ("fsdp2", 1, 4), ("hsdp", 2, 2), ("ddp", 1, 2), ("ddp", 2, 2)]
+    layouts = [
+        *(("fsdp2", 1, 2, 1), ("fsdp2", 2, 2, 1), ("fsdp2", 1, 4, 1), ("fsdp2", 1, 2, 2)),
+        *(("hsdp", 2, 2, 1), ("ddp", 1, 2, 1), ("ddp", 2, 2, 1)),
+    ]
     columns: dict[str, list[Any]] = {
         "accumulation": column(1, 2, 3, 4),
         "num_batches": column(3, 4, 5),
@@ -282,7 +312,7 @@ def draw_runs(seed: int, count: int) -> list[Run]:
     return [
         Run(
             seed=rng.randrange(2**31),
-            **dict(zip(("layout", "num_ranks", "context"), layout, strict=True)),
+            **dict(zip(("layout", "num_ranks", "context", "tensor"), layout, strict=True)),
             **{name: values[index] for name, values in columns.items()},
         )
         for index, layout in enumerate(column(*layouts))
@@ -305,6 +335,10 @@ def test_replicas(pool4: RankPool) -> None:
 
 def test_ddp(pool4: RankPool) -> None:
     check(pool4, Run(layout="ddp", num_ranks=2, gap="rank", loss_reduction="sum", told="callable"))
+
+
+def test_tensor_parallel(pool4: RankPool) -> None:
+    check(pool4, Run(tensor=2, gap="micro_batches", label_shift=1, clipping="norm", padded=True, recompute=True))
 
 
 def describe() -> tuple[dict[str, Any], list[int]]:
@@ -358,11 +392,15 @@ def count_collectives(run: Run) -> Counter[str]:
 
 @pytest.mark.parametrize("recompute", [True, pytest.param(False, marks=pytest.mark.sweep)])
 def test_one_collective_a_layer_each_way(pool4: RankPool, recompute: bool) -> None:
-    """Keys and values together; recomputation gathers again."""
+    """Keys and values together; recomputation gathers again, and so does the check of the first step."""
     run = Run(num_ranks=2, recompute=recompute)
     layers = run.num_batches * len(Decoder().blocks)
+    checking = len(Decoder().blocks) + 3  # attention, and three tensors of the first batch
     for counted in pool4.run(count_collectives, run):
-        assert counted == {"all_gather_into_tensor": layers * (1 + recompute), "reduce_scatter_tensor": layers}
+        assert counted == {
+            "all_gather_into_tensor": layers * (1 + recompute) + checking,
+            "reduce_scatter_tensor": layers,
+        }
 
 
 def evaluate(run: Run) -> tuple[float, float]:
@@ -394,20 +432,23 @@ def save_and_resume(run: Run, folder: Path, epochs: int) -> dict[str, Tensor]:
     trainer = make_trainer(AutomodelStrategy(**run.options), **options)
     trainer.fit(module, loader(run), ckpt_path=path if epochs > 1 else None, weights_only=False)
     trainer.save_checkpoint(path)
-    return full_weights(module.model)
+    return full_weights(module)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("first", "then"),
-    [pytest.param(*each, marks=pytest.mark.sweep) for each in [(2, 1), (1, 2), (2, 2)]],
+    ("num_ranks", "first", "then"),
+    [(2, (2, 1), (1, 1)), (2, (1, 1), (2, 1)), (2, (2, 1), (2, 1)), (1, (2, 2), (2, 1)), (1, (2, 1), (2, 2))],
 )
-def test_checkpoints_go_to_other_shapes(request: pytest.FixtureRequest, tmp_path: Path, first: int, then: int) -> None:
-    """From one context size into another, with the optimizer's state."""
-    run = Run(num_ranks=2, clipping="norm")
+def test_checkpoints_go_to_other_shapes(
+    request: pytest.FixtureRequest, tmp_path: Path, num_ranks: int, first: tuple[int, int], then: tuple[int, int]
+) -> None:
+    """From one number of context and tensor-parallel ranks into another, with the optimizer's state."""
+    run = Run(num_ranks=num_ranks, clipping="norm")
     expected, _, _ = train_plainly(run, epochs=2)
-    for epochs, context in ((1, first), (2, then)):
-        pool = request.getfixturevalue(f"pool{2 * context}")
-        outcomes = pool.run(save_and_resume, replace(run, context=context), tmp_path, epochs)
+    for epochs, (context, tensor) in ((1, first), (2, then)):
+        pool = request.getfixturevalue(f"pool{num_ranks * context * tensor}")
+        outcomes = pool.run(save_and_resume, replace(run, context=context, tensor=tensor), tmp_path, epochs)
     for weights in outcomes:
         assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
 
@@ -443,44 +484,43 @@ class DrawsItself(DecoderModule):
 
 
 IDS = torch.ones(1, 4, dtype=torch.long)
-REFUSED: dict[str, tuple[type[DecoderModule], Any, dict[str, Any], str]] = {
-    "torch's own attention": (WithinSlice, None, {}, "scaled_dot_product_attention attends to this rank's slice"),
-    "no attention": (WithoutAttention, None, {}, "has crossed the 2 context-parallel ranks 0 times, of at least 1"),
-    "shifted in the slice": (ShiftsItself, None, {"label_shift": 1}, "take batch['shift_labels']"),
-    "keys of other positions": (LongerKeys, None, {}, "each rank holds 2 of this step's: it is for self-attention"),
-    "dataloader_iter": (DrawsItself, None, {}, "slices the batch that training_step gets"),
-    "a pair": (DecoderModule, (IDS, IDS), {}, "a batch that is a mapping, and this one is a list"),
-    "other names": (DecoderModule, {"tokens": IDS}, {}, "and the batch has the keys ['tokens']"),
-    "one label a row": (DecoderModule, {"input_ids": IDS, "labels": IDS[:, 0]}, {}, "make it [b, 4]"),
-    "a mask of pairs": (
-        *(DecoderModule, {"input_ids": IDS, "labels": IDS, "attention_mask": IDS[None, None]}, {}),
+
+
+def refused(
+    sentence: str, make_module: Callable[[Run], LightningModule] = DecoderModule, batch: Any = None, **options: Any
+) -> Refused:
+    batch = {"input_ids": IDS, "labels": IDS} if batch is None else batch
+    return Refused(lambda: make_module(Run()), sentence, lambda: [batch], options)
+
+
+REFUSED = {
+    "torch's own attention": refused("scaled_dot_product_attention attends to this rank's slice", WithinSlice),
+    "no attention": refused("has crossed the 2 context-parallel ranks 0 times, of at least 1", WithoutAttention),
+    "shifted in the slice": refused("take batch['shift_labels']", ShiftsItself, label_shift=1),
+    "keys of other positions": refused("each rank holds 2 of this step's: it is for self-attention", LongerKeys),
+    "dataloader_iter": refused("slices the batch that training_step gets", DrawsItself),
+    "a pair": refused("a batch that is a mapping, and this one is a list", batch=(IDS, IDS)),
+    "other names": refused("and the batch has the keys ['tokens']", batch={"tokens": IDS}),
+    "one label a row": refused("make it [b, 4]", batch={"input_ids": IDS, "labels": IDS[:, 0]}),
+    "a mask of pairs": refused(
         "slices the last dimension of batch['attention_mask'], which has the shape [1, 1, 1, 4]",
+        batch={"input_ids": IDS, "labels": IDS, "attention_mask": IDS[None, None]},
     ),
-    "unequal batches": (DecoderModule, "rank", {}, "The context-parallel ranks [0, 1] were given different first"),
+    "unequal batches": Refused(
+        lambda: DecoderModule(Run()),
+        "The context-parallel ranks [0, 1] were given different first",
+        lambda: [{"input_ids": IDS + dist.get_rank(), "labels": IDS}],
+    ),
 }
 
 
 def refusals() -> dict[str, str]:
-    """Runs on every rank: what each of these raises."""
-    raised = {}
-    for name, (make_module, batch, options, _) in REFUSED.items():
-        if batch is None:
-            batch = {"input_ids": IDS, "labels": IDS}
-        elif batch == "rank":
-            batch = {"input_ids": IDS + dist.get_rank(), "labels": IDS}
-        trainer = make_trainer(AutomodelStrategy(context_parallel_size=2, **options))
-        try:
-            trainer.fit(make_module(Run()), DataLoader([batch], batch_size=None))
-        except Exception as error:
-            raised[name] = f"{type(error).__name__}: {error}"
-    return raised
+    """Runs on every rank."""
+    return messages(REFUSED)
 
 
 def test_what_would_be_wrong_in_slices_is_refused(pool2: RankPool) -> None:
-    for raised in pool2.run(refusals):
-        assert raised.keys() == REFUSED.keys()
-        for name, (*_, sentence) in REFUSED.items():
-            assert sentence in raised[name]
+    check_refused(pool2, refusals, REFUSED)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -527,6 +567,53 @@ def test_manual_optimization(pool4: RankPool, layout: str) -> None:
         assert weight_error(Outcome(trained, None), Outcome(weights, None)) <= TOLERANCE
 
 
+class Headless(DecoderModule):
+    """Has its head beside the model, tied to the embedding or not."""
+
+    is_tied = False
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.head, self.model.head = self.model.head, nn.Identity()
+        if self.is_tied:
+            self.head.weight = self.model.embedding.weight
+
+    def loss(self, batch: Batch, reduction: str) -> Tensor:
+        logits, labels = self.head(self.model(batch)), used_labels(self.run, batch)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+
+
+class InChunks(Headless):
+    def loss(self, batch: Batch, reduction: str) -> Tensor:
+        labels = used_labels(self.run, batch)
+        loss, count = token_loss(self.model(batch), self.head, labels, chunk_elements=2 * VOCABULARY)
+        return loss if reduction == "sum" else loss / count.clamp(min=1)
+
+
+class Tied(Headless):
+    is_tied = True
+
+
+class TiedInChunks(InChunks):
+    is_tied = True
+
+
+@pytest.mark.parametrize(
+    ("expected", "in_chunks"), [(Tied, TiedInChunks), pytest.param(Headless, InChunks, marks=pytest.mark.sweep)]
+)
+@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("ddp", marks=pytest.mark.sweep)])
+def test_loss_in_chunks(
+    pool4: RankPool, layout: str, expected: type[DecoderModule], in_chunks: type[DecoderModule]
+) -> None:
+    """Each slice has chunks of its own, and one without a label has none."""
+    run = Run(layout=layout, num_ranks=2, gap="micro_batches", label_shift=1, clipping="norm")
+    weights, loss, count = train_plainly(run, make_module=expected)
+    for trained, report in pool4.run(fit, run, in_chunks):
+        assert weight_error(Outcome(trained, None), Outcome(weights, None)) <= TOLERANCE
+        assert report["num_label_tokens"] == count
+        assert report["loss"] == pytest.approx(loss, rel=TOLERANCE)
+
+
 class Compiled(DecoderModule):
     def configure_model(self) -> None:
         for block in self.model.blocks:
@@ -543,6 +630,6 @@ def test_compiled_blocks(pool2: RankPool) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("run", [pytest.param(run, id=str(index)) for index, run in enumerate(draw_runs(1, 72))])
+@pytest.mark.parametrize("run", [pytest.param(run, id=str(index)) for index, run in enumerate(draw_runs(1, 84))])
 def test_random_runs(request: pytest.FixtureRequest, run: Run) -> None:
-    check(request.getfixturevalue(f"pool{run.num_ranks * run.context}"), run)
+    check(request.getfixturevalue(f"pool{run.num_ranks * run.context * run.tensor}"), run)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.sharding.context_parallel_hf import let_models_attend_across
 from tests.rank_pool import RankPool
+from tests.sharding.context_parallel_refusals import Refused, check_refused, messages
 from tests.trainer.exactness import VOCABULARY, Batch, Outcome, full_weights, weight_error
 from tests.trainer.hugging_face import _SIZES, OwnLoss, filled, t5, tied_llama, untied_gpt2
 from tests.trainer.plain import sgd
@@ -93,8 +94,8 @@ def fit(make_model: Callable[[], nn.Module], kind: str, options: dict[str, Any])
     """Runs on every rank: full weights, and what was replaced on the model's configuration afterwards."""
     module = OwnLoss(make_model())
     strategy = AutomodelStrategy(context_parallel_size=CONTEXT, label_shift=1, **options)
-    num_ranks = dist.get_world_size() // CONTEXT
-    batches = batches_by_rank(kind, num_ranks)[dist.get_rank() // CONTEXT]
+    peers = CONTEXT * options.get("tensor_parallel_size", 1)
+    batches = batches_by_rank(kind, dist.get_world_size() // peers)[dist.get_rank() // peers]
     trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE)
     trainer.fit(module, DataLoader(batches, batch_size=None))
     config = module.model.config
@@ -104,7 +105,8 @@ def fit(make_model: Callable[[], nn.Module], kind: str, options: dict[str, Any])
 def check(pool: RankPool, model: str, kind: str, **options: Any) -> None:
     plain = MODELS[model]()
     found = [plain.config._attn_implementation, plain.config.use_cache]
-    expected = Outcome(train_plainly(plain, kind, pool.num_ranks // CONTEXT), None)
+    peers = CONTEXT * options.get("tensor_parallel_size", 1)
+    expected = Outcome(train_plainly(plain, kind, pool.num_ranks // peers), None)
     for weights, left in pool.run(fit, MODELS[model], kind, options):
         assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
         assert left == found
@@ -127,6 +129,23 @@ def test_windows_and_shards(pool4: RankPool) -> None:
     check(pool4, "qwen3", "left", activation_checkpointing=True)
 
 
+def two_key_heads() -> nn.Module:
+    """Enough for two ranks."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return filled(Qwen3ForCausalLM(Qwen3Config(**_SIZES | {"num_key_value_heads": 2}, head_dim=4)))
+
+
+MODELS["two key heads"] = two_key_heads
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensor_parallel(pool4: RankPool, kind: str) -> None:
+    """By the model's own plan: each rank attends with its heads."""
+    check(pool4, "two key heads", kind, tensor_parallel_size=2)
+
+
 class LeavesOut(OwnLoss):
     """Passes all but one entry of the batch to the model."""
 
@@ -146,32 +165,32 @@ class ShiftsInTheModel(OwnLoss):
         return self.model(**(own | {"labels": batch["shift_labels"]})).loss
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "positions": (lambda: LeavesOut("position_ids"), "LlamaForCausalLM was called on a slice of a sequence without"),
-    "masks": (lambda: LeavesOut("attention_mask"), "pass the batch's attention_mask and position_ids to the model"),
-    "shifted labels": (lambda: LeavesOut("shift_labels"), "take batch['shift_labels']"),
-    "shifted again": (lambda: ShiftsInTheModel(tied_llama()), "would shift the labels of a slice of a sequence by"),
-    "encoder-decoder": (lambda: OwnLoss(t5()), "T5ForConditionalGeneration is no causal language model"),
+def refused(make_module: Callable[[], Any], sentence: str) -> Refused:
+    return Refused(make_module, sentence, lambda: batches_by_rank("plain", 1)[0], {"label_shift": 1})
+
+
+REFUSED = {
+    "positions": refused(
+        lambda: LeavesOut("position_ids"), "LlamaForCausalLM was called on a slice of a sequence without"
+    ),
+    "masks": refused(
+        lambda: LeavesOut("attention_mask"), "pass the batch's attention_mask and position_ids to the model"
+    ),
+    "shifted labels": refused(lambda: LeavesOut("shift_labels"), "take batch['shift_labels']"),
+    "shifted again": refused(
+        lambda: ShiftsInTheModel(tied_llama()), "would shift the labels of a slice of a sequence by"
+    ),
+    "encoder-decoder": refused(lambda: OwnLoss(t5()), "T5ForConditionalGeneration is no causal language model"),
 }
 
 
 def refusals() -> dict[str, str]:
-    """Runs on every rank: what each of these raises."""
-    raised = {}
-    for name, (make_module, _) in REFUSED.items():
-        trainer = make_trainer(AutomodelStrategy(context_parallel_size=CONTEXT, label_shift=1))
-        try:
-            trainer.fit(make_module(), DataLoader(batches_by_rank("plain", 1)[0], batch_size=None))
-        except Exception as error:
-            raised[name] = f"{type(error).__name__}: {error}"
-    return raised
+    """Runs on every rank."""
+    return messages(REFUSED)
 
 
 def test_what_would_be_wrong_in_slices_is_refused(pool2: RankPool) -> None:
-    for raised in pool2.run(refusals):
-        assert raised.keys() == REFUSED.keys()
-        for name, (_, sentence) in REFUSED.items():
-            assert sentence in raised[name]
+    check_refused(pool2, refusals, REFUSED)
 
 
 def test_layers_that_mix_positions_otherwise() -> None:

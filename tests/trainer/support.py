@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy
+from lightning_automodel import AutomodelStrategy, context_parallel_attention
 from tests.trainer.cases import Case
 from tests.trainer.exactness import PLAN, Batch, Block, TinyDecoder, full_weights, micro_batches
 from tests.trainer.plain import ModelModule, plain_weights
@@ -37,17 +37,24 @@ class Layout:
         num_ranks: Ranks that hold different data.
         tensor: Ranks that compute each micro-batch together.
         mesh: Names of the dimensions of a mesh that the caller builds.
+        context: Ranks that share each batch.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
     num_ranks: int = 2
     tensor: int = 1
     mesh: tuple[str, ...] = ()
+    context: int = 1
+
+    @property
+    def peers(self) -> int:
+        """Ranks that are given the same batches."""
+        return self.tensor * self.context
 
     @property
     def world_size(self) -> int:
         """Processes."""
-        return self.num_ranks * self.tensor
+        return self.num_ranks * self.peers
 
     @property
     def case(self) -> Case:
@@ -100,6 +107,12 @@ LAYOUTS = {
     "TP x FSDP2": Layout({"tensor_parallel_size": 2}, tensor=2),
     "own mesh (dp, tp)": Layout(tensor=2, mesh=("dp", "tp")),
     "DDP": Layout({"data_parallel": "ddp"}),
+    "CP x FSDP2": Layout({"context_parallel_size": 2}, num_ranks=1, context=2),
+    "CP x HSDP": Layout({"context_parallel_size": 2, "data_parallel_replicate_size": 2}, context=2),
+    "CP x TP x FSDP2": Layout(
+        {"context_parallel_size": 2, "tensor_parallel_size": 2}, num_ranks=1, tensor=2, context=2
+    ),
+    "CP x DDP": Layout({"context_parallel_size": 2, "data_parallel": "ddp"}, num_ranks=1, context=2),
 }
 PRECISIONS = {
     "64-true": 1e-12,
@@ -165,9 +178,22 @@ class SupportModule(ModelModule):
         return None
 
 
-def decoder(feature: Feature) -> nn.Module:
+class AttendingBlock(Block):
+    """Mixes positions by attention, in place of their mean."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed = self.norm(hidden)
+        heads = normed[:, None]
+        mixed = context_parallel_attention(heads, heads, heads)[:, 0]
+        return hidden + torch.tanh(self.linear(normed + mixed))
+
+
+def decoder(feature: Feature, layout: Layout) -> nn.Module:
     """The model as both sides start with it, in float64."""
     model = TinyDecoder(SEED).double()
+    if layout.context > 1:
+        for block in model.blocks:
+            block.__class__ = AttendingBlock
     feature.prepare(model)
     return model
 
@@ -180,7 +206,7 @@ def accelerator() -> str:
 def train(cell: Cell) -> dict[str, Tensor] | str:
     """Runs on every rank: full weights in float64 after training, or the message with which the cell is refused."""
     layout, feature = LAYOUTS[cell.layout], FEATURES[cell.feature]
-    model = decoder(feature)
+    model = decoder(feature, layout)
     if cell.precision != "64-true":
         model.float()
     module = SupportModule(model, feature, layout)
@@ -188,7 +214,7 @@ def train(cell: Cell) -> dict[str, Tensor] | str:
     kind = accelerator()
     if layout.mesh:
         options["device_mesh"] = init_device_mesh(kind, (layout.num_ranks, layout.tensor), mesh_dim_names=layout.mesh)
-    batches = micro_batches(layout.case)[dist.get_rank() // layout.tensor]
+    batches = micro_batches(layout.case)[dist.get_rank() // layout.peers]
     try:
         trainer = make_trainer(
             AutomodelStrategy(**options),
@@ -209,8 +235,8 @@ def train(cell: Cell) -> dict[str, Tensor] | str:
 
 def expected_weights(cell: Cell, accumulate: int = ACCUMULATE) -> dict[str, Tensor]:
     """The plain float64 loop's."""
-    feature = FEATURES[cell.feature]
-    return plain_weights(decoder(feature), accumulate, LAYOUTS[cell.layout].case, clip=feature.clip)
+    feature, layout = FEATURES[cell.feature], LAYOUTS[cell.layout]
+    return plain_weights(decoder(feature, layout), accumulate, layout.case, clip=feature.clip)
 
 
 def reason_not_to_run(cell: Cell, num_devices: int) -> str | None:

@@ -1,0 +1,320 @@
+"""Training a Llama of one shape or another in one way or another, and what an optimizer step of it takes.
+
+Shapes: b = rows of a micro-batch, s = tokens of a row, d = model width, v = vocabulary.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from time import perf_counter, process_time
+from typing import Any
+
+import lightning as L  # noqa: N812
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch.strategies import ModelParallelStrategy
+from peak_memory import MALLOC, MEBIBYTE, peak, start_peak
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+from turns import CollectiveCounter
+
+from lightning_automodel import AutomodelStrategy, token_loss
+
+IGNORE_INDEX = -100
+SHAPES = {
+    "llama3-8b": {
+        **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128_256},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500_000.0},
+    },
+    "tiny": {
+        **{"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "vocab_size": 32_000},
+        **{"num_attention_heads": 8, "num_key_value_heads": 2},
+    },
+    "narrow": {
+        **{"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "vocab_size": 32_000},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train, measured in processes of its own.
+
+    Attributes:
+        way: "automodel", "model-parallel" (Lightning's strategy) or "loop" (FSDP2 by hand).
+        shape: Of the model, a key of `SHAPES`.
+        device: "cpu" or "cuda".
+        length: s
+        rows: b
+        accumulate: Micro-batches of an optimizer step, of each rank.
+        warm_up: Optimizer steps before those that are measured.
+        steps: Optimizer steps that are measured.
+        ranks: Processes.
+        context: `context_parallel_size`.
+        is_chunked: Whether the loss is `token_loss`, not `F.cross_entropy` over all logits.
+        recompute: `activation_checkpointing`.
+        compile: Whether blocks are compiled.
+        options: Further keywords of the strategy.
+    """
+
+    way: str
+    shape: str
+    device: str
+    length: int
+    rows: int = 1
+    accumulate: int = 1
+    warm_up: int = 1
+    steps: int = 1
+    ranks: int = 1
+    context: int = 1
+    is_chunked: bool = False
+    recompute: bool | str = False
+    compile: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(**SHAPES[self.shape], max_position_embeddings=self.length, attn_implementation="sdpa")
+
+    def batches(self) -> DataLoader:
+        """Random rows whose first tokens carry no labels; the first windows are short where steps are long."""
+        generator = torch.Generator().manual_seed(0)
+        batches = []
+        for index in range((self.warm_up + self.steps) * self.accumulate):
+            # What warms up on a CPU are imports, buffers and code, not kernels that are chosen by shape.
+            is_short = self.device == "cpu" and index < self.warm_up * self.accumulate
+            length = min(self.length, 256) if is_short else self.length
+            tokens = torch.randint(self.config().vocab_size, (self.rows, length + 1), generator=generator)
+            labels = tokens[:, 1:].clone()
+            labels[:, : length // 8] = IGNORE_INDEX
+            batches.append({"input_ids": tokens[:, :-1], "labels": labels})
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+    def measure(self, script: str) -> dict[str, Any]:
+        """Runs `script --case` on this in new processes, and returns what `report` printed there."""
+        command = [sys.executable, script, "--case", json.dumps(asdict(self))]
+        environment = {**os.environ, **MALLOC, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        if done.returncode:
+            if "OutOfMemoryError" in done.stderr:
+                return {}
+            raise RuntimeError(f"{self} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+class ByteCounter(CollectiveCounter):
+    """Also adds up the bytes of the largest tensor of each collective: what all ranks of its group send or get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func._schema.name.startswith("c10d::"):
+            tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+            self.bytes += max((tensor.nbytes for tensor in tensors), default=0)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Meter:
+    """Measures the optimizer steps after the warm-up.
+
+    Args:
+        case: What is measured.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        # A CPU's time is blind to waiting, for other ranks as well as for what else the machine does.
+        self.clock = process_time if case.device == "cpu" else perf_counter
+        self.before = start_peak(case.device)
+        self.counter = ByteCounter()
+
+    def start(self) -> None:
+        start_peak(self.case.device)
+        self._synchronize()
+        self.started = self.clock()
+        if self.case.ranks > 1:
+            self.counter.__enter__()
+
+    def stop(self) -> None:
+        self._synchronize()
+        seconds = self.clock() - self.started
+        if self.case.ranks > 1:
+            self.counter.__exit__(None, None, None)
+        held = torch.tensor(float(peak(self.case.device) - self.before), device=self.case.device)
+        if self.case.ranks > 1:
+            dist.all_reduce(held, op=dist.ReduceOp.MAX)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            steps = self.case.steps
+            print(
+                json.dumps(
+                    {
+                        "seconds": seconds / steps,
+                        "peak": float(held) / MEBIBYTE,
+                        "collectives": sum(self.counter.counts.values()) / steps,
+                        "megabytes": self.counter.bytes / steps / MEBIBYTE,
+                    }
+                ),
+                flush=True,
+            )
+
+    def _synchronize(self) -> None:
+        if self.case.device == "cuda":
+            torch.cuda.synchronize()
+
+
+class StepMeter(L.Callback):
+    """The meter of a run of the Trainer."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int) -> None:
+        if index == self.meter.case.warm_up * self.meter.case.accumulate:
+            self.meter.start()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.meter.stop()
+
+
+def build_model(case: Case) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(case.dtype)
+    try:
+        with torch.device(case.device):
+            return LlamaForCausalLM(case.config()).train()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=case.device == "cuda")
+
+
+def losses(model: LlamaForCausalLM, case: Case, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The sum over label tokens, and their number, both []."""
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    labels = batch["labels"]  # [b, s]
+    if case.is_chunked:
+        hidden = model.model(**inputs, use_cache=False).last_hidden_state  # [b, s, d]
+        return token_loss(hidden, model.lm_head, labels)
+    logits = model(**inputs, use_cache=False).logits.flatten(0, 1).float()  # [b * s, v]
+    return F.cross_entropy(logits, labels.flatten(), reduction="sum"), (labels != IGNORE_INDEX).sum()
+
+
+def shard_by_hand(model: LlamaForCausalLM, case: Case, mesh: DeviceMesh) -> None:
+    """As the strategy does it: recomputation, compiling, then the blocks and the rest as units."""
+    if case.recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for block in model.model.layers:
+        if case.compile:
+            block.compile()
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+class LlamaModule(L.LightningModule):
+    """The case as a LightningModule."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.model: LlamaForCausalLM | None = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = build_model(self.case)
+            if self.case.way == "model-parallel":
+                assert self.device_mesh is not None
+                shard_by_hand(self.model, self.case, self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        loss, n = losses(self.model, self.case, batch)
+        return {"loss": loss / n.clamp(min=1), "num_label_tokens": n}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return build_optimizer(self, self.case)
+
+
+def run(case: Case) -> None:
+    """Trains the case in this process, and those that the Trainer starts, and prints what it took."""
+    warnings.filterwarnings("ignore")
+    if case.device == "cpu":
+        torch.set_num_threads(1)
+    {"loop": _run_loop, "automodel": _run_trainer, "model-parallel": _run_trainer}[case.way](case, Meter(case))
+
+
+def _run_trainer(case: Case, meter: Meter) -> None:
+    strategy: Any = ModelParallelStrategy(data_parallel_size=case.ranks, tensor_parallel_size=1)
+    if case.way == "automodel":
+        strategy = AutomodelStrategy(
+            context_parallel_size=case.context,
+            activation_checkpointing=case.recompute,
+            compile=case.compile,
+            **dict(case.options),
+        )
+    trainer = L.Trainer(
+        accelerator="gpu" if case.device == "cuda" else "cpu",
+        devices=case.ranks,
+        strategy=strategy,
+        precision="bf16-true" if case.device == "cuda" else "32-true",
+        accumulate_grad_batches=case.accumulate,
+        max_steps=case.warm_up + case.steps,
+        callbacks=[StepMeter(meter)],
+        use_distributed_sampler=False,
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    )
+    trainer.fit(LlamaModule(case), case.batches())
+
+
+def _run_loop(case: Case, meter: Meter) -> None:
+    """FSDP2 by hand on one rank: gradients are reduced, and parameters gathered, once a window."""
+    store = dist.HashStore()
+    dist.init_process_group("nccl" if case.device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    model = build_model(case)
+    shard_by_hand(model, case, init_device_mesh(case.device, (1,)))
+    fsdp: Any = model
+    fsdp.set_reshard_after_forward(False)
+    optimizer = build_optimizer(model, case)
+    counted = torch.zeros((), dtype=torch.int64, device=case.device)
+    for index, batch in enumerate(case.batches()):
+        if index == case.warm_up * case.accumulate:
+            meter.start()
+        is_last = (index + 1) % case.accumulate == 0
+        fsdp.set_requires_gradient_sync(is_last)
+        fsdp.set_reshard_after_backward(is_last)
+        total, n = losses(model, case, {name: tensor.to(case.device) for name, tensor in batch.items()})
+        counted += n
+        total.backward()
+        if is_last:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(counted)
+            optimizer.step()
+            optimizer.zero_grad()
+            counted.zero_()
+    meter.stop()
+    dist.destroy_process_group()
+
+
+def main_or_case(main: Callable[[], None]) -> None:
+    """Runs the case that the command line gives to a process that `Case.measure` has started, or else `main`."""
+    if "--case" in sys.argv:
+        fields = json.loads(sys.argv[sys.argv.index("--case") + 1])
+        run(Case(**{**fields, "options": tuple(map(tuple, fields["options"]))}))
+    else:
+        main()

@@ -1,0 +1,60 @@
+"""Weights that are codes and no numbers: which of them FSDP2 can shard, and DDP copy."""
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+
+def kept_whole(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]:
+    """Frozen parameters that stay whole on every rank because FSDP2 would fail at them, or convert codes.
+
+    It shards plain tensors, and classes that tell it how to (``fsdp_pre_all_gather``), as torchao's for training do.
+
+    Args:
+        model: Not sharded yet.
+        policy: What units compute in: FSDP2 converts floating-point parameters to it.
+
+    Returns:
+        Names with the reason.
+
+    Raises:
+        ValueError: For a parameter of such a class that is to be trained, or that no sharded checkpoint could hold.
+    """
+    reasons = {}
+    for name, parameter in model.named_parameters():
+        kind = type(parameter).__name__
+        if isinstance(parameter, DTensor) or hasattr(parameter, "fsdp_pre_all_gather"):
+            continue
+        if type(parameter) is nn.Parameter:
+            is_float8 = parameter.is_floating_point() and parameter.dtype.itemsize == 1
+            if is_float8 and policy.param_dtype not in (None, parameter.dtype):
+                reasons[name] = f"{parameter.dtype}, which is not to be converted to {policy.param_dtype}"
+            continue
+        if parameter.requires_grad:
+            raise ValueError(
+                f"{name} is to be trained and is a {kind}, which FSDP2 cannot shard: its class has no"
+                " fsdp_pre_all_gather. Freeze it and train an adapter beside it (LoRA), quantise after training, or"
+                " choose a class that has one, such as those of torchao for float8 training."
+            )
+        if hasattr(parameter, "SCB"):
+            raise ValueError(
+                f"{name} is a {kind}: its layer adds to the state dict what belongs to no parameter or buffer, so a"
+                " sharded model could not be saved. Load the model in 4 bit (Linear4bit), or pass data_parallel='ddp'."
+            )
+        reasons[name] = f"quantised ({kind})"
+    return reasons
+
+
+def has_parts(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is of a class that holds others, as quantised ones are: torch's protocol for such classes."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def check_replicable(model: nn.Module) -> None:
+    """Raise ValueError for a parameter to be trained that DDP cannot put into a bucket."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and has_parts(parameter):
+            raise ValueError(
+                f"{name} is to be trained and is a {type(parameter).__name__}, which DDP cannot hold: pass"
+                " data_parallel='fsdp2' (for float8 also enable_fsdp_float8_all_gather=False), or freeze it."
+            )

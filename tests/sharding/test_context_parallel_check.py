@@ -1,0 +1,227 @@
+"""The check at the first step under context parallelism: it sees one bad layer, and leaves no trace of itself."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from lightning_automodel import AutomodelStrategy
+from lightning_automodel.sharding.context_parallel_check import FirstStepCheck
+from tests.rank_pool import RankPool
+from tests.sharding.context_parallel_refusals import Refused, check_refused, messages
+from tests.sharding.test_context_parallel import (
+    HEADS,
+    KEY_HEADS,
+    Block,
+    DecoderModule,
+    Run,
+    batches_by_rank,
+    data_rank,
+    fit,
+)
+from tests.trainer.exactness import Batch, full_weights
+from tests.trainer.plain import fill
+from tests.trainer.runs import make_trainer
+
+
+class AttendsByHand(Block):
+    """Writes the textbook's formula, within its slice."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        key, value = (each.repeat_interleave(HEADS // KEY_HEADS, dim=1) for each in (key, value))
+        scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+        return scores.masked_fill(~torch.ones_like(scores).tril().bool(), -math.inf).softmax(-1) @ value
+
+
+class Deep(DecoderModule):
+    """Four blocks, the third of a class of its own."""
+
+    third: type[Block] = Block
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model.blocks = nn.ModuleList((self.third if index == 2 else Block)(True) for index in range(4))
+        fill(self.model)
+
+
+class OneByHand(Deep):
+    third = AttendsByHand
+
+
+class CountsFromZero(DecoderModule):
+    """Takes no positions from the batch."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return super().training_step({name: each for name, each in batch.items() if name != "position_ids"}, batch_idx)
+
+
+class CallsParts(OneByHand):
+    """Has no module around the blocks."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        hidden = self.model.embedding(batch["input_ids"]) + self.model.positions(batch["position_ids"])
+        for block in self.model.blocks:
+            hidden = block(hidden, None)
+        return F.cross_entropy(self.model.head(hidden).flatten(0, 1), batch["labels"].flatten())
+
+
+BATCH = {"input_ids": torch.arange(2 * 18).view(2, 18) % 11, "labels": torch.ones(2, 18, dtype=torch.long)}
+LAYER = "model.blocks.2.out (Linear) gives something else on slices of sequences than on whole ones: off by"
+REFUSED = {
+    "one layer by hand": Refused(lambda: OneByHand(Run()), LAYER, lambda: [BATCH]),
+    "blocks called one by one": Refused(lambda: CallsParts(Run()), LAYER, lambda: [BATCH]),
+    "replicated": Refused(lambda: OneByHand(Run()), LAYER, lambda: [BATCH], {"data_parallel": "ddp"}),
+    "recomputed": Refused(lambda: OneByHand(Run()), LAYER, lambda: [BATCH], {"activation_checkpointing": True}),
+    "other positions": Refused(lambda: CountsFromZero(Run()), "gives something else on slices", lambda: [BATCH]),
+}
+
+
+def refusals() -> dict[str, str]:
+    """Runs on every rank."""
+    return messages(REFUSED)
+
+
+def test_what_no_step_tells_of_itself_is_seen(pool2: RankPool) -> None:
+    check_refused(pool2, refusals, REFUSED)
+
+
+class Draws(DecoderModule):
+    """Adds noise, in evaluation too."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model.embedding.register_forward_hook(lambda _, __, output: output + torch.randn_like(output))
+
+
+class CallsWithTables(CallsParts):
+    """Gives its blocks what has a length and is no slice of the batch."""
+
+    third = Block
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.model.blocks[1].register_forward_pre_hook(lambda module, args: (args[0], None))
+        hidden = self.model.embedding(batch["input_ids"])
+        for index, block in enumerate(self.model.blocks):
+            hidden = block(hidden, torch.ones(3, hidden.shape[1]) if index == 1 else None)
+        return self.model.head(hidden).sum() * 0
+
+
+TOLD: dict[str, tuple[type[DecoderModule], dict[str, Any], list[str]]] = {
+    "good": (Deep, {}, []),
+    "bf16-mixed": (Deep, {"precision": "bf16-mixed"}, []),
+    "bf16-true": (Deep, {"precision": "bf16-true"}, []),
+    "random": (Draws, {}, ["Draws.training_step draws random numbers in evaluation mode too"]),
+    "lengths": (CallsWithTables, {}, ["attends 1 of 4 times outside of modules that are called with slices"]),
+}
+
+
+def told() -> dict[str, list[str]]:
+    """Runs on every rank: what each of these is told."""
+    found = {}
+    for name, (make_module, options, _) in TOLD.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            module = make_module(Run())
+            if options:
+                module.float()
+            make_trainer(AutomodelStrategy(context_parallel_size=2), **options).fit(
+                module, DataLoader([BATCH], batch_size=None)
+            )
+        found[name] = [str(each.message) for each in caught if "in slices has not been checked" in str(each.message)]
+    return found
+
+
+def test_says_what_it_cannot_compare(pool2: RankPool) -> None:
+    """And nothing where it can."""
+    first, second = pool2.run(told)
+    for name, (*_, expected) in TOLD.items():
+        assert len(first[name]) == len(expected)
+        assert all(map(str.__contains__, first[name], expected))
+        assert second[name] == []
+
+
+class Remembers(DecoderModule):
+    """Drops out, keeps statistics and counts its calls."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model.blocks[0].norm = nn.Sequential(self.model.blocks[0].norm, nn.Dropout(0.3))
+        self.model.mean = MeanMetric()
+        self.model.register_buffer("num_calls", torch.zeros(()))
+        self.model.register_forward_hook(self._count)
+        self.logged: list[float] = []
+
+    def _count(self, model: Any, args: Any, output: Tensor) -> Tensor:
+        model.num_calls += 1
+        model.mean.update(output.detach())
+        return output * model.num_calls.cos().add(2)  # which the backward keeps
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_end(self) -> None:
+        self.logged = [float(self.trainer.callback_metrics["loss"]), float(self.model.mean.compute())]
+
+
+def fit_checked(run: Run, is_checked: bool) -> tuple[dict[str, Tensor], list[float], Tensor]:
+    """Runs on every rank: weights and buffers, logged values, random state."""
+    torch.manual_seed(5 + dist.get_rank())
+    module, strategy = Remembers(run), AutomodelStrategy(**run.options)
+    with patch.object(FirstStepCheck, "check", FirstStepCheck.check if is_checked else lambda *_: None):
+        make_trainer(strategy, accumulate_grad_batches=run.accumulation, log_every_n_steps=1).fit(
+            module, DataLoader(batches_by_rank(run)[data_rank(run)], batch_size=None)
+        )
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    return full_weights(module.model) | buffers, module.logged, torch.get_rng_state()
+
+
+KINDS = {
+    "fsdp2": Run(reshard=True),
+    "kept": Run(reshard=False, recompute=True),
+    "undeferred": Run(defer=False, accumulation=1),
+    "ddp": Run(layout="ddp"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_leaves_no_trace(pool2: RankPool, kind: str) -> None:
+    """Bit for bit what there is without it."""
+    run = KINDS[kind]
+    for checked, unchecked in zip(pool2.run(fit_checked, run, True), pool2.run(fit_checked, run, False), strict=True):
+        assert checked[0].keys() == unchecked[0].keys()
+        for name, value in checked[0].items():
+            assert torch.equal(value, unchecked[0][name]), name
+        assert checked[1] == unchecked[1]
+        assert torch.equal(checked[2], unchecked[2])
+
+
+class Compiled(Deep):
+    def configure_model(self) -> None:
+        for block in self.model.blocks:
+            block.compile(backend="eager")
+
+
+def count_graphs(is_checked: bool) -> int:
+    """Runs on every rank: how many graphs a fit compiles."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    with patch.object(FirstStepCheck, "check", FirstStepCheck.check if is_checked else lambda *_: None):
+        fit(Run(), Compiled)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.sweep
+def test_compiles_nothing(pool2: RankPool) -> None:
+    assert pool2.run(count_graphs, True) == pool2.run(count_graphs, False)

@@ -1,0 +1,173 @@
+"""All-gathers that start ahead: the weights of one process, in another order of events, and nothing stale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_automodel import AutomodelStrategy, torch_internals
+from lightning_automodel.patching import PatchStack
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, TinyDecoder, full_weights, weight_error
+from tests.trainer.plain import ModelModule, fill, filled_decoder, plain_weights, prefixed
+from tests.trainer.runs import CASE, TOLERANCE, by_default, loader, make_trainer
+
+ACCUMULATE = 3
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "resharded": {"reshard_during_accumulation": True},
+    "kept": {"reshard_during_accumulation": False},
+    "undeferred": {"reshard_during_accumulation": True, "defer_fsdp_grad_sync": False},
+    "offloaded": {"cpu_offload": True, "reshard_during_accumulation": True},
+    "recomputed": {"activation_checkpointing": True, "reshard_during_accumulation": True},
+}
+
+
+class Events(Callback):
+    """The all-gathers, forwards and backwards of one micro-batch, by name, as they start on this rank."""
+
+    def __init__(self, batch_idx: int) -> None:
+        self.batch_idx, self.events = batch_idx, []
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        self._patches, self._trainer = PatchStack(), trainer
+        for name, unit in module.named_modules():
+            if isinstance(unit, FSDPModule):
+                label = name.rpartition(".")[2] or "root"
+                torch_internals.note_all_gathers(unit, partial(self._note, f"gather {label}"), self._patches)
+                if name:
+                    unit.register_forward_hook(lambda *_, label=label: self._note(f"after {label}"))
+
+    def _note(self, event: str) -> None:
+        if self._trainer.fit_loop.epoch_loop.batch_idx == self.batch_idx:
+            self.events.append(event)
+
+    def on_before_backward(self, *args: Any) -> None:
+        self._note("backward")
+
+    def on_train_end(self, *args: Any) -> None:
+        self._patches.restore()
+
+
+def fit(
+    options: dict[str, Any],
+    make_model: Callable[[], nn.Module] = filled_decoder,
+    callbacks: tuple[Callback, ...] = (),
+    batch_idx: int = 0,
+    **kwargs: Any,
+) -> tuple[Any, list[str], dict[str, Any]]:
+    """Weights, events of the micro-batch `batch_idx`, and what `describe` says."""
+    module, events, strategy = ModelModule(make_model()), Events(batch_idx), AutomodelStrategy(**options)
+    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, callbacks=[events, *callbacks], **kwargs)
+    trainer.fit(module, loader(CASE), loader(CASE) if kwargs.get("limit_val_batches") else None)
+    described = strategy.describe()
+    assert not any(torch_internals.is_gathering(unit) for unit in torch_internals.fsdp_units(module))
+    return prefixed(full_weights(module.model)), events.events, described
+
+
+FORWARD = {
+    1: ["gather root", "gather 0", "gather 1", "after 0", "gather 2", "after 1", "after 2"],
+    2: ["gather root", "gather 0", "gather 1", "gather 2", "after 0", "after 1", "after 2"],
+}
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("options", by_default(LAYOUTS, "resharded", "kept"))
+def test_weights_are_exact_and_gathers_start_ahead(pool2: RankPool, options: dict[str, Any], ahead: int) -> None:
+    """The unit behind (or two) is being gathered while one computes, and none more often than without."""
+    expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
+    first, second = pool2.run(fit, {**options, "prefetch": ahead})
+    assert first[1] == second[1]
+    weights, events, described = first
+    assert weight_error(weights, expected) <= TOLERANCE
+    forward, backward = events[: events.index("backward")], events[events.index("backward") + 1 :]
+    assert forward == FORWARD[ahead]
+    is_kept = options.get("reshard_during_accumulation") is False
+    assert [e for e in backward if e.startswith("gather")] == ([] if is_kept else ["gather 2", "gather 1", "gather 0"])
+    assert (described["prefetch"], described["prefetch_reason"]) == (ahead, f"prefetch={ahead}")
+
+
+def test_auto(pool2: RankPool) -> None:
+    """On a CPU one unit, and that is said with the reason."""
+    for _, events, described in pool2.run(fit, LAYOUTS["resharded"]):
+        assert events[: len(FORWARD[1])] == FORWARD[1]
+        assert described["prefetch"] == 1
+        assert described["prefetch_reason"].startswith("auto: 1 on CPU")
+
+
+def test_what_is_retained_is_not_gathered_again(pool2: RankPool) -> None:
+    """In the second micro-batch of a window nothing is gathered."""
+    for _, events, _ in pool2.run(fit, {**LAYOUTS["kept"], "prefetch": 2}, batch_idx=1):
+        assert [event for event in events if event.startswith("gather")] == []
+
+
+class Irregular(TinyDecoder):
+    """Frozen first block; the second one twice, and behind the third, which every other micro-batch leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=1)
+        self.blocks[0].requires_grad_(False)
+        self.step = 0
+        fill(self)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embedding(ids)
+        first, second, third = self.blocks
+        for block in (first, second, *([third] if self.step % 2 else []), second):
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("options", by_default(LAYOUTS, "resharded", "kept"))
+def test_units_that_run_in_another_order(pool2: RankPool, options: dict[str, Any], ahead: int) -> None:
+    """A gather for a unit that does not run is dropped: the next step would use the weights of before."""
+    expected = prefixed(plain_weights(Irregular(), ACCUMULATE))
+    for weights, _, _ in pool2.run(fit, {**options, "prefetch": ahead}, Irregular):
+        assert weight_error(weights, expected) <= TOLERANCE
+
+
+class Evaluates(Callback):
+    """After each optimizer step a forward without gradients that leaves out a block, and then other weights."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % ACCUMULATE == 0:
+            module.model.step = 0
+            with torch.no_grad():
+                module(batch)
+                for parameter in module.parameters():
+                    parameter.mul_(1.25)
+
+
+class PlainSGD(torch.optim.SGD):
+    """The same in one process."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        with torch.no_grad():
+            for parameter in self.everything:
+                parameter.mul_(1.25)
+
+
+def _scaling_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = PlainSGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, momentum=MOMENTUM)
+    optimizer.everything = list(model.parameters())
+    return optimizer
+
+
+@pytest.mark.parametrize("limit_val_batches", [0, 2])
+def test_weights_that_a_callback_writes_are_used(pool2: RankPool, limit_val_batches: int) -> None:
+    """Also behind an evaluation that left a unit out whose gather had started."""
+    options = {**LAYOUTS["resharded"], "prefetch": 2}
+    steps = {"max_steps": CASE.num_batches // ACCUMULATE}
+    expected = prefixed(plain_weights(Irregular(), ACCUMULATE, make_optimizer=_scaling_sgd, **steps))
+    kwargs = {"callbacks": (Evaluates(),), "limit_val_batches": limit_val_batches, "val_check_interval": ACCUMULATE}
+    for weights, _, _ in pool2.run(fit, options, Irregular, **kwargs, **steps):
+        assert weight_error(weights, expected) <= TOLERANCE
