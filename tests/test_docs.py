@@ -58,7 +58,11 @@ def test_commands() -> None:
                 source = sources.get(name) or (ROOT / name).read_text()
                 given = [word.split("=")[0] for word in words[words.index(name) :] if word.startswith("--")]
                 called += 1
-                missing += [(page.name, name, option) for option in given if f'"{option}"' not in source]
+                missing += [
+                    (page.name, name, option)
+                    for option in given
+                    if f'"{option}"' not in source and "LightningCLI(" not in source
+                ]
     assert missing == []
     assert called > 10
 
