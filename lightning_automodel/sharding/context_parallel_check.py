@@ -188,8 +188,8 @@ class FirstStepCheck:
             named = f"{name} ({class_name(self._module.get_submodule(name))})".strip()
             raise RuntimeError(
                 f"{named} gives something else on slices of sequences than on whole ones: off by {error:.2g} of its"
-                f" size on the first {beginning.length} positions of the first batch. In it, or just before, positions are"
-                " mixed within this rank's slice alone, or counted from its start: attend by"
+                f" size on the first {beginning.length} positions of the first batch. In it, or just before, positions"
+                " are mixed within this rank's slice alone, or counted from its start: attend by"
                 " lightning_automodel.context_parallel_attention(query, key, value), and take positions from"
                 " batch['position_ids']."
             )
@@ -225,7 +225,7 @@ class FirstStepCheck:
             epsilon = max(epsilon, torch.finfo(output.dtype).eps)  # what is wide now has come through narrower ones
             own, expected = in_slices.get(key), beginning.cut(output)
             if own is not None and expected is not output and own.shape == expected.shape:
-                compared.append((key[0], _error(own.double(), expected.double()), 2 * math.sqrt(epsilon)))
+                compared.append((key[0], _error(own.double(), expected.double()), math.sqrt(epsilon) / 2))
 
         for slices, (args, kwargs), note in ((beginning.sliced, sliced, remember), (beginning.whole, whole, compare)):
             with self._without_effect(module), context_parallel.computing_on(slices), _each_output(module, note):
