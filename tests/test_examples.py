@@ -10,6 +10,7 @@ import re
 import runpy
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import matplotlib.image
@@ -50,6 +51,9 @@ def _parse_library(folder: str) -> None:
     dist.barrier()
 
 
+needs_plotly = pytest.mark.skipif(find_spec("plotly") is None, reason="TrainingReport draws with plotly")
+
+
 class Folder:
     """A folder that examples run in, two ranks together."""
 
@@ -85,6 +89,7 @@ MAIN = "finetune_docstrings.py"
 HELD_BACK = r"held-back functions, nats a byte\n  step 0    ([\d.]+)\n  step \d+ +([\d.]+)\n"
 
 
+@needs_plotly
 def test_main_job(folder: Folder) -> None:
     """The loss falls; only this strategy has the gradients and weights of one process; a report and a picture."""
     printed = folder.run(MAIN, "--max-steps", "2")
@@ -107,6 +112,7 @@ def test_main_job(folder: Folder) -> None:
     assert numbers(r"held-back functions: ([\d.]+) nats", alone) == [after]
 
 
+@needs_plotly
 @pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ["ddp", "automodel_ddp"])
 def test_main_job_under_another_strategy(folder: Folder, strategy: str) -> None:
@@ -115,6 +121,7 @@ def test_main_job_under_another_strategy(folder: Folder, strategy: str) -> None:
     assert before - 0.3 > after
 
 
+@needs_plotly
 @pytest.mark.sweep
 def test_main_job_starts_its_ranks(folder: Folder) -> None:
     """As a script of its own. Nobody says anything but the one line, the bar and the tables."""
@@ -173,6 +180,7 @@ def test_preemption(folder: Folder) -> None:
     assert re.findall(weights, resumed) == re.findall(weights, undisturbed) != []
 
 
+@needs_plotly
 @pytest.mark.parametrize("config", ["fsdp2", pytest.param("ddp", marks=pytest.mark.sweep)])
 def test_cli(folder: Folder, config: str) -> None:
     """The same training from a YAML file, with what the command line says instead."""
