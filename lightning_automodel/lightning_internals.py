@@ -10,9 +10,6 @@ from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper as DatasetSamplerWrapper
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device as default_backend_for_device,
-)
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as share_cores
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states

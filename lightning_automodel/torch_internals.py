@@ -340,11 +340,6 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
-def move_what_has_values(module: nn.Module, device: torch.device) -> None:
-    """Move parameters and buffers to ``device``; ``Module.to`` raises where some are on the meta device."""
-    module._apply(lambda tensor: tensor if tensor.device.type == "meta" else tensor.to(device))
-
-
 def reshard_keeping_storage(unit: FSDPModule) -> None:
     """Show the sharded parameters of ``unit`` again, and keep the memory of the unsharded ones as it is."""
     if hasattr(unit, "set_keep_unsharded_storage"):
@@ -549,7 +544,7 @@ def _probe() -> None:
     check(DeviceMesh, "_flatten")
     check(GradScaler, "_per_optimizer_states", "_unscale_grads_")
     check(DistributedDataParallel, "_check_reducer_finalized")
-    check(nn.Module, "_apply", "_compiled_call_impl")
+    check(nn.Module, "_compiled_call_impl")
     check(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks", "_version")
 
 

@@ -224,7 +224,7 @@ class TrainingRun:
     def move_to_device(self) -> None:
         """Move the module to this rank's device, but for what has no values yet and for offloaded shards."""
         if meta_init.names_without_values(self.module):
-            torch_internals.move_what_has_values(self.module, self.device)
+            meta_init.move_what_has_values(self.module, self.device)
         elif not (self._options.cpu_offload and units.is_sharded(self.module)):
             self.module.to(self.device)
 

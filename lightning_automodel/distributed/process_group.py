@@ -136,7 +136,7 @@ def choose_backend(device: torch.device, requested: str | None, cpu_offload: boo
     """Backend of the default group: the requested one, else the device's own, with gloo beside it for CPU offload."""
     if requested is not None:
         return requested
-    backend = lightning_internals.default_backend_for_device(device)
+    backend = dist.get_default_backend_for_device(device)
     return f"cpu:gloo,{device.type}:{backend}" if cpu_offload and device.type != "cpu" else backend
 
 

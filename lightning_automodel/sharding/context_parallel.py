@@ -240,12 +240,12 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         whole = part.new_empty((group.size(), *part.shape))
-        dist.all_gather_into_tensor(whole, part.contiguous()[None], group=group)
+        dist.all_gather_single(whole, part.contiguous()[None], group=group)
         return whole
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
         part = gradient.new_empty((1, *gradient.shape[1:]))
-        dist.reduce_scatter_tensor(part, gradient.contiguous(), group=ctx.group)
+        dist.reduce_scatter_single(part, gradient.contiguous(), group=ctx.group)
         return part[0], None

@@ -136,6 +136,17 @@ def _run(
             pending.pop(tensor, None)
 
 
+def move_what_has_values(module: nn.Module, device: torch.device) -> None:
+    """Move parameters and buffers to ``device``; ``Module.to`` raises where some are on the meta device."""
+    for each in module.modules():
+        for parameter in each.parameters(recurse=False):
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in each.named_buffers(recurse=False):
+            if not buffer.is_meta:
+                setattr(each, name, buffer.to(device))
+
+
 def check_initialized(model: nn.Module, device: torch.device) -> None:
     """Raise ValueError, on every rank, for tensors that still have no values, naming them.
 
