@@ -3,7 +3,8 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,9 @@ from lightning_automodel.sharding.units import (
     has_fsdp_units,
 )
 
+T = TypeVar("T")
+
+_AS_STEP = "_lightning_automodel_as_step"
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 _BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024  # large enough for the network, small beside a model
 
@@ -119,6 +123,15 @@ def _run_steps_as_forward(model: nn.Module) -> None:
     for part in distinct((*callable_children(model), *_around_units(model))):
         if not isinstance(part, FSDPModule):
             part.forward = outermost.around(part.forward)
+    vars(model)[_AS_STEP] = outermost.around(lambda function: function())
+
+
+def call_as_step(model: nn.Module, function: Callable[[], T]) -> T:
+    """Call ``function`` with the parameters of all roots gathered as for a step; without roots it is just called."""
+    for root in fsdp_roots(model):
+        if (around := vars(root).get(_AS_STEP)) is not None:
+            function = partial(around, function)
+    return function()
 
 
 def _around_units(model: nn.Module) -> Iterator[nn.Module]:

@@ -21,6 +21,7 @@ from torchmetrics import Metric
 from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import context_parallel
+from lightning_automodel.sharding.apply import call_as_step
 from lightning_automodel.sharding.context_parallel import Slices
 from lightning_automodel.sharding.units import class_name
 
@@ -230,7 +231,7 @@ class FirstStepCheck:
         for slices, (args, kwargs), note in ((beginning.sliced, sliced, remember), (beginning.whole, whole, compare)):
             with self._without_effect(module), context_parallel.computing_on(slices), _each_output(module, note):
                 try:
-                    module(*args, **kwargs)
+                    call_as_step(self._module, partial(module, *args, **kwargs))
                 except Exception as exception:
                     exception.add_note(
                         f"{class_name(module)} was called on {beginning.length} positions of the first batch by"

@@ -385,7 +385,7 @@ def count_collectives(run: Run) -> Counter[str]:
 
         return patch.object(dist, name, call)
 
-    with counting("all_gather_into_tensor"), counting("reduce_scatter_tensor"):
+    with counting("all_gather_single"), counting("reduce_scatter_single"):
         fit(run)
     return counted
 
@@ -398,8 +398,8 @@ def test_one_collective_a_layer_each_way(pool4: RankPool, recompute: bool) -> No
     checking = len(Decoder().blocks) + 3  # attention, and three tensors of the first batch
     for counted in pool4.run(count_collectives, run):
         assert counted == {
-            "all_gather_into_tensor": layers * (1 + recompute) + checking,
-            "reduce_scatter_tensor": layers,
+            "all_gather_single": layers * (1 + recompute) + checking,
+            "reduce_scatter_single": layers,
         }
 
 
@@ -567,26 +567,39 @@ def test_manual_optimization(pool4: RankPool, layout: str) -> None:
         assert weight_error(Outcome(trained, None), Outcome(weights, None)) <= TOLERANCE
 
 
+class BodyAndHead(nn.Module):
+    """As Hugging Face has it; the parts are called by themselves."""
+
+    def __init__(self, body: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = body, head
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.head(self.body(batch))
+
+
 class Headless(DecoderModule):
-    """Has its head beside the model, tied to the embedding or not."""
+    """Has its head beside the body, tied to the embedding or not."""
 
     is_tied = False
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.head, self.model.head = self.model.head, nn.Identity()
+        body = self.model
+        head, body.head = body.head, nn.Identity()
         if self.is_tied:
-            self.head.weight = self.model.embedding.weight
+            head.weight = body.embedding.weight
+        self.model = BodyAndHead(body, head)
 
     def loss(self, batch: Batch, reduction: str) -> Tensor:
-        logits, labels = self.head(self.model(batch)), used_labels(self.run, batch)
+        logits, labels = self.model.head(self.model.body(batch)), used_labels(self.run, batch)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
 
 
 class InChunks(Headless):
     def loss(self, batch: Batch, reduction: str) -> Tensor:
         labels = used_labels(self.run, batch)
-        loss, count = token_loss(self.model(batch), self.head, labels, chunk_elements=2 * VOCABULARY)
+        loss, count = token_loss(self.model.body(batch), self.model.head, labels, chunk_elements=2 * VOCABULARY)
         return loss if reduction == "sum" else loss / count.clamp(min=1)
 
 
