@@ -105,7 +105,12 @@ def test_main_job(folder: Folder) -> None:
     assert matplotlib.image.imread(outputs / "picture.png")[..., :3].std() > 0.05  # 0 where it is blank
     assert "plotly" in (outputs / "report.html").read_text()
 
-    # Half of it once more, from a checkpoint; then one process has the same model.
+
+@needs_plotly
+@pytest.mark.sweep
+def test_main_job_resumes(folder: Folder) -> None:
+    """Half of it once more, from a checkpoint; then one process has the same model."""
+    _, after = numbers(HELD_BACK, folder.run(MAIN, "--max-steps", "2"))
     resumed = folder.run(MAIN, "--max-steps", "2", "--ckpt-path", "outputs/finetune_docstrings/step=1.ckpt")
     assert numbers(r"  step 2    ([\d.]+)\n", resumed) == [after]
     alone = folder.run_anew("load_checkpoint.py", "outputs/finetune_docstrings/step=2.ckpt")
@@ -154,14 +159,22 @@ def test_gan_finds_the_ring(folder: Folder) -> None:
     assert numbers(r"(\d) of 8", printed)[0] >= 7
 
 
+PERPLEXITIES = r"  ([\d.]+) by two ranks in training\n  ([\d.]+) by one process"
+
+
 def test_hugging_face(folder: Folder) -> None:
-    """The export has the perplexity of the run, the adapters on it too."""
-    pattern = r"  ([\d.]+) by two ranks in training\n  ([\d.]+) by one process"
-    pytest.importorskip("peft")
-    ranks, alone = numbers(pattern, folder.run("hugging_face.py", "--max-steps", "4"))
+    """The export has the perplexity of the run."""
+    ranks, alone = numbers(PERPLEXITIES, folder.run("hugging_face.py", "--max-steps", "2"))
     assert alone == pytest.approx(ranks, rel=1e-4)
+
+
+@pytest.mark.sweep
+def test_hugging_face_adapters(folder: Folder) -> None:
+    """The export of adapters, on an exported model."""
+    pytest.importorskip("peft")
+    ranks, _ = numbers(PERPLEXITIES, folder.run("hugging_face.py", "--max-steps", "4"))
     adapted = folder.run("hugging_face.py", "--max-steps", "2", "--lora", "2", "--model", "outputs/hugging_face/model")
-    adapted_ranks, adapted_alone = numbers(pattern, adapted)
+    adapted_ranks, adapted_alone = numbers(PERPLEXITIES, adapted)
     assert adapted_alone == pytest.approx(adapted_ranks, rel=1e-4)
     assert adapted_ranks < ranks
     assert (folder.path / "outputs/hugging_face/adapter/adapter_config.json").exists()

@@ -110,6 +110,7 @@ def _train_shared_by_two(path: str) -> dict[str, Tensor]:
     return full_weights(module.model.model)
 
 
+@pytest.mark.sweep
 def test_tensor_parallel_ranks(pool4: RankPool, tmp_path: Path) -> None:
     """Four ranks, two of which share each layer; the model lies deeper in the module."""
     from transformers import AutoModelForCausalLM

@@ -106,7 +106,8 @@ def test_goes_on_from_what_lightning_saved(pool2: RankPool, tmp_path: Path, kind
             assert _deviation(weights, expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("form", ["shards", pytest.param("one file", marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("form", ["shards", "one file"])
 def test_goes_on_from_fsdp1(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """As from the one file that Lightning's own tool makes of its shards.
 

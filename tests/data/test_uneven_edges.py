@@ -173,7 +173,7 @@ def _pad_generators() -> None:
 
 
 def test_a_batch_that_cannot_be_copied(pool2: RankPool) -> None:
-    with pytest.raises(RankError, match=r"this generator cannot be copied .*: let the loader yield tensors"):
+    with pytest.raises(RankError, match=r"This generator cannot be copied .*: let the loader yield tensors"):
         pool2.run(_pad_generators)
 
 
