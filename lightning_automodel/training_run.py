@@ -457,13 +457,19 @@ class TrainingRun:
             "data_parallel": self._options.data_parallel,
             "mesh": self._mesh.sizes_by_name(),
             "gradient_divisor": self._mesh.sizes.divisor,
-            "gradient_denominator": "label tokens" if self._options.per_token_loss else "micro-batches",
+            "gradient_denominator": self._denominator(),
             "precision": precision.describe_dtypes(self.plugin, self.module, self.policy),
             "tensors_created_without_values": len(self._without_values),
             "activation_checkpointing": self._checkpointed.names,
             "compiled": self._compiled,
             **self.engine.describe(),
         }
+
+    def _denominator(self) -> str:
+        """What the summed gradients of a window are divided by the number of."""
+        if not self._options.per_token_loss:
+            return "micro-batches"
+        return "samples" if self._options.count == "samples" else "label tokens"
 
     def interrupt(self) -> None:
         """Forget what an exception has cut off."""

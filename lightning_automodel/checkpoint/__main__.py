@@ -80,6 +80,7 @@ def _inspect(parsed: argparse.Namespace) -> int:
 
 def _consolidate(parsed: argparse.Namespace) -> int:
     consolidate(paths.normalize(parsed.path), parsed.out, not parsed.trust)
+    print(f"Wrote {parsed.out}")
     return 0
 
 
@@ -87,6 +88,7 @@ def _export(parsed: argparse.Namespace) -> int:
     dtype = None if parsed.dtype is None else _DTYPES[parsed.dtype]
     names = {"max_shard_size": parsed.max_shard_size, "adapter_only": parsed.adapter_only, "prefix": parsed.key}
     export_checkpoint(paths.normalize(parsed.path), parsed.out, not parsed.trust, dtype=dtype, **names)
+    print(f"Wrote {parsed.out}")
     return 0
 
 

@@ -48,6 +48,8 @@ To continue training:
 
     trainer.fit(module, ckpt_path="THIS_DIRECTORY")
 
+To load it into a module, where lightning_automodel is imported: MyModule.load_from_checkpoint("THIS_DIRECTORY")
+
 To make one file for MyModule.load_from_checkpoint or torch.load, or a model for from_pretrained:
 
     python -m lightning_automodel.checkpoint consolidate THIS_DIRECTORY one.ckpt

@@ -174,7 +174,8 @@ class UnevenInputs:
             raise RuntimeError(
                 f"The train data of {_ranks(ended)} ends with batch {number}, and {_ranks(others)} would go on"
                 " and wait for more: give all ranks equally many batches, for example by a DistributedSampler or"
-                f" drop_last=True, or pass Trainer(limit_train_batches={number})."
+                f" drop_last=True, or pass Trainer(limit_train_batches={number}), or let a rank whose data has ended"
+                " take part without effect: AutomodelStrategy(uneven_inputs='pad')."
             )
 
     # --- Evaluation ---------------------------------------------------------------------------------------------------

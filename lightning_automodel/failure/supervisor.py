@@ -185,7 +185,7 @@ class Supervisor:
             return
         failure = watchdog.explain(exception, lightning_internals.failing_hook(exception))
         if failure is not None:
-            log.error("This rank stops: %s.", failure)
+            log.error("This rank stops: %s.", str(failure).rstrip("."))
             if failure.error == KeyboardInterrupt.__name__:
                 # Ctrl-C reaches all ranks of a terminal, but one that waits for another in a collective hears of that
                 # one's interrupt first: on both it is the user's wish, not a failure with a traceback.

@@ -95,7 +95,7 @@ class TokenWeighting:
         if self._has_labels(batch):
             return self.count_labels(batch[self.label_key])
         found = f"keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-        samples = " If each row is one sample, as for a classifier, pass count='samples'."
+        samples = " If each row is one sample, as for a classifier, pass AutomodelStrategy(count='samples')."
         raise ValueError(
             "AutomodelStrategy weighs each micro-batch by its number of label tokens and found no count"
             f" (the batch is {found}).{samples if isinstance(batch, (tuple, list)) else ''} Tell it in one of"

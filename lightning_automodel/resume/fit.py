@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.tensor import DTensor
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.distributed.mesh import CONTEXT
@@ -54,7 +55,7 @@ class Resume:
         self._module = ModuleState(trainer)
         self._patches = PatchStack()
         self._snapshot: Snapshot | None = None
-        self._final: Snapshot | None = None
+        self._final: tuple[Snapshot, str | None] | None = None
         self._logged = 0
         self._logged_next: int | None = None
         self._plan: dict[str, Any] | None = None
@@ -151,7 +152,9 @@ class Resume:
         """
         own = self._plan
         if own is None:
-            snapshot = self._final or self._to_save()
+            snapshot, remark = self._final or self._to_save()
+            if remark is not None:
+                self._say(remark)
             own = self._savable(snapshot)
             progress = checkpoint["loops"]["fit_loop"]
             checkpoint["loops"]["fit_loop"] = loops.counters_at(progress, snapshot.at, snapshot.logged)
@@ -166,24 +169,25 @@ class Resume:
             ranks = gathered or []
         checkpoint[CHECKPOINT_KEY] = {"format": FORMAT, "sizes": dict(sizes), "ranks": ranks}
 
-    def _to_save(self) -> Snapshot:
-        """The moment from which a checkpoint that is written now goes on."""
+    def _to_save(self) -> tuple[Snapshot, str | None]:
+        """The moment from which a checkpoint that is written now goes on, and what its user should know."""
         at, held = loops.position(self._trainer), self._snapshot
         batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
         if held is not None and held.at.epochs == at.epochs and at.stage != loops.EPOCH:
             is_window = held.at.stage == loops.BATCH
             is_batch_over = batches.processed == batches.ready
             if is_window and not (self._is_manual and is_batch_over and not self._holds_gradients()):
-                if batches.ready > held.at.batches:
-                    self._say(
-                        f"The checkpoint resumes before batch {held.at.batches} of epoch {at.epochs}, where the window"
-                        " of gradients began that has not stepped yet: gradients are not saved."
-                    )
-                return held
+                if batches.ready == held.at.batches:
+                    return held, None
+                return held, (
+                    f"The checkpoint resumes before batch {held.at.batches} of epoch {at.epochs}, where the window of"
+                    " gradients began that has not stepped yet: gradients are not saved."
+                )
             if not is_window and at.stage == loops.STEP:
-                return held
+                return held, None
+        remark = None
         if self._is_manual and self._holds_gradients():
-            self._say(
+            remark = (
                 "The checkpoint is inexact: one optimizer has stepped, and another holds gradients, which are not"
                 " saved. Save where all of them have stepped."
             )
@@ -191,7 +195,7 @@ class Resume:
         logged = loops.steps_logged(self._trainer) if is_counted else self._logged + 1
         now = self._take(at, logged)
         # At the end of a validation, modules evaluate still.
-        return now if at.stage != loops.VALIDATION or held is None else replace(now, flags=held.flags)
+        return now if at.stage != loops.VALIDATION or held is None else replace(now, flags=held.flags), remark
 
     def _take(self, at: loops.Position, logged: int, is_fetching: bool = False) -> Snapshot:
         return Snapshot(
@@ -230,7 +234,8 @@ class Resume:
                 "buffers": self._module.unsaved_buffers(snapshot.buffers),
                 "metrics": self._without_reset(snapshot),
                 "flags": self._module.switched_flags(snapshot.flags),
-                "seen": seen,
+                # A shard's mesh does not outlive the run: as a norm logged that torch's clip_grad_norm_ returned.
+                "seen": {name: value for name, value in seen.items() if not isinstance(value, DTensor)},
                 "own": snapshot.own,
             }
         )

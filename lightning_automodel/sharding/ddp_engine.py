@@ -103,7 +103,7 @@ class DDPEngine(Engine):
             listed = re.search(r"did not receive grad for rank \d+: (\d[\d ]*)", str(error))
             unused = [names[int(index)] for index in listed[1].split()] if listed else ["(DDP does not say which)"]
             frozen = {n for n, p in ddp.module.named_parameters() if not p.requires_grad}.intersection(unused)
-            reason = f" ({', '.join(sorted(frozen))} frozen since set-up)" if frozen else ""
+            reason = f" ({', '.join(sorted(frozen))} frozen since set-up, or not toggled)" if frozen else ""
             raise RuntimeError(
                 "DistributedDataParallel did not reduce all gradients of this window: parameters"
                 f" {', '.join(unused)} took no part in its last micro-batch{reason}, so ranks would step with different"

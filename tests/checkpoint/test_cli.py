@@ -185,6 +185,7 @@ def test_consolidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     _assert_same(written, expected)
     check_file(str(out))
     assert zipfile.ZipFile(out).testzip() is None
+    assert capsys.readouterr().out == f"Wrote {out}\n"
     (report,) = inspected(capsys, str(out), "--verify")["checkpoints"]
     assert (report["written_by"], report["damage"]) == ("lightning_automodel", None)
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
