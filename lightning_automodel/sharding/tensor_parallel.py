@@ -72,8 +72,8 @@ def distribute(module: nn.Module, mesh: RunMesh) -> None:
         if torch_internals.is_compiled(submodule) and _takes_part(submodule, mesh.tensor_parallel):
             raise ValueError(
                 f"{name or class_name(module)} is compiled and holds tensor-parallel parameters, for which"
-                " torch.compile (torch 2.13) computes wrong gradients: compile modules outside of the plan alone, or"
-                " leave tensor_parallel_size at 1."
+                " torch.compile computes wrong gradients (torch 2.13) or fails (2.14, 2.15): compile modules outside of"
+                " the plan alone, or leave tensor_parallel_size at 1."
             )
 
 
