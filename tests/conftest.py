@@ -72,13 +72,14 @@ def pool4() -> Iterator[RankPool]:
 
 @pytest.fixture(autouse=True)
 def isolated() -> Iterator[None]:
-    """Undo what a test did to this process: environment, dtype, seed; a process group left behind is an error."""
-    environment, dtype = os.environ.copy(), torch.get_default_dtype()
+    """Undo what a test did to this process: environment, dtype, threads, seed; a process group left behind is an error."""
+    environment, dtype, threads = os.environ.copy(), torch.get_default_dtype(), torch.get_num_threads()
     torch.manual_seed(0)
     yield
     os.environ.clear()
     os.environ.update(environment)
     torch.set_default_dtype(dtype)
+    torch.set_num_threads(threads)  # a fit in this process takes all cores, and half precision would round otherwise
     if dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("the test left a process group behind in the pytest process")

@@ -215,6 +215,7 @@ def test_long_lists_are_folded() -> None:
 # --- A browser --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
 def test_in_a_browser(tmp_path: Path) -> None:
     """On a screen, a dark one and a phone: all is drawn, nothing fails, nothing is fetched, no name is a script."""

@@ -65,8 +65,8 @@ def _load_extra_state(options: dict[str, Any], path: str, with_average: bool) ->
 @pytest.mark.parametrize(
     ("form", "with_average"),
     [
-        *((form, False) for form in FORMS),
         ("shards", True),
+        *(pytest.param(form, False, marks=pytest.mark.sweep) for form in FORMS),
         *(pytest.param(form, True, marks=pytest.mark.sweep) for form in FORMS if form != "shards"),
     ],
 )

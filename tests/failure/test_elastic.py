@@ -61,6 +61,7 @@ def be_rank(rank: int, attempt: int, port: int, folder: Path) -> None:
     elastic_script.main(folder, seed=1, fault="SIGKILL", options={"async_checkpoint": True})
 
 
+@pytest.mark.sweep
 def test_job_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     """In the background too. One store, in this process, serves both attempts."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

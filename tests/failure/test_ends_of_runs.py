@@ -189,7 +189,13 @@ EXPECTED: dict[Callable[[int, int], None], tuple[list[int | None], list[str]]] =
 }
 
 
-WAITS_LONG = (host_stops_between_two_runs, sleeps_after_its_last_step, sleeps_in_a_step, host_dies_between_two_runs)
+WAITS_LONG = (
+    host_stops_between_two_runs,
+    sleeps_after_its_last_step,
+    sleeps_in_a_step,
+    host_dies_between_two_runs,
+    all_are_suspended,
+)
 
 
 def _be_rank(scenario: Callable[[int, int], None], rank: int, world_size: int, port: int, folder: Path) -> None:

@@ -170,9 +170,10 @@ def early_stopping() -> list[Callback]:
             Setting(DDP, WINDOWS, callbacks=counting),
             (("on_validation_end", 1), ("on_train_batch_end", 2)),
         ),
-        (
+        pytest.param(
             Setting(FSDP2, {"max_epochs": 3}, {"schedule": "plateau"}, callbacks=early_stopping),
             (("on_train_batch_end", 4), ("on_train_epoch_end", 2)),
+            marks=pytest.mark.sweep,
         ),
         pytest.param(
             Setting(FSDP2, {"max_epochs": 5}, {"schedule": "plateau"}, callbacks=early_stopping),
