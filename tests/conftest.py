@@ -72,7 +72,7 @@ def pool4() -> Iterator[RankPool]:
 
 @pytest.fixture(autouse=True)
 def isolated() -> Iterator[None]:
-    """Undo what a test did to this process: environment, dtype, threads, seed; a process group left behind is an error."""
+    """Undo what a test did to this process: environment, dtype, threads, seed; a process group left is an error."""
     environment, dtype, threads = os.environ.copy(), torch.get_default_dtype(), torch.get_num_threads()
     torch.manual_seed(0)
     yield
