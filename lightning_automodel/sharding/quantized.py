@@ -25,7 +25,8 @@ def kept_whole(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]
         kind = type(parameter).__name__
         if isinstance(parameter, DTensor) or hasattr(parameter, "fsdp_pre_all_gather"):
             continue
-        if type(parameter) is nn.Parameter:
+        # A class of its own may be no more than a tag.
+        if type(parameter) is nn.Parameter or (parameter.is_floating_point() and not has_parts(parameter)):
             is_float8 = parameter.is_floating_point() and parameter.dtype.itemsize == 1
             if is_float8 and policy.param_dtype not in (None, parameter.dtype):
                 reasons[name] = f"{parameter.dtype}, which is not to be converted to {policy.param_dtype}"

@@ -138,6 +138,32 @@ def test_adapters_beside_frozen_codes(pool2: RankPool, options: dict[str, Any]) 
         assert replicated == (None if options == STRATEGIES["ddp"] else names)
 
 
+class Tagged(nn.Parameter):
+    """Plain numbers of a class of its own, as some libraries mark theirs."""
+
+
+def tagged_net() -> nn.Module:
+    net = coded_net()
+    for block in net.blocks:
+        block.base = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64)
+        block.base.weight = Tagged(torch.eye(WIDTH, dtype=torch.float64))
+    return net
+
+
+def _fit_tagged() -> tuple[Outcome, Any]:
+    module, strategy = ModelModule(tagged_net()), AutomodelStrategy()
+    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, loader())
+    return _trained(module), strategy.describe().get("replicated")
+
+
+def test_a_class_that_is_a_tag(pool2: RankPool) -> None:
+    """It is sharded and trained as any parameter."""
+    expected = _expected(tagged_net())
+    for outcome, replicated in pool2.run(_fit_tagged):
+        assert weight_error(outcome, expected) <= TOLERANCE
+        assert not replicated
+
+
 def _refused(options: dict[str, Any]) -> str:
     net = coded_net()
     net.blocks[0].base.weight.requires_grad_(True)
