@@ -104,13 +104,14 @@ def _run_steps_as_forward(model: nn.Module) -> None:
     in place, which run again for the ``forward`` inside a step: one all-gather more in each micro-batch.
     """
     root = cast(FSDPModule, model)
+    units = torch_internals.fsdp_units(model)
     before, after = torch_internals.detach_forward_hooks(root)
 
     def run(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             args, kwargs = before(root, args, kwargs)
             output = method(*args, **kwargs)
-            prefetch.drop_unused(root)
+            prefetch.drop_unused(units)
             return after(root, args, output)
         finally:
             # Kept for a backward that never follows, what was gathered would outlive the next write to the weights.

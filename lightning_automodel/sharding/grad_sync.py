@@ -93,12 +93,12 @@ def _reduce_deferred(units: Sequence[FSDPModule]) -> None:
             torch_internals.reduce_deferred_gradients(unit)
 
 
-def _reshard_unless_training(root: nn.Module, *_: object) -> None:
+def _reshard_unless_training(units: Sequence[FSDPModule], root: nn.Module, *_: object) -> None:
     """Forward hook: a root stays unsharded for the backward that follows; where none does, it would become stale.
 
     So would what was gathered ahead and not used.
     """
-    drop_unused(cast(FSDPModule, root))
+    drop_unused(units)
     if not torch.is_grad_enabled():
         cast(FSDPModule, root).reshard()
 
@@ -129,7 +129,9 @@ class FSDPGradSync:
         self._used: set[int] = set()
         self._followed: set[int] = set()
         self._handles = [
-            cast(nn.Module, unit).register_forward_hook(_reshard_unless_training)
+            cast(nn.Module, unit).register_forward_hook(
+                partial(_reshard_unless_training, torch_internals.fsdp_units(cast(nn.Module, unit)))
+            )
             for unit in self._units
             if cast(nn.Module, unit) is not model and torch_internals.is_fsdp_root(unit)
         ]

@@ -1,5 +1,6 @@
 """All-gathers of FSDP units that start ahead of the forward or backward that needs them."""
 
+from collections.abc import Iterable
 from typing import cast
 
 from torch import nn
@@ -42,8 +43,8 @@ def reshard(unit: FSDPModule) -> None:
     unit.reshard()
 
 
-def drop_unused(root: FSDPModule) -> None:
-    """Free what was gathered for units of ``root`` that its forward, which is over, did not use."""
-    for unit in torch_internals.fsdp_units(cast(nn.Module, root)):
+def drop_unused(units: Iterable[FSDPModule]) -> None:
+    """Free what was gathered for ``units`` of a root that its forward, which is over, did not use."""
+    for unit in units:
         if torch_internals.is_gathering(unit):
             reshard(unit)
