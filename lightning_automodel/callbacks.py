@@ -19,7 +19,7 @@ from torchmetrics.metric import CompositionalMetric
 from typing_extensions import override
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, tells_count
+from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, has_count
 from lightning_automodel.strategy import AutomodelStrategy
 
 
@@ -95,7 +95,7 @@ class EvaluationLoss(Callback):
     ) -> None:
         step = "test_step" if trainer.testing else "validation_step"
         strategy = _automodel(trainer)
-        if strategy is None and not tells_count(outputs):
+        if strategy is None and not has_count(outputs):
             raise ValueError(
                 f"EvaluationLoss found no 'num_label_tokens' in what {step} returned, and"
                 f" {type(trainer.strategy).__name__} does not count them (AutomodelStrategy does). Return {{'loss':"

@@ -297,7 +297,7 @@ class TrainingRun:
             self._count = self.weighting.count(self._batch, output)
         else:
             self._ahead.check_drawn()
-            self.weighting.check_told(output, self._ahead.count, reads_device=self.windows.last_step is None)
+            self.weighting.check_returned_count(output, self._ahead.count, reads_device=self.windows.last_step is None)
             self._count = self._ahead.count
         self._aux_loss = self.weighting.aux_loss(output, self._ahead is not None)
         self.advice.about_label_shift(self.module, self.weighting, self._batch, output)

@@ -1,4 +1,4 @@
-"""Cross-entropy from the last hidden state, in chunks: neither the logits of all positions nor their gradient exist."""
+"""Cross-entropy from the last hidden states in chunks, without the logits of all positions or their gradient."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,24 +30,25 @@ def token_loss(
     """Sum of the cross-entropies of ``head(hidden)`` at the positions that carry a label, and their count.
 
     The same as ``F.cross_entropy(head(hidden).flatten(0, -2), labels.flatten(), reduction="sum")`` in less memory:
-    positions without a label are left out, and the others go through the head in chunks. Where gradients are needed,
-    those of each chunk are computed at once, so that its logits are computed once and then dropped. Gradients of the
-    head add up in float32 at least. All chunks run within one call of ``head``, so FSDP2 gathers it as for one. A loss
-    can be backpropagated once.
+    positions without a label are left out, and the others go through the head in chunks. If gradients are needed,
+    each chunk's are computed right after its loss, so that its logits are computed once and then freed. The head's
+    gradients are accumulated in float32 or wider. All chunks run within one call of ``head``, so FSDP2 gathers it once.
+    The loss can be backpropagated only once.
 
-    Where FSDP2 or tensor parallelism shards the head, every rank must call this, also without any label. Logits that
-    are sharded over the vocabulary stay where they are; an all-gather of a few numbers a position reduces the softmax.
+    If FSDP2 or tensor parallelism shards the head, every rank must call this, even one without labels. Logits that
+    are sharded over the vocabulary stay sharded; the softmax needs an all-gather of a few numbers per position.
     On an accelerator, selecting the labelled positions synchronises with the host once.
 
     Args:
-        hidden: [..., s, d] what ``head`` is applied to.
-        head: Gives [..., v] logits for [..., d] hidden states, each position for itself. Hooks on its output see the
+        hidden: [..., s, d] hidden states, the input of ``head``.
+        head: Maps [..., d] hidden states to [..., v] logits, each position independently. Hooks on its output see the
             loss instead.
         labels: [..., s] integers.
         ignore_index: Label of positions that do not count.
-        label_shift: Positions by which the label stands behind the hidden state that predicts it: 1 for Hugging Face
-            causal language models, 0 where labels are shifted already.
-        weight: [v] of each class. Multiplies the position's loss; the count is then the sum of the labels' weights.
+        label_shift: How many positions after the hidden state its label comes: 1 for Hugging Face causal language
+            models, 0 if labels are already shifted.
+        weight: [v] weight of each class. Multiplies the position's loss; the count is then the sum of the labels'
+            weights.
         label_smoothing: As in ``F.cross_entropy``.
         z_loss: Coefficient of the squared log-partition function, added to each position's cross-entropy.
         chunk_elements: Logits of one chunk on one rank. A larger number gives fewer, larger matrix products.
@@ -57,14 +58,14 @@ def token_loss(
         ``loss / count.clamp(min=1)`` is the mean, and 0 without labels.
 
     Raises:
-        ValueError: If shapes do not match, the head gives back its output in half precision, or a gradient hook on one
-            of its parameters would see the chunks.
+        ValueError: If shapes do not match, the head returns half precision, or one of its parameters has a gradient
+            hook, which would see the chunks.
     """
     if chunk_elements < 1:
         raise ValueError(f"chunk_elements must be at least 1, got {chunk_elements}.")
     targets = labels[..., label_shift:]
     num_positions = targets.shape[-1]
-    used = (targets != ignore_index).nonzero(as_tuple=True)  # found once: an accelerator waits for it
+    used = (targets != ignore_index).nonzero(as_tuple=True)  # called once: it makes the host wait for an accelerator
     targets = targets[used]  # [n]
     mesh: DeviceMesh | None = None
     head = torch_internals.uncompiled(head)
@@ -78,7 +79,7 @@ def token_loss(
 
     @torch_internals.not_compiled
     def chunked_forward(states: Tensor) -> Tensor:
-        """Stand in for the head's forward, between its hooks: parameters are gathered, ``states`` laid out."""
+        """The head's forward while FSDP2 has gathered its parameters and tensor parallelism has placed ``states``."""
         nonlocal mesh
         if isinstance(states, DTensor):
             mesh, states = states.device_mesh, states.full_tensor()
@@ -92,7 +93,7 @@ def token_loss(
             with torch.no_grad():
                 num_classes = logits_of(rows[:0]).shape[-1]
             loss = _sum_over_chunks(loss_of, rows, targets, max(1, chunk_elements * num_ranks // num_classes))
-        # In as many equal parts as there are tensor-parallel ranks: the plan may hand back the whole, or shard it.
+        # One copy per tensor-parallel rank, since the plan may shard the output or replicate it; averaged below.
         return loss if mesh is None else DTensor.from_local(loss.expand(num_ranks), mesh, [Replicate()])
 
     patches = PatchStack()
@@ -113,7 +114,7 @@ def token_loss(
 
 
 def _autocast_without_cache(device_type: str) -> torch.autocast:
-    """Autocast as it is. What it casts where no gradient is made must not serve those who want one afterwards."""
+    """The current autocast without its cache: a weight cast under ``no_grad`` must not be reused with gradients."""
     dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
     return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False)
 
@@ -121,10 +122,10 @@ def _autocast_without_cache(device_type: str) -> torch.autocast:
 def _sum_over_chunks(
     loss_of: Callable[[Tensor, Tensor], Tensor], rows: Tensor, targets: Tensor, num_rows: int
 ) -> Tensor:
-    """[1] sum of ``loss_of`` over chunks of the [n, d] rows and their [n] targets: one, empty, where there is none."""
+    """[1] sum of ``loss_of`` over chunks of the [n, d] rows and their [n] targets; one empty chunk if n is 0."""
     total = torch.zeros(1, dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
-    # By the tensors that the losses turn out to depend on. What outlives a chunk is allocated once: small tensors among
-    # the freed logits of each would keep their memory from being used again.
+    # Keyed by the leaf tensors that the losses depend on. Allocated once, not per chunk: small tensors between freed
+    # logits would keep that memory from being reused.
     gradients: dict[Tensor, Tensor] = {}
     linear_in_place = _LinearInPlace(gradients)
     for start in range(0, max(1, rows.shape[0]), num_rows):
@@ -146,14 +147,14 @@ def _sum_over_chunks(
 
 
 def _total(gradients: dict[Tensor, Tensor], leaf: Tensor) -> Tensor:
-    """What the gradients of ``leaf`` add up in: many chunks would be lost in a half-precision sum."""
+    """The accumulator for gradients of ``leaf``, float32 or wider: half precision would lose small addends."""
     if leaf not in gradients:
         gradients[leaf] = torch.zeros_like(leaf, dtype=torch.promote_types(leaf.dtype, torch.float32))
     return gradients[leaf]
 
 
 class _WithGradients(torch.autograd.Function):
-    """A value whose gradients with respect to ``inputs`` are known already."""
+    """A value whose gradients with respect to ``inputs`` are already known."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
@@ -165,14 +166,14 @@ class _WithGradients(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("A token_loss can be backpropagated once: its gradients are not kept. Call it again.")
         gradients, ctx.gradients = ctx.gradients, None
-        # In place, since the head's may be as large as its weight; in the dtype of the loss, since half precision would
-        # round what is upstream, a number of tokens.
+        # In place: the head's gradient is as large as its weight. In the dtype of the loss: half precision would round
+        # the upstream gradient, which may be a number of tokens.
         scaled = (each.to(upstream.dtype).mul_(upstream[0]) for each in gradients)
         return None, None, *(each.to(dtype) for each, dtype in zip(scaled, ctx.dtypes, strict=True))
 
 
 class _LinearInPlace(TorchFunctionMode):
-    """Lets the weight of ``F.linear`` gather its gradient where it adds up, without another tensor of its size."""
+    """Makes ``F.linear`` add its weight's gradient to the accumulator, without a temporary of the weight's size."""
 
     def __init__(self, gradients: dict[Tensor, Tensor]) -> None:
         super().__init__()
@@ -221,7 +222,7 @@ class _Linear(torch.autograd.Function):
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
     """The tensors whose ``.grad`` a backward of ``loss`` would fill, each once."""
     to_visit: list[Any] = [loss.grad_fn]
-    seen: set[Any] = {None}  # what leads to a tensor that wants no gradient
+    seen: set[Any] = {None}  # next_functions holds None for inputs without a gradient
     while to_visit:
         node = to_visit.pop()
         if node in seen:
@@ -248,7 +249,7 @@ def _cross_entropy(
     if isinstance(logits, DTensor):
         mesh = logits.device_mesh
         logits = logits.redistribute(placements=[Shard(1)]).to_local()
-        start = mesh.get_local_rank() * -(-num_classes // mesh.size())  # as DTensor cuts
+        start = mesh.get_local_rank() * -(-num_classes // mesh.size())  # as DTensor shards
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     weight = None if weight is None else weight.to(logits.dtype)
     log_partition = logits.logsumexp(-1)
@@ -258,7 +259,8 @@ def _cross_entropy(
         own = (targets >= start) & (targets < start + logits.shape[-1])
         label_logit = logits.gather(-1, torch.where(own, targets - start, 0)[:, None]).squeeze(-1)
         label_logit = label_logit.masked_fill(~own, -torch.inf)
-        # One rank alone has the label's logit: log-sum-exp finds it, and makes a label of no rank's an infinite loss.
+        # Only one rank has the label's logit, the others -inf, so log-sum-exp selects it. For a label out of range no
+        # rank has it, and the loss is infinite.
         log_partition, label_logit = _from_all(torch.stack([log_partition, label_logit]), mesh).logsumexp(0)
     losses = log_partition - label_logit  # [n]
     if weight is not None:
@@ -277,5 +279,5 @@ def _cross_entropy(
 
 
 def _from_all(values: Tensor, mesh: DeviceMesh) -> Tensor:
-    """[ranks, ...] the ``values`` of all tensor-parallel ranks; each gets the gradient of its own."""
+    """[ranks, ...] the ``values`` of all tensor-parallel ranks, all-gathered; each rank gets its own gradient."""
     return DTensor.from_local(values[None], mesh, [Shard(0)]).full_tensor()

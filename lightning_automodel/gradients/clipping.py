@@ -11,17 +11,17 @@ from lightning_automodel.gradients.windows import GradientWindows, OneOptimizer,
 
 
 class GradientClipper:
-    """Clips what windows have made final, and measures the norm where an option asks for it.
+    """Clips final gradients, and measures their norm if an option asks for it.
 
-    Everything here is called by every rank in the same order: a norm is a collective on the groups that parameters are
-    sharded over. If a rank does not come, the others raise when the group's timeout ends.
+    Every rank must call these methods in the same order: a norm is a collective on the groups that parameters are
+    sharded over. If a rank does not call, the others raise when the group's timeout ends.
 
     Args:
-        windows: Where norms are reported.
-        watch: Refuses to clip what is not final.
-        mesh: Mesh of the run.
-        track_norm: Measure the norm before each step, also where no clipping does.
-        error_if_nonfinite: Likewise, and raise where it is not finite.
+        windows: The run's windows, whose report gets the norm.
+        watch: Refuses to clip gradients that are not final.
+        mesh: The run's mesh.
+        track_norm: Measure the norm before each step, even without clipping.
+        error_if_nonfinite: Measure it too, and raise if it is not finite.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class GradientClipper:
         self._track_norm, self._error_if_nonfinite = track_norm, error_if_nonfinite
 
     def clip(self, optimizer: OneOptimizer, clip_val: float, algorithm: Literal["norm", "value"]) -> Tensor:
-        """Clip by hand, as :meth:`AutomodelStrategy.clip_gradients` has it. Returns [] the norm before clipping."""
+        """Implement :meth:`AutomodelStrategy.clip_gradients`. Returns [] the norm before clipping."""
         rescale_clip.check_clip_value(clip_val)
         if algorithm not in ("norm", "value"):
             raise ValueError(f"algorithm must be 'norm' or 'value', got {algorithm!r}.")
@@ -59,20 +59,20 @@ class GradientClipper:
         rescale_clip.clip_gradient_values(optimizer_parameters(unwrap(optimizer)), clip_val)
 
     def measure_if_asked(self, optimizer: OneOptimizer) -> None:
-        """Measure the norm where an option asks for it and nothing has done so since the last step.
+        """Measure the norm if an option asks for it and it has not been measured since the last step.
 
-        The last thing before the optimizer steps, so that it judges what hooks have made of the gradients. Whether it
-        communicates follows from what was called before, never from what the gradients look like on a rank.
+        Runs last before the optimizer steps, so that it includes what hooks did to the gradients. Whether it
+        communicates depends only on earlier calls, never on this rank's gradients, so ranks stay in step.
         """
         record = self._windows.since_step.get(unwrap(optimizer))
         if (self._track_norm or self._error_if_nonfinite) and (record is None or record.norm is None):
             self.norm(optimizer)
 
     def norm(self, optimizer: OneOptimizer) -> Tensor:
-        """[] the global 2-norm of the gradients; the first since the optimizer's last step is the one reported.
+        """[] the global 2-norm of the gradients. The first one after each step of the optimizer is reported.
 
         Raises:
-            RuntimeError: On every rank, if it is not finite and that was asked to be an error.
+            RuntimeError: On every rank, if it is not finite and ``error_if_nonfinite`` is set.
         """
         parameters = optimizer_parameters(unwrap(optimizer))
         norm = rescale_clip.total_norm(parameters)

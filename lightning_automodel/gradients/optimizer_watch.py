@@ -1,4 +1,4 @@
-"""What users do to gradients and optimizers while windows are open: steps, ``zero_grad``, toggling, plain backwards."""
+"""Watching users' optimizer steps, ``zero_grad``, toggling and plain backwards while windows are open."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,12 +15,12 @@ from lightning_automodel.patching import PatchStack
 
 
 class OptimizerWatch:
-    """Tells windows what happens to the gradients that they hold, and refuses steps with gradients that are not final.
+    """Tells the windows of steps, ``zero_grad`` and toggling, and refuses steps with gradients that are not final.
 
-    Torch has hooks for an optimizer's step. It has none for ``zero_grad``, which is replaced on the instances.
+    Torch has hooks for an optimizer's step. It has none for ``zero_grad``, which is patched on the instances.
 
     Args:
-        windows: The windows of the run.
+        windows: The run's windows.
         parameters: All parameters of the sharded model.
     """
 
@@ -35,12 +35,12 @@ class OptimizerWatch:
     def watch(
         self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer], is_misplaced: Callable[[], bool]
     ) -> None:
-        """Follow these optimizers from now on, instead of those before.
+        """Watch these optimizers instead of any earlier ones.
 
         Args:
-            optimizers: The user's.
-            wrappers: Lightning's, which have a ``zero_grad`` of their own.
-            is_misplaced: Asked before each ``zero_grad``; True leaves gradients as they are.
+            optimizers: The user's optimizers.
+            wrappers: Lightning's wrappers of them, which have their own ``zero_grad``.
+            is_misplaced: Called before each ``zero_grad``; if True, gradients are left as they are.
         """
         self._unwatch()
         self._windows.optimizers = optimizers
@@ -72,7 +72,7 @@ class OptimizerWatch:
         self._windows.drop(parameters)
 
     def watch_module(self, module: pl.LightningModule, patches: PatchStack, on_toggle: Callable[[], None]) -> None:
-        """Follow ``module.zero_grad`` and which optimizer is toggled; ``on_toggle`` follows each change."""
+        """Watch ``module.zero_grad`` and optimizer toggling; ``on_toggle`` is called after each toggle."""
         zero_grad, toggle, untoggle = module.zero_grad, module.toggle_optimizer, module.untoggle_optimizer
 
         def zero_and_drop(*args: Any, **kwargs: Any) -> None:
@@ -94,7 +94,7 @@ class OptimizerWatch:
         patches.set(module, "untoggle_optimizer", untoggle_optimizer)
 
     def watch_stray_backwards(self) -> None:
-        """Notice gradients of a ``loss.backward()`` by hand, which the engine would leave unsynchronised (DDP)."""
+        """Record gradients of a plain ``loss.backward()``, which the engine (DDP) would not synchronise."""
         for parameter in self._parameters:
             if parameter.requires_grad:
                 self._stray_handles.append(parameter.register_post_accumulate_grad_hook(self._note_accumulation))
@@ -105,7 +105,7 @@ class OptimizerWatch:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Context in which steps and ``zero_grad`` are not the user's: torch uses both to make optimizer state."""
+        """Context in which steps and ``zero_grad`` are not the user's: torch uses both to create optimizer state."""
         self._is_suspended = True
         try:
             yield
@@ -113,7 +113,7 @@ class OptimizerWatch:
             self._is_suspended = False
 
     def _before_raw_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # With a closure the backward is still to come: then the strategy checks after it. (`args` holds the optimizer.)
+        # A closure runs its backward inside the step, so the strategy checks after it. (`args[0]` is the optimizer.)
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
             self.check_step(optimizer)
 
@@ -133,7 +133,7 @@ class OptimizerWatch:
         parameters, name = optimizer_parameters(optimizer), type(optimizer).__name__
         for window in self._windows.open_windows:
             if window.ahead is not None and self._windows.in_backward:
-                continue  # final as they come: a hook on the gradients steps
+                continue  # counted ahead, so final at once: a gradient hook may step during backward
             if not window.owned.isdisjoint(parameters):
                 raise RuntimeError(
                     f"{name}.step() in the middle of an accumulation window: {window.sums.num_micro_batches}"
@@ -149,18 +149,18 @@ class OptimizerWatch:
             )
 
     def check_known(self, named: OneOptimizer | Iterable[OneOptimizer] | None) -> None:
-        """Raise ValueError if ``manual_backward(optimizer=...)`` names an optimizer that is none of the module's."""
+        """Raise ValueError if ``manual_backward(optimizer=...)`` got an optimizer that is not the module's."""
         several: Iterable[Any] = named if isinstance(named, (list, tuple)) else [named]
         for optimizer in several:
             if optimizer is not None and unwrap(optimizer) not in self._windows.optimizers:
                 raise ValueError(
-                    f"manual_backward(optimizer=...) got {type(unwrap(optimizer)).__name__}, which is none of the"
+                    f"manual_backward(optimizer=...) got {type(unwrap(optimizer)).__name__}, which is not one of the"
                     f" {len(self._windows.optimizers)} optimizers that configure_optimizers returned; pass one of"
                     " self.optimizers()."
                 )
 
     def close(self) -> None:
-        """Stop following optimizers and parameters."""
+        """Stop watching optimizers and parameters."""
         self._unwatch()
         self._windows.optimizers = []
         self._stray.clear()

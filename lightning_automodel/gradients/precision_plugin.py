@@ -1,4 +1,4 @@
-"""The Trainer's precision plugin, through which clipping and stepping run, and what is replaced on it meanwhile."""
+"""Patches on the Trainer's precision plugin, which runs clipping and optimizer steps."""
 
 from functools import partial
 from typing import Any
@@ -11,11 +11,11 @@ from lightning_automodel.patching import PatchStack
 
 
 def patch_clipping(plugin: Precision, clipper: GradientClipper, patches: PatchStack) -> None:
-    """Let all ways of clipping know sharded gradients, and measure norms after hooks and clipping.
+    """Make all of the plugin's clipping work on sharded gradients, and measure norms after hooks and clipping.
 
     Lightning's own clipping calls torch's, which refuses a mixture of plain tensors and DTensors.
     """
-    # Lightning refuses to clip for fused optimizers, which unscale for themselves; here that is done before.
+    # Lightning refuses to clip for fused optimizers, as they unscale in the step; here gradients are unscaled before.
     patches.set(plugin, "clip_gradients", partial(Precision.clip_gradients, plugin))
     patches.set(plugin, "clip_grad_by_norm", clipper.clip_by_norm)
     patches.set(plugin, "clip_grad_by_value", clipper.clip_by_value)

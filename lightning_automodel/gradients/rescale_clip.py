@@ -26,9 +26,9 @@ def rescale_gradients(
     The objective is ``L = (1 / N) * sum of S[r, m]``: the sums S of token losses of the micro-batches m of a window and
     the data-parallel ranks r, divided by all its label tokens N. Each micro-batch is backpropagated as the sum
     ``S[r, m]`` (a mean loss times its count), and FSDP2 and DDP average over the D ranks, so gradients arrive as
-    ``(1 / D) * sum of S``. Hence the one factor, applied once a window, before clipping: ``D / N``.
+    ``(1 / D) * sum of S``. Hence the one factor, applied once per window, before clipping: ``D / N``.
 
-    A collective on ``dp_group``: every rank of it must call, once a window; it is one all-reduce of one number. If a
+    A collective on ``dp_group``: every rank of it must call, once per window; it is one all-reduce of one number. If a
     rank does not call it, the others raise when the group's timeout ends. Nothing is read on the host.
 
     Args:
@@ -118,8 +118,8 @@ def check_finite(norm: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> None
 
     Args:
         norm: The norm that this rank has measured.
-        groups: Ranks of which each has measured for itself, and which are to raise together: then a collective, one
-            all-reduce of one number for each. None where they have measured together.
+        groups: Groups whose ranks may have measured different norms but must raise together. A collective on each,
+            one all-reduce of one number. Empty if the norm is the same on all ranks.
     """
     for group in groups:
         norm = norm.clone()
@@ -135,8 +135,8 @@ def check_finite(norm: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> None
 def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
     """Global 2-norm of the gradients. A collective as described at :func:`clip_gradients`.
 
-    The tensors' squares are summed in float64, so that their sum does not overflow. Parameters that are sharded over
-    the same groups of ranks share one partial sum; each group then adds up at once all that it is responsible for.
+    Squares are summed in float64, so that the sum does not overflow. Parameters that are sharded over the same groups
+    share one partial sum. One all-reduce per group then sums all partial sums that are sharded over it.
     """
     grads: dict[tuple[tuple[int, ...], ...], list[Tensor]] = defaultdict(list)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -148,7 +148,8 @@ def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
     device = _reduction_device(parameters)
     squares = {ranks: _sum_of_squares(tensors, device, foreach) for ranks, tensors in grads.items()}
     for ranks, group in groups.items():
-        # What the ranks of a group hold alike is averaged on the way, so that one where it is not alike is seen by all.
+        # Sums that are not sharded over this group should be equal on its ranks: they are averaged, so that all ranks
+        # get the same norm even if one differs.
         stacked = torch.stack([part if ranks in key else part / group.size() for key, part in squares.items()])
         dist.all_reduce(stacked, group=group)
         squares = dict(zip(squares, stacked.unbind(), strict=True))
@@ -180,9 +181,9 @@ def scale_gradients_(parameters: list[nn.Parameter], factor: Tensor, foreach: bo
 def average_gradients_(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Average the gradients of replicated parameters over ``group`` in place.
 
-    A collective: every rank must call with the same parameters; one all-reduce for each dtype, in float32 for those
-    that are narrower. A parameter that got a gradient on some ranks only counts as zero on the others; one that got
-    none anywhere keeps ``grad=None``. To tell, a rank where one got none reads a number on the host.
+    A collective: every rank must call with the same parameters; one all-reduce for each dtype, at least in float32.
+    A parameter without a gradient on some ranks counts as zero there; one without a gradient on all ranks keeps
+    ``grad=None``. A rank reads one number on the host for each parameter that has no gradient there.
     """
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -202,7 +203,7 @@ def average_gradients_(parameters: list[nn.Parameter], group: dist.ProcessGroup)
 
 
 def list_parameters(model: Parameters) -> list[nn.Parameter]:
-    """Parameters of a module, sharded ones in their sharded form (gradients live there), or the given ones."""
+    """The parameters of a module, resharded since gradients are on the shards, or the given parameters."""
     if isinstance(model, Tensor):
         return [cast(nn.Parameter, model)]
     if not isinstance(model, nn.Module):
@@ -223,7 +224,7 @@ def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def _complete_partial_gradient(parameter: nn.Parameter) -> None:
-    """Reduce a gradient that is a sum still to be taken over some mesh dimension (tensor parallelism)."""
+    """Reduce a gradient that is ``Partial`` over a mesh dimension (tensor parallelism). Then a collective on it."""
     grad = parameter.grad
     if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
         parameter.grad = grad.redistribute(
@@ -232,10 +233,10 @@ def _complete_partial_gradient(parameter: nn.Parameter) -> None:
 
 
 def _sharding_ranks(parameter: nn.Parameter) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Groups of ranks that each hold a part of the parameter, by their ranks; none for replicated and plain ones.
+    """Groups that the parameter is sharded over, keyed by their ranks; empty for replicated and plain parameters.
 
-    The gradient tells, where there is one; FSDP2 and DDP lay it out like its parameter. A strided shard (FSDP2 over a
-    dimension that tensor parallelism has sharded) is no ``Shard`` to torch 2.13, hence what it is not.
+    Reads the gradient's placements if there is one; FSDP2 and DDP place it like its parameter. In torch 2.13 a strided
+    shard (FSDP2 over a dimension that tensor parallelism has sharded) is not a ``Shard``, so the test is by exclusion.
     """
     laid_out = parameter.grad if isinstance(parameter.grad, DTensor) else parameter
     if not isinstance(laid_out, DTensor):
@@ -250,7 +251,7 @@ def _sharding_ranks(parameter: nn.Parameter) -> dict[tuple[int, ...], dist.Proce
 
 
 def _reduction_device(parameters: list[nn.Parameter]) -> torch.device:
-    """A device that the groups of the parameters can reduce on, also where shards are offloaded."""
+    """A device on which the parameters' groups can reduce, even if shards are offloaded to the CPU."""
     for parameter in parameters:
         if isinstance(parameter, DTensor):
             device_type = parameter.device_mesh.device_type
@@ -271,8 +272,8 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device, foreach: bool) 
         if group[0].device.type != "cpu":
             norms.extend(_norms(group, _wide_dtype(group[0].device), foreach))
             continue
-        # On a CPU float64 takes four times as long, and looking at the result costs nothing: the square of a float32
-        # beyond 1.8e19 overflows, and an infinite norm would clip all gradients to zero.
+        # On a CPU float64 takes four times as long, so float32 comes first; reading its result costs nothing. The
+        # square of a float32 above 1.8e19 overflows, and an infinite norm would clip all gradients to zero.
         fast = _norms(group, torch.promote_types(group[0].dtype, torch.float32), foreach)
         norms.extend(_norms(group, torch.float64, foreach) if _overflows(fast) else fast)
     if not norms:
@@ -281,7 +282,7 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device, foreach: bool) 
 
 
 def _overflows(norms: list[Tensor]) -> bool:
-    """Whether any is not finite. For tensors on a CPU alone: elsewhere reading it would wait for the device."""
+    """Whether any norm is not finite. Only for CPU tensors: reading others would wait for the device."""
     return not torch.stack(norms).isfinite().all()
 
 

@@ -18,16 +18,16 @@ Count = int | float | Tensor
 class StepReport:
     """What one optimizer step trains on, summed over the data-parallel group and the windows since the previous step.
 
-    All fields are 0-dimensional tensors on the training device: reading one on the host (``float(report.loss)``) is
-    what synchronises; making the report does not.
+    All fields are 0-dimensional tensors on the training device. The report itself does not synchronise with the host;
+    reading a field (``float(report.loss)``) does.
 
     Attributes:
         loss: Mean loss per label token, in the unit of the loss (nats for cross-entropy); per micro-batch where
             ``per_token_loss=False``. NaN for a window without any label token.
         num_label_tokens: Label tokens; 0 where ``per_token_loss=False``, which does not count them.
-        num_micro_batches: Training steps.
-        grad_norm: Global 2-norm of the gradients before clipping; None where no option needs it, and until the
-            optimizer steps.
+        num_micro_batches: Micro-batches (training steps).
+        grad_norm: Global 2-norm of the gradients before clipping; None until the optimizer steps, and if no option
+            needs it.
     """
 
     loss: Tensor
@@ -38,12 +38,12 @@ class StepReport:
 
 @dataclass(frozen=True)
 class WindowTotals:
-    """What is known of a window before its first backward, where it is counted ahead.
+    """Totals of a window that is counted ahead, known before its first backward.
 
     Attributes:
-        num_label_tokens: Over all data-parallel ranks.
-        num_micro_batches: Likewise.
-        own_micro_batches: Of this rank.
+        num_label_tokens: Label tokens over all data-parallel ranks.
+        num_micro_batches: Micro-batches over all data-parallel ranks.
+        own_micro_batches: Micro-batches of this rank.
     """
 
     num_label_tokens: float
@@ -53,10 +53,10 @@ class WindowTotals:
 
 @dataclass(frozen=True)
 class TokenWeighting:
-    """How the number of label tokens of a micro-batch is told, and what the loss of ``training_step`` stands for.
+    """How the label tokens of a micro-batch are counted, and what the loss of ``training_step`` means.
 
     Attributes:
-        per_token_loss: Weigh by label tokens; else every micro-batch weighs the same and nothing is counted.
+        per_token_loss: Weigh by label tokens. If False, every micro-batch weighs the same and nothing is counted.
         loss_reduction: Whether ``training_step`` returns the mean over label tokens or their sum.
         label_key: Key of the labels in the batch.
         ignore_index: Label value of positions that the loss ignores.
@@ -72,34 +72,33 @@ class TokenWeighting:
     count_label_tokens: Callable[..., Any] | None = None
 
     def count(self, batch: Any, output: Any = None, step: str = "training_step") -> Count:
-        """Label tokens of one micro-batch on this rank; the first way that applies wins.
+        """Label tokens of one micro-batch on this rank, from the first source that has them.
 
         Args:
             batch: The batch that the step received.
-            output: What it returned.
-            step: Its name, for messages.
+            output: What the step returned.
+            step: Name of the step, for messages.
 
         Returns:
             The count; 1 where ``per_token_loss=False``, so that every micro-batch weighs the same.
 
         Raises:
-            ValueError: If no way applies, or the count is negative.
+            ValueError: If there is no count, or it is negative.
             TypeError: If the count is neither a number nor a tensor of one element.
         """
         if not self.per_token_loss:
             return 1
-        if tells_count(output):
+        if has_count(output):
             return check_count(output["num_label_tokens"], f"the num_label_tokens that {step} returned")
         if self.count_label_tokens is not None:
             return check_count(self.count_label_tokens(batch), "what count_label_tokens(batch) returned")
         if self._has_labels(batch):
             return self.count_labels(batch[self.label_key])
-        found = f"keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
         samples = " If each row is one sample, as for a classifier, pass AutomodelStrategy(count='samples')."
         raise ValueError(
             "AutomodelStrategy weighs each micro-batch by its number of label tokens and found no count"
-            f" (the batch is {found}).{samples if isinstance(batch, (tuple, list)) else ''} Tell it in one of"
-            " three ways: return {'loss': loss, 'num_label_tokens': n}"
+            f" (the batch is {_described(batch)}).{samples if isinstance(batch, (tuple, list)) else ''} Give it in one"
+            " of three ways: return {'loss': loss, 'num_label_tokens': n}"
             f" from {step} (manual optimization: self.manual_backward(loss, num_label_tokens=n)); pass"
             f" count_label_tokens=<function of the batch>; or put labels under batch[{self.label_key!r}] with"
             f" {self.ignore_index} where the loss ignores them (label_key=, ignore_index=). If every micro-batch"
@@ -110,7 +109,7 @@ class TokenWeighting:
         """Label tokens of a batch that no step has seen; 1 where ``per_token_loss=False``.
 
         Raises:
-            ValueError: If the batch alone does not tell.
+            ValueError: If there is no count without the output of ``training_step``.
         """
         if self.per_token_loss and self.count_label_tokens is None and not self._has_labels(batch):
             raise ValueError(
@@ -122,25 +121,25 @@ class TokenWeighting:
         count = self.count(batch)
         return count.item() if isinstance(count, Tensor) else count
 
-    def check_told(self, output: Any, counted: float, reads_device: bool) -> None:
+    def check_returned_count(self, output: Any, counted: float, reads_device: bool) -> None:
         """Raise ``ValueError`` if ``training_step`` returned another count than was ``counted`` in its batch.
 
-        A tensor on an accelerator is looked at only where ``reads_device``: that makes the host wait.
+        A tensor on an accelerator is read only with ``reads_device``, since that makes the host wait.
         """
-        if not (self.per_token_loss and tells_count(output)):
+        if not (self.per_token_loss and has_count(output)):
             return
-        told = check_count(output["num_label_tokens"], "the num_label_tokens that training_step returned")
-        if isinstance(told, Tensor) and told.device.type != "cpu" and not reads_device:
+        returned = check_count(output["num_label_tokens"], "the num_label_tokens that training_step returned")
+        if isinstance(returned, Tensor) and returned.device.type != "cpu" and not reads_device:
             return
-        if not math.isclose(float(told), counted, rel_tol=1e-6):
+        if not math.isclose(float(returned), counted, rel_tol=1e-6):
             raise ValueError(
-                f"training_step returned num_label_tokens={float(told):g}, and count_window_ahead=True has counted"
+                f"training_step returned num_label_tokens={float(returned):g}, and count_window_ahead=True has counted"
                 f" {counted:g} in its batch before: pass label_shift=, ignore_index= or count_label_tokens= so that"
                 " both are equal."
             )
 
     def check_unchanged(self, batch: Any, counted: float) -> None:
-        """Raise ``ValueError`` if a batch has another count than was ``counted`` as it was drawn. Reads the device."""
+        """Raise ``ValueError`` if a batch no longer has the count ``counted`` when it was drawn. Reads the device."""
         count = self.count_on_host(batch)
         if not math.isclose(count, counted, rel_tol=1e-6):
             raise ValueError(
@@ -150,13 +149,13 @@ class TokenWeighting:
             )
 
     def aux_loss(self, output: Any, is_counted_ahead: bool) -> Tensor | None:
-        """The [] part of the loss that is no token loss, which ``training_step`` returned as ``"aux_loss"``.
+        """[] the part of the loss that is not a token loss, which ``training_step`` returned as ``"aux_loss"``.
 
-        It weighs the same in every micro-batch, and needs no part of its own where the whole loss does so.
+        It weighs the same in every micro-batch. None with ``per_token_loss=False``, as the whole loss does so then.
 
         Raises:
             ValueError: If its weight beside the token loss is not known.
-            TypeError: If it is no tensor of one element.
+            TypeError: If it is not a tensor of one element.
         """
         if not (self.per_token_loss and isinstance(output, Mapping) and output.get("aux_loss") is not None):
             return None
@@ -178,9 +177,9 @@ class TokenWeighting:
         return aux.reshape(())
 
     def counts_labels_of(self, batch: Any, output: Any = None) -> bool:
-        """Whether :meth:`count` looks at the labels of the batch, since nobody tells a count."""
-        told = tells_count(output) or self.count_label_tokens is not None
-        return self.per_token_loss and not told and self._has_labels(batch)
+        """Whether :meth:`count` counts the labels of the batch, as the user gives no count."""
+        is_given = has_count(output) or self.count_label_tokens is not None
+        return self.per_token_loss and not is_given and self._has_labels(batch)
 
     def _has_labels(self, batch: Any) -> bool:
         return isinstance(batch, Mapping) and self.label_key in batch
@@ -220,23 +219,22 @@ class TokenWeighting:
         return loss * count
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
-        """[2] sum of losses and what it is to be divided by, of one evaluated batch on this rank.
+        """[2] sum of losses and its denominator, of one evaluated batch on this rank.
 
         Args:
             batch: The batch that the step received.
-            output: What it returned: the loss, or a mapping with it under ``"loss"``.
-            step: Its name, for messages.
+            output: What the step returned: the loss, or a mapping with it under ``"loss"``.
+            step: Name of the step, for messages.
 
         Raises:
-            ValueError: If the output holds no loss, or nothing tells the count.
+            ValueError: If the output holds no loss, or there is no count.
         """
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = f"keys {sorted(map(str, output))}" if isinstance(output, Mapping) else f"a {type(output).__name__}"
             raise ValueError(
-                f"The mean loss of the evaluation needs that of each batch, and {step} returned"
-                f" {'None' if output is None else found}: return {{'loss': loss, 'num_label_tokens': n}}, or the loss"
-                " [] alone where AutomodelStrategy counts label tokens."
+                f"The mean loss of the evaluation needs the loss of each batch, and {step} returned"
+                f" {'None' if output is None else _described(output)}: return {{'loss': loss, 'num_label_tokens': n}},"
+                " or the loss [] alone where AutomodelStrategy counts label tokens."
             )
         sums, count = WindowSums(), self.count(batch, output, step)
         sums.add(self.objective(loss.detach(), count), count)
@@ -244,7 +242,7 @@ class TokenWeighting:
         return torch.stack([totals[1], self.denominator(totals)])
 
     def denominator(self, totals: Tensor) -> Tensor:
-        """[] what the sum of losses is divided by, from the reduced [3] :meth:`WindowSums.totals`."""
+        """[] the denominator of the sum of losses, from the reduced [3] :meth:`WindowSums.totals`."""
         return totals[0] if self.per_token_loss else totals[2]
 
     def report(self, totals: Tensor) -> StepReport:
@@ -258,16 +256,21 @@ class TokenWeighting:
         )
 
 
-def tells_count(output: Any) -> bool:
+def has_count(output: Any) -> bool:
     """Whether what a step returned holds its number of label tokens."""
     return isinstance(output, Mapping) and "num_label_tokens" in output
+
+
+def _described(value: Any) -> str:
+    keys = f" with the keys {sorted(map(str, value))}" if isinstance(value, Mapping) else ""
+    return f"a {type(value).__name__}{keys}"
 
 
 def contains_hugging_face_causal_lm(module: nn.Module) -> bool:
     """Whether a model whose own loss shifts the labels by one is at or below ``module``. Does not import transformers.
 
-    Of models within each other the outermost decides: it computes the loss. A ``...ForConditionalGeneration`` that is
-    no encoder-decoder sees images or hears, and shifts like the language model inside of it.
+    Of nested models the outermost decides, since it computes the loss. A ``...ForConditionalGeneration`` that is not an
+    encoder-decoder is a vision or audio model, and shifts like the language model inside it.
     """
     shifting = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
     models = outermost_hugging_face_models(module)
@@ -280,7 +283,7 @@ def contains_hugging_face_encoder_decoder(module: nn.Module) -> bool:
 
 
 def outermost_hugging_face_models(module: nn.Module) -> list[nn.Module]:
-    """The Hugging Face models at or below ``module`` that are in no other one. Does not import transformers."""
+    """The Hugging Face models at or below ``module`` that are not inside another one. Does not import transformers."""
     if any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
         return [module]
     return [model for child in module.children() for model in outermost_hugging_face_models(child)]
@@ -291,7 +294,7 @@ def _is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def check_count(count: Any, source: str) -> Count:
-    """Validate a count that a user told. No host synchronisation: a tensor's value is not read.
+    """Validate a user's count. No host synchronisation: a tensor's value is not read.
 
     Raises:
         TypeError: If it is neither a number nor a tensor of one element.
@@ -315,8 +318,8 @@ class WindowSums:
 
     Attributes:
         num_micro_batches: Backwards so far.
-        range_scale: [] the power of two that its losses are multiplied by; None for none.
-        loss_scale: [] the gradient scaler's scale at its first backward; None without a scaler.
+        range_scale: [] the power of two that the window's losses are multiplied by; None if there is none.
+        loss_scale: [] the gradient scaler's scale at the window's first backward; None without a scaler.
     """
 
     def __init__(self) -> None:
@@ -328,12 +331,11 @@ class WindowSums:
         self.loss_scale: Tensor | None = None
 
     def add(self, objective: Tensor, count: Count) -> None:
-        """Take in one backward.
+        """Add one micro-batch.
 
         Args:
-            objective: [] sum of token losses of the micro-batch.
-            count: Its label tokens. Without any, the loss does not count, whatever its value (a mean over nothing is
-                NaN).
+            objective: [] sum of its token losses.
+            count: Its label tokens. If 0, its loss is ignored: a mean over nothing is NaN.
         """
         loss = objective.detach().reshape(()).to(torch.float32 if objective.device.type == "mps" else torch.float64)
         if isinstance(count, Tensor):
@@ -379,8 +381,8 @@ def reduce_loss(
         dp_group: Ranks that hold different data. None: no communication.
 
     Returns:
-        [] the sum of the losses, at least float32 (float64 where there are none), and [] the denominator, int64, on
-        the device of the losses (of the count where there are none).
+        [] the sum of the losses, at least float32 (float64 if there are none), and [] the denominator, int64. Both are
+        on the device of the losses, or of the count if there are no losses.
 
     Examples:
         >>> loss, denominator = reduce_loss([torch.tensor(6.0), torch.tensor(2.0)], torch.tensor(4))

@@ -1,4 +1,4 @@
-"""Accumulation windows: what their backwards compute is held back, and written to ``.grad`` once it is final."""
+"""Accumulation windows: gradients are kept aside until they are final, and then written to ``.grad``."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,19 +30,19 @@ def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 class GradientEngine(Protocol):
-    """What windows ask of the engine that holds the model."""
+    """What windows need of the engine that holds the model."""
 
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Average over ranks what the engine itself does not. May be a collective over the data-parallel group."""
+        """Average gradients that backward has not averaged yet. May be a collective over the data-parallel group."""
 
     def followed(self, parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
-        """Parameters that get a zero gradient where they were not used, and whether this rank used them."""
+        """Parameters that get a zero gradient if this rank did not use them, each with whether it did."""
 
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Drop gradients that the engine holds outside of ``.grad``."""
 
     def recover(self) -> None:
-        """Forget an interrupted backward."""
+        """Clean up after an interrupted backward."""
 
 
 @dataclass(eq=False)
@@ -50,11 +50,11 @@ class Window:
     """One accumulation window.
 
     Attributes:
-        sums: What its backwards have added up on this rank.
-        optimizers: Whose parameters it holds gradients of.
-        owned: Those parameters. No other open window may hold any of them.
-        ahead: What was known of it before its first backward: its losses were divided by that, so that gradients are
-            final as they come.
+        sums: Sums over its backwards on this rank.
+        optimizers: The optimizers whose parameters it holds gradients of.
+        owned: The parameters of these optimizers. No other open window may hold any of them.
+        ahead: Its totals, if it was counted ahead: losses are divided by them before backward, so that gradients are
+            final at once.
     """
 
     sums: WindowSums
@@ -65,7 +65,7 @@ class Window:
 
 @dataclass
 class SinceStep:
-    """The windows that have ended since an optimizer's previous step.
+    """Totals of the windows that have ended since an optimizer's previous step.
 
     Attributes:
         totals: [3] label tokens, sum of losses, micro-batches, over all data-parallel ranks.
@@ -77,25 +77,25 @@ class SinceStep:
 
 
 class GradientWindows:
-    """The open windows of a fit, and what has ended since the last step.
+    """The open windows of a fit, and the totals of those that have ended since the last step.
 
-    Between the backwards of a window ``.grad`` is what stood there before, usually None: the part that the window has
-    computed is kept here (and, while a reduction is deferred, inside FSDP2). Nobody can mistake a sum over tokens for
-    a gradient. When the window's last backward returns, its part is rescaled and added to what stands in ``.grad``.
+    Between the backwards of a window, ``.grad`` is what it was before the window, usually None. The window's gradients
+    are kept here (and inside FSDP2 while a reduction is deferred), so that nobody takes a sum over tokens for a
+    gradient. When the window's last backward returns, they are rescaled and added to ``.grad``.
 
-    Windows are told apart by the optimizer that is toggled: those of a GAN accumulate side by side. Without toggling
-    there is one.
+    Each toggled optimizer has its own window, so that those of a GAN can accumulate side by side. Without toggling
+    there is one window.
 
     Args:
-        engine: Holds the model.
-        weighting: What a window's sums mean.
-        scaling: What losses are multiplied by before backward.
-        mesh: Mesh of the run.
-        device: Where sums are reduced.
+        engine: The engine that holds the model.
+        weighting: Counts label tokens and defines the denominator.
+        scaling: Scales losses before backward.
+        mesh: The run's mesh.
+        device: Device on which sums are reduced.
         parameters: All parameters of the sharded model. (Between a forward and its backward ``module.parameters()``
             are the gathered ones.)
         reuses_buffers: Whether a backward may overwrite a tensor that is in ``.grad`` (DDP's
-            ``gradient_as_bucket_view``), so that what stood there must be copied.
+            ``gradient_as_bucket_view``), so that earlier gradients must be copied.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class GradientWindows:
         return list(self._open.values())
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Forget what open windows hold for these parameters: their gradients have been zeroed."""
+        """Drop the gradients that open windows hold for these parameters, which have been zeroed."""
         dropped = set(parameters)
         if all(window.owned.isdisjoint(dropped) for window in self._open.values()):
             return
-        # A window of which nothing is left is over, its count too.
+        # If all of a window's parameters are dropped, so is the window, with its count.
         self._open = {key: window for key, window in self._open.items() if not window.owned <= dropped}
         if not self._open:
             dropped.update(self._parameters)
@@ -139,21 +139,21 @@ class GradientWindows:
         self._engine.discard(dropped)
 
     def reset(self) -> None:
-        """Forget all windows, and what they hold: a run begins or ends, or a backward has failed."""
+        """Drop all windows and their gradients: a run begins or ends, or a backward has failed."""
         self._open, self._held, self.toggled, self.since_step = {}, {}, None, {}
         self._engine.discard()
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped, or a gradient scaler has skipped its step: the next report begins anew."""
+        """Start a new report: the optimizer has stepped, or a gradient scaler has skipped its step."""
         self.since_step.pop(optimizer, None)
         self._scaling.stepped(optimizer)
 
     # --- One backward -------------------------------------------------------------------------------------------------
 
     def open(self) -> Window:
-        """The window that a backward adds to.
+        """Return the window that the next backward adds to; opens it if needed.
 
-        That of the toggled optimizer. Where none is toggled, the one that is open, else a new one of all optimizers.
+        It is the toggled optimizer's window. If none is toggled, it is the open window, or a new one of all optimizers.
 
         Raises:
             RuntimeError: If several are open and none is toggled, or if two windows would hold the same parameter.
@@ -187,43 +187,43 @@ class GradientWindows:
     def backward(self, window: Window, ends: bool) -> Iterator[None]:
         """Context of one backward. If it ``ends`` the window, gradients are final on exit.
 
-        Inside, ``.grad`` holds the parts of all open windows: a reduction that is triggered for one may reduce what
-        another has accumulated, which by linearity is harmless. If an exception leaves it, all windows are forgotten,
-        and ``.grad`` is what stood there before.
+        Inside, ``.grad`` holds the gradients of all open windows: a reduction for one may also reduce what another has
+        accumulated, which is harmless since reductions are linear. After an exception, all windows are dropped and
+        ``.grad`` is what it was before.
 
-        Ending is a collective over the data-parallel group: every rank must end the same window.
+        Ending a window is a collective over the data-parallel group: every rank must end the same window.
         """
-        stood_before = self._swap_in()
+        grads_before = self._swap_in()
         self.in_backward = True
         try:
             yield
             final = self._finalise(window) if ends else None
         except BaseException:
             for parameter in self._parameters:
-                parameter.grad = stood_before.get(parameter)
+                parameter.grad = grads_before.get(parameter)
             self.reset()
             self._engine.recover()
             raise
         finally:
             self.in_backward = False
-        self._swap_out(stood_before, final)
+        self._swap_out(grads_before, final)
 
     def _swap_in(self) -> dict[nn.Parameter, Tensor]:
-        """Put the parts of open windows into ``.grad`` and return what stood there."""
-        stood_before = {}
+        """Put the gradients of open windows into ``.grad`` and return those that it held."""
+        grads_before = {}
         for parameter in self._parameters:
             if parameter.grad is not None:
-                stood_before[parameter] = parameter.grad.clone() if self._reuses_buffers else parameter.grad
+                grads_before[parameter] = parameter.grad.clone() if self._reuses_buffers else parameter.grad
                 parameter.grad = None
         for parameter, part in self._held.items():
             parameter.grad = part
         self._held = {}
-        return stood_before
+        return grads_before
 
-    def _swap_out(self, stood_before: dict[nn.Parameter, Tensor], final: set[nn.Parameter] | None) -> None:
-        """Add final parts to what stood in ``.grad``; keep the others, and put back what stood there."""
+    def _swap_out(self, grads_before: dict[nn.Parameter, Tensor], final: set[nn.Parameter] | None) -> None:
+        """Add final gradients to those from before; keep the others aside, and put ``.grad`` back."""
         for parameter in self._parameters:
-            part, before = parameter.grad, stood_before.get(parameter)
+            part, before = parameter.grad, grads_before.get(parameter)
             if part is None:
                 if before is not None:
                     parameter.grad = before
@@ -231,7 +231,7 @@ class GradientWindows:
                 self._held[parameter] = part
                 parameter.grad = before
             elif before is not None:
-                # In place, as autograd accumulates, so that whoever holds the tensor sees it.
+                # In place, as autograd accumulates: the user may hold this tensor.
                 parameter.grad = before + part if before.is_sparse or part.is_sparse else before.add_(part)
 
     # --- The end of a window ------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class GradientWindows:
     def _finalise(self, window: Window) -> set[nn.Parameter]:
         """Rescale a window's gradients, which are in ``.grad``, and report on it. Returns the final parameters.
 
-        One all-reduce of three numbers and one for each sharded parameter. A rank that has not used some parameter
+        One all-reduce of three numbers and one more for each sharded parameter. A rank that has not used some parameter
         reads on the host whether another rank has.
         """
         self._open = {key: other for key, other in self._open.items() if other is not window}
@@ -283,7 +283,7 @@ class GradientWindows:
         summed = torch.cat([totals, users])
         if self._mesh.sizes.divisor > 1:
             dist.all_reduce(summed, group=self._mesh.group)
-        summed[2] /= self._mesh.sizes.context  # whose ranks share each micro-batch
+        summed[2] /= self._mesh.sizes.context  # context-parallel ranks share each micro-batch
         if not all(used):
             for (parameter, _), num_users in zip(followed, summed[len(totals) :].tolist(), strict=True):
                 if num_users == 0:

@@ -63,7 +63,7 @@ def test_no_way_of_counting(batch: Any, output: Any) -> None:
     with pytest.raises(ValueError, match="found no count") as raised:
         TokenWeighting(label_key="y", ignore_index=-7).count(batch, output)
     message = str(raised.value)
-    shown = f"keys {sorted(batch)}" if isinstance(batch, dict) else f"a {type(batch).__name__}"
+    shown = f"a dict with the keys {sorted(batch)}" if isinstance(batch, dict) else f"a {type(batch).__name__}"
     assert f"(the batch is {shown})" in message
     for way in (
         "return {'loss': loss, 'num_label_tokens': n} from training_step",
@@ -246,8 +246,8 @@ def test_labels_without_rows_cannot_be_shifted(shape: tuple[int, ...]) -> None:
 
 def test_a_count_on_the_device_is_read_where_the_host_may_wait() -> None:
     output = {"loss": torch.tensor(1.0), "num_label_tokens": torch.empty((), device="meta")}
-    TokenWeighting().check_told(output, 3, reads_device=False)
+    TokenWeighting().check_returned_count(output, 3, reads_device=False)
     with pytest.raises(RuntimeError, match="meta"):  # it reads
-        TokenWeighting().check_told(output, 3, reads_device=True)
+        TokenWeighting().check_returned_count(output, 3, reads_device=True)
     with pytest.raises(ValueError, match="num_label_tokens=4, and count_window_ahead=True has counted 3"):
-        TokenWeighting().check_told({**output, "num_label_tokens": torch.tensor(4)}, 3, reads_device=False)
+        TokenWeighting().check_returned_count({**output, "num_label_tokens": torch.tensor(4)}, 3, reads_device=False)

@@ -100,7 +100,8 @@ def _no_count_found(options: dict[str, Any], kind: str, accumulate: int) -> tupl
 
 @pytest.mark.parametrize("options", first_by_default([{}, DDP]), ids=["fsdp2", "ddp"])
 @pytest.mark.parametrize(
-    ("kind", "accumulate", "found"), [("tuple", 1, "a list"), ("dict", 3, "keys ['input_ids', 'targets']")]
+    ("kind", "accumulate", "found"),
+    [("tuple", 1, "a list"), ("dict", 3, "a dict with the keys ['input_ids', 'targets']")],
 )
 def test_no_count_found(pool2: RankPool, kind: str, accumulate: int, found: str, options: dict[str, Any]) -> None:
     """At the first step, on every rank, before any weight has changed: what was found, three ways, and the way out."""
