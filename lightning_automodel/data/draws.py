@@ -17,13 +17,13 @@ _END = object()
 
 @dataclass(eq=False)
 class Draw:
-    """One batch that this rank has drawn.
+    """What is known of one batch that this rank has drawn.
 
     Attributes:
         is_none: Whether the loader yielded None, which Lightning skips.
-        count: Label tokens, where they are counted ahead.
+        count: Label tokens, if they are counted ahead.
         is_filler: Whether this rank had no batch left.
-        has_batch: Where ranks pad, 1 for every rank that had one, else 0.
+        has_batch: If ranks pad, the exchange in which each rank sends 1 if it had a batch, else 0.
     """
 
     is_none: bool
@@ -32,26 +32,26 @@ class Draw:
     has_batch: Exchange | None = None
 
     def num_real(self) -> int:
-        """How many ranks had a batch, where they pad. Waits for all to draw."""
+        """How many ranks had a batch; 0 without padding. Waits until all ranks have drawn."""
         return 0 if self.has_batch is None else sum(self.has_batch.numbers())
 
 
 class Draws(Iterator[Any]):
-    """The batches of a loader, and what is known of each before it is used.
+    """Iterates over the batches of a loader, and keeps a :class:`Draw` for each.
 
-    Where it pads, drawing is a collective over the group: every rank must draw equally often. With each draw a rank
-    tells the others whether it still had a batch, and waits for nobody as long as it has: the number travels while the
-    batch is trained on. After its own batches it hands out fillers, until all ranks have drawn their last one. A filler
-    is a copy of the epoch's first batch, and of another rank's where this one has none at all.
+    With padding, drawing is a collective over the group: every rank must draw equally often. With each draw a rank
+    sends whether it still had a batch. As long as it has one it does not wait: the exchange runs while the batch is
+    trained on. After its own batches it yields fillers, until all ranks have drawn their last batch. A filler is a copy
+    of the epoch's first batch, or of another rank's if this rank has no batch at all.
 
     Args:
-        group: All ranks, on the host.
-        empty: What to raise as ``ValueError`` where there is no batch at all; None raises nothing.
+        group: Host process group of all ranks.
+        empty: Message of the ``ValueError`` if there is no batch at all; None raises nothing.
 
     Attributes:
-        pads: Whether fillers follow, in this epoch.
-        count: Tells the label tokens of a batch; None where nobody asks.
-        handed_out: Draws whose batches were handed out and not begun; the Trainer may hold one.
+        pads: Whether fillers follow in this epoch.
+        count: Counts the label tokens of a batch; None if they are not counted ahead.
+        handed_out: Draws whose batches were handed out but not begun; the Trainer may prefetch some.
         num_handed_out: Batches of this epoch that were handed out.
     """
 
@@ -65,7 +65,7 @@ class Draws(Iterator[Any]):
         self._source: Iterator[tuple[Draw, Any]] = iter(())
 
     def restart(self, batches: Iterator[Any], pads: bool) -> None:
-        """Draw from ``batches`` from now on: an epoch begins."""
+        """Begin an epoch, with these ``batches``."""
         self.pads = pads
         self.handed_out.clear()
         self.num_handed_out = 0
@@ -82,19 +82,19 @@ class Draws(Iterator[Any]):
         return batch
 
     def begin(self, num_prefetched: int) -> Draw | None:
-        """The newest batch that was handed out is about to be trained on, but for those that the Trainer prefetched."""
+        """Return the draw of the batch about to be trained on; ``num_prefetched`` later ones are handed out already."""
         draw = None
-        while len(self.handed_out) > num_prefetched:  # more than one after batches that were None
+        while len(self.handed_out) > num_prefetched:  # more than one if batches were None
             draw = self.handed_out.popleft()
         return draw
 
     def ahead(self, number: int) -> list[Draw]:
-        """The next ``number`` draws, whose batches are drawn now and handed out later; fewer where the data ends."""
+        """Draw ``number`` batches now, to be handed out later. Returns their draws, fewer if the data ends."""
         self._ahead.extend(islice(self._source, max(number - len(self._ahead), 0)))
         return [draw for draw, _ in self._ahead][:number]
 
     def forget(self, number: int) -> None:
-        """The oldest batches that were handed out were dropped, and nobody trains on them."""
+        """Forget the oldest batches that were handed out: they were dropped without a step."""
         for _ in range(min(number, len(self.handed_out))):
             self.handed_out.popleft()
 
@@ -123,7 +123,7 @@ class Draws(Iterator[Any]):
                         f" {type(batch).__name__} cannot be copied ({error}): let the loader yield tensors, in dicts,"
                         " tuples or dataclasses."
                     ) from error
-                # Lightning skips a batch that is None, on all ranks alike.
+                # Lightning skips a batch that is None, on all ranks alike: the next one is the first.
                 is_first = filler is None and num_real > 0
             if draw.is_filler:
                 if draw.num_real() == 0:
@@ -132,26 +132,26 @@ class Draws(Iterator[Any]):
             yield draw, batch
 
     def _share(self, batch: Any, source: int) -> Any:
-        """A copy of the batch of rank ``source``, for ranks without one; of its own for others. A collective."""
+        """A copy of this rank's batch, or of rank ``source``'s if it has none. A collective over the group."""
         shared = [None if batch is _END else batch]
         dist.broadcast_object_list(shared, dist.get_global_rank(self._group, source), self._group)
         return shared[0] if batch is _END else copy.deepcopy(batch)
 
 
 class LoaderProxy:
-    """Stands in for a loader, and lets ``draws`` hand out its batches.
+    """Proxy of a loader whose batches come through ``draws``.
 
-    It looks like the loader itself to ``isinstance`` and has its attributes.
+    It has the loader's attributes and passes ``isinstance`` for the loader's class.
 
     Args:
-        loader: Of the user.
-        draws: What hands out the batches.
+        loader: The user's loader.
+        draws: Draws and hands out the batches.
         pads: Whether fillers follow.
-        lengths: Of the loaders of all ranks, where they are padded; None where any is unknown.
+        lengths: Lengths of all ranks' loaders if they are padded; None if any is unknown.
     """
 
     def __init__(self, loader: Any, draws: Draws, pads: bool = False, lengths: list[int] | None = None) -> None:
-        # Others are set on the loader.
+        # Past __setattr__, which sets attributes of the loader.
         vars(self).update(user_loader=loader, draws=draws, pads=pads, rank_lengths=lengths)
 
     @property  # type: ignore[misc]  # as proxies do
@@ -162,10 +162,10 @@ class LoaderProxy:
         return getattr(self.user_loader, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.user_loader.__reduce_ex__(protocol)  # a copy stands in for nothing
+        return self.user_loader.__reduce_ex__(protocol)  # a copy is one of the loader, not a proxy
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Lightning sets worker_init_fn, and forgets iterators.
+        # Lightning sets worker_init_fn and resets _iterator.
         setattr(self.user_loader, name, value)
 
     def __len__(self) -> int:
@@ -176,17 +176,17 @@ class LoaderProxy:
         return max(self.rank_lengths)
 
     def __iter__(self) -> Iterator[Any]:
-        # Iterated at once, as Lightning and resuming expect it, not with the first draw.
+        # Make the loader's iterator now, as Lightning and resuming expect, not at the first draw.
         self.draws.restart(iter(self.user_loader), self.pads)
         return self.draws
 
 
 def users_own(loader: Any) -> Any:
-    """The user's loader behind one that stands in for it; any other as it is."""
+    """The user's loader behind a proxy; any other loader unchanged."""
     return vars(loader)["user_loader"] if type(loader) is LoaderProxy else loader
 
 
 def forget_draws(loader: Any, number: int) -> None:
-    """The first batches of an epoch were drawn to be dropped; see :meth:`Draws.forget`."""
+    """Forget batches that a resumed epoch drew only to drop them; see :meth:`Draws.forget`."""
     if type(loader) is LoaderProxy:
         vars(loader)["draws"].forget(number)

@@ -1,4 +1,4 @@
-"""Training steps on fillers: a rank without data takes part in what the others communicate, and nothing counts."""
+"""Training steps on fillers: a rank without data joins the others' collectives, without effect."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -14,12 +14,12 @@ from torchmetrics import Metric
 from lightning_automodel import lightning_internals
 from lightning_automodel.patching import PatchStack
 
-# What Lightning's `reduce_fx` may be, and the value that does not count in it.
+# Lightning's `reduce_fx`, each with the value that does not change its result.
 _NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 
 
 class FillerState:
-    """What a step on a filler may change and must leave as it was: buffers, and the states of TorchMetrics.
+    """A copy of what a step on a filler may change: buffers, and the states of TorchMetrics.
 
     Args:
         module: The user's LightningModule.
@@ -36,19 +36,19 @@ class FillerState:
         self._metrics = [(metric, lightning_internals.metric_state(metric)) for metric in metrics]
 
     def restore(self) -> None:
-        """After the backward, which may need the buffers as the forward left them."""
+        """Put the copies back. To be called after the backward, which may need the buffers of the forward."""
         with torch.no_grad():
             for owner, name, buffer, value in self._buffers:
-                setattr(owner, name, buffer.copy_(value))  # a step may have put another tensor in its place
+                setattr(owner, name, buffer.copy_(value))  # a step may have set another tensor
         for metric, state in self._metrics:
             lightning_internals.set_metric_state(metric, state)
 
 
 @contextmanager
 def neutral(module: pl.LightningModule) -> Iterator[None]:
-    """Context for ``training_step`` on a filler: what it logs does not count, and random states come back.
+    """Context for ``training_step`` on a filler: logged values do not count, and random states are restored.
 
-    What is logged with ``sync_dist`` is logged with a neutral value, since the other ranks reduce it.
+    Values with ``sync_dist`` are replaced by a neutral one rather than left out, since the other ranks reduce them.
     """
     patches = PatchStack()
     patches.set(module, "log", _neutral_log(module.log))

@@ -1,4 +1,4 @@
-"""Context parallelism: which positions of a batch each of the ranks that share it gets."""
+"""Context parallelism: which positions of a batch each rank of the group gets."""
 
 import copy
 from collections.abc import Mapping, MutableMapping
@@ -9,24 +9,24 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 SHIFTED_LABELS = "shift_labels"
-"""Labels that stand where they are predicted; the name that Hugging Face models take them by, beside ``labels``."""
+"""Key of labels at the position that predicts them, as Hugging Face models call them."""
 
 _IDS, _POSITIONS, _MASK = "input_ids", "position_ids", "attention_mask"
 
 
 class SequenceSlices:
-    """Cuts what the ranks of a context-parallel group have all been given: a slice of each sequence for this rank.
+    """Cuts this rank's slice of each sequence from a batch that all ranks of a context-parallel group hold.
 
-    Of 2 W chunks of equal length rank r holds chunks r and 2 W - 1 - r, so that under a causal mask all have equally
-    much to compute. Nothing is communicated.
+    Of 2 W chunks of equal length, rank r gets chunks r and 2 W - 1 - r, so that under a causal mask all ranks have the
+    same amount to compute. Nothing is communicated.
 
     Args:
-        rank: Within the group.
-        size: Of the group, W.
+        rank: Rank within the group.
+        size: W, the size of the group.
         label_key: Key of the labels.
         ignore_index: Label of a position that the loss ignores.
         label_shift: Leading label positions of each row that the loss drops.
-        adds_mask: Whether an attention mask is made where it is missing.
+        adds_mask: Whether to create an attention mask if it is missing.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SequenceSlices:
         """Positions of each sequence of a batch.
 
         Raises:
-            TypeError: If the batch is no mapping.
+            TypeError: If the batch is not a mapping.
             ValueError: If it has no ``input_ids``.
         """
         if not isinstance(batch, Mapping):
@@ -61,17 +61,17 @@ class SequenceSlices:
         return batch[_IDS].shape[-1]
 
     def chunk_length(self, length: int) -> int:
-        """Positions of a chunk; those behind the sequence's last are padding."""
+        """Positions of a chunk; those after the end of the sequence are padding."""
         return -(-length // self._num_chunks)
 
     def has_mask(self, batch: Any) -> bool:
-        """Whether a batch leaves positions out by an ``attention_mask``."""
+        """Whether a batch has an ``attention_mask``."""
         return batch.get(_MASK) is not None
 
     def documents(self, batch: Any) -> Tensor | None:
-        """[b, w * s] which document a position belongs to: ``position_ids`` that do not go on begin a new one.
+        """[b, w * s] the document of each position: one begins where ``position_ids`` do not increase by 1.
 
-        None where there are no position ids, or a mask beside them: then Hugging Face models do not look at them.
+        None without position ids, and if there is also a mask: Hugging Face models then ignore the position ids.
         """
         positions = batch.get(_POSITIONS)
         if positions is None or self.has_mask(batch):
@@ -83,13 +83,13 @@ class SequenceSlices:
     def slice(self, batch: Any) -> MutableMapping[str, Any]:
         """A copy of a batch with this rank's slice of each sequence.
 
-        ``input_ids``, labels, ``position_ids`` and ``attention_mask`` [..., s] are sliced, and all else is as it was.
-        Position ids are made where they are missing. With a ``label_shift`` labels are shifted first, so that the last
-        token of a slice has the first label of the next: they are called ``shift_labels`` then, and ``labels`` must not
-        be looked at.
+        ``input_ids``, labels, ``position_ids`` and ``attention_mask`` [..., s] are sliced; other entries are unchanged.
+        Missing position ids are created. With a ``label_shift`` labels are shifted before slicing, so that the last
+        token of a slice keeps its label, which is in the next slice. They are then stored as ``shift_labels``, and
+        reading ``labels`` raises.
 
         Raises:
-            TypeError: If the batch is no mapping.
+            TypeError: If the batch is not a mapping.
             ValueError: If one of these does not have the length of ``input_ids``.
         """
         length = self.length(batch)
@@ -120,17 +120,17 @@ class SequenceSlices:
             )
 
     def _cut(self, tensor: Tensor, padding: int) -> Tensor:
-        """[..., s] to the two chunks of this rank, [..., 2 c]."""
+        """Cut [..., s] to this rank's two chunks, [..., 2 c]."""
         chunk = self.chunk_length(tensor.shape[-1])
         padded = F.pad(tensor, (0, chunk * self._num_chunks - tensor.shape[-1]), value=padding)
         return torch.cat([padded[..., index * chunk : (index + 1) * chunk] for index in self.chunks], dim=-1)
 
 
 class ShiftedAway:
-    """Stands in for labels of which a slice holds a shifted form; raises where a step looks at them.
+    """Placeholder for the labels of a slice that has ``shift_labels``; raises if a step reads it.
 
-    Shifting the labels of a slice would drop one label for each slice. Hugging Face models want ``labels`` beside
-    ``shift_labels``, and do not look at them.
+    Shifting the labels of a slice would drop one label per slice. The key stays, since Hugging Face models require
+    ``labels`` beside ``shift_labels``, although they do not read them.
     """
 
     _MESSAGE = (
@@ -150,5 +150,5 @@ class ShiftedAway:
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> NoReturn:
-        """What torch calls in place of a function of its own that is given one of these."""
+        """Called by torch instead of any of its functions that gets a placeholder."""
         raise TypeError(cls._MESSAGE)

@@ -1,4 +1,4 @@
-"""Ranks whose data ends before another's: an error in training, and one count for each sample in evaluation."""
+"""Ranks whose data ends before another's: an error or fillers in training; in evaluation each sample counts once."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -28,18 +28,18 @@ _GOES_ON, _IS_LAST, _HAS_ENDED = range(3)
 
 
 class UnevenInputs:
-    """Keeps ranks together whose loaders have different lengths.
+    """Keeps ranks in step whose loaders have different lengths.
 
-    Where the loaders of a stage have the same length on all ranks, nothing is communicated. Else each rank sends with
-    every batch whether it is its last, which it knows before the step. Only a rank whose data ends waits for the
-    answers. In training it raises, and those that go on learn of its error where they wait for it. In evaluation and
-    prediction it takes part in what their steps communicate, without data, until all have ended.
+    If the loaders of a stage have the same length on all ranks, nothing is communicated per batch. Otherwise each rank
+    sends with every batch whether it is its last. Only a rank whose data ends waits for the other ranks' answers. In
+    training it raises, and the other ranks get its error when they next wait for it. In evaluation and prediction it
+    joins the collectives of their steps, without data, until all ranks have ended.
 
     Args:
-        trainer: Of the run.
-        group: All ranks, on the host.
-        pads: Whether a rank whose training data has ended goes on with fillers in place of an error.
-        draws: Hands out training batches where they are padded.
+        trainer: The Trainer of this run.
+        group: Host process group of all ranks.
+        pads: Whether a rank whose training data has ended goes on with fillers instead of raising.
+        draws: Hands out the training batches if they are padded.
 
     Attributes:
         is_filler: Whether this rank's newest training batch was a filler.
@@ -54,10 +54,10 @@ class UnevenInputs:
         self.is_filler = False
 
     def without_repeats(self, loader: Any) -> Any:
-        """A loader whose sampler repeats samples to even the ranks out, with one that gives each rank only its own.
+        """A copy of the loader whose ``DistributedSampler`` repeats no samples to make ranks even.
 
-        The user's own are left alone, since training may use them too. Training repeats unless it pads. Evaluation
-        repeats where there are fewer samples than ranks.
+        The user's loader and sampler are not changed, since training may use them too. Samples are still repeated in
+        training without padding, and in evaluation with fewer samples than ranks.
         """
         loader, is_training = users_own(loader), self.is_training
         batch_sampler = getattr(loader, "batch_sampler", None)
@@ -79,12 +79,12 @@ class UnevenInputs:
         return _with_sampler(loader, sampler, own)
 
     def process(self, loader: Any) -> Any:
-        """Compare the lengths of a loader of the current stage.
+        """Compare the lengths of a loader of the current stage over all ranks.
 
-        A collective over the group: all ranks process their loaders in one order.
+        A collective over the group: all ranks must process their loaders in the same order.
 
         Returns:
-            What is to be iterated in its place.
+            The loader, or the proxy to iterate instead.
         """
         length = sized_len(loader)
         lengths = Exchange(self._group, _UNKNOWN if length is None else length).numbers()
@@ -103,7 +103,7 @@ class UnevenInputs:
         return loader
 
     def _check_padding(self, loader: Any) -> None:
-        """Raise ``ValueError`` for what a filler would change, or what could not know of one."""
+        """Raise ``ValueError`` if a filler would affect results, or padding cannot work."""
         module = self._trainer.lightning_module
         problem = None
         if lightning_internals.draws_its_batches(module.training_step):
@@ -120,13 +120,13 @@ class UnevenInputs:
     # --- Training -----------------------------------------------------------------------------------------------------
 
     def begin_training_batch(self, draw: Draw | None) -> None:
-        """A training batch is about to be used.
+        """Note the training batch that is about to be used.
 
         Args:
-            draw: Of that batch; None where nobody has followed it.
+            draw: The batch's draw; None if the loader has no proxy.
 
         Raises:
-            ValueError: If batches are padded that come from several loaders.
+            ValueError: If batches are padded and come from several loaders.
         """
         loader = self._trainer.train_dataloader
         is_followed = type(loader) is LoaderProxy
@@ -139,7 +139,7 @@ class UnevenInputs:
             )
 
     def mean_factor(self) -> float:
-        """What a mean over ranks must be multiplied by, so that fillers do not count. Waits for all to draw."""
+        """Factor for a mean over ranks that makes fillers not count. Waits until all ranks have drawn."""
         if self._draw is None or self._draw.has_batch is None or not self._is_in_step or not self.is_training:
             return 1.0
         return self._group.size() / max(self._draw.num_real(), 1)
@@ -156,10 +156,10 @@ class UnevenInputs:
             self._is_in_step = False
 
     def _check_training_goes_on(self) -> None:
-        """A training step is about to run. A collective over the group where lengths differ or are unknown.
+        """Called before each training step. A collective over the group if lengths differ or are unknown.
 
         Raises:
-            RuntimeError: If this rank's data ends with its batch, and that of another does not, which is told.
+            RuntimeError: If this is the last batch of this rank, but not of all ranks.
         """
         if self._stage not in self._may_differ:
             return
@@ -183,18 +183,18 @@ class UnevenInputs:
     def evaluate(
         self, step: Callable[..., Any], args: tuple[Any, ...], begin: Callable[[], bool], join: Callable[[], None]
     ) -> Any:
-        """Run an evaluation step, and after the last one of a loader those of other ranks, without data.
+        """Run an evaluation step. After the last one of a loader, join the remaining steps of other ranks.
 
-        A collective over the group where lengths differ or are unknown.
+        A collective over the group if lengths differ or are unknown.
 
         Args:
             step: The step.
-            args: Its arguments: batch, batch index, and the index of the loader where there are several.
+            args: Arguments of the step: batch, batch index, and the loader's index if there are several.
             begin: Called before each step of any rank; returns whether all ranks stop after it.
-            join: Takes part in what a step of other ranks communicates.
+            join: Joins the collectives of a step of other ranks.
 
         Raises:
-            SIGTERMException: If all stop, and this rank has no batch left before which Lightning would.
+            SIGTERMException: If all ranks stop and this one has no batch left, before which Lightning would raise.
         """
         stops = begin()
         self._draw, self.is_filler = None, False
@@ -207,7 +207,7 @@ class UnevenInputs:
         finally:
             self._is_in_step = False
         if stops:
-            self._answers()  # of ranks that lag behind, before this one leaves
+            self._answers()  # wait for slower ranks before this one leaves
         while is_last and _GOES_ON in self._answers():
             if stops:
                 raise lightning_internals.SIGTERMException
@@ -217,7 +217,7 @@ class UnevenInputs:
         return output
 
     def _is_last(self, dataloader_idx: int) -> bool:
-        """Whether the batch of the step that begins is this rank's last one of a loader, which the others are told."""
+        """Whether the step that begins has this rank's last batch of a loader. Sends the answer to the others."""
         trainer, stage, loop = self._trainer, self._stage, self._evaluation_loop
         loaders = CombinedLoader(getattr(trainer, _LOADERS[stage])).flattened
         step = getattr(trainer.lightning_module, _STEPS[stage])
@@ -229,13 +229,13 @@ class UnevenInputs:
             return loop.batch_progress.is_last_batch
         loader = loaders[dataloader_idx]
         if type(loader) is not LoaderProxy:
-            return False  # of equally many batches on all ranks
+            return False  # all ranks have equally many batches of this loader
         draws: Draws = vars(loader)["draws"]
         if draws_in_step:
             draws.handed_out.clear()
         else:
             draws.handed_out.popleft()
-        # Of the step that begins: one that draws its batch itself has yet to do so.
+        # Number of this step's batch; a step that draws its batches itself has not drawn it yet.
         number = draws.num_handed_out - len(draws.handed_out) + draws_in_step
         is_last = (
             number >= loop.max_batches[dataloader_idx]
@@ -245,7 +245,7 @@ class UnevenInputs:
         return is_last
 
     def _check_several(self, loaders: list[Any], is_sequential: bool, draws_in_step: bool) -> None:
-        """Raise ``ValueError`` for what hides whether a batch of several loaders is the last."""
+        """Raise ``ValueError`` if it cannot be known which batch of several loaders is the last."""
         problem, loop = None, self._evaluation_loop
         if draws_in_step and len(loaders) > 1:
             problem = "a step that takes a dataloader_iter: let it take the batch"
@@ -258,16 +258,16 @@ class UnevenInputs:
             raise ValueError(f"The last batch of several loaders of unequal lengths is not known with {problem}.")
 
     def _where_in_batch(self) -> str | None:
-        """The evaluation step or hook of a batch that runs, which a rank without data does not run; None elsewhere."""
+        """Name of the running evaluation step or batch hook, which ranks without data do not run; else None."""
         where = lightning_internals.current_hook(self._trainer.lightning_module) or ""
         is_of_batch = self._is_in_step or where.endswith(("batch_start", "batch_end"))
         return where if is_of_batch and not self.is_training else None
 
     def check_reduction(self) -> None:
-        """Before a value is reduced or gathered over ranks: all of them must be in a step, or none.
+        """Check, before a reduction or gathering over ranks, that all of them are in a step, or none.
 
         Raises:
-            RuntimeError: If some have no data left.
+            RuntimeError: If some ranks have no data left.
         """
         where, answers = self._where_in_batch(), self._answers()
         if where is None or not (self._is_in_step or _GOES_ON in answers):
@@ -281,12 +281,12 @@ class UnevenInputs:
             )
 
     def check_gathering(self, tensor: Tensor) -> None:
-        """Before a tensor is gathered within an evaluation step: all ranks must be in it, with tensors of one shape.
+        """Check, before gathering in an evaluation step, that all ranks are in it, with tensors of one shape.
 
-        A collective over the group within evaluation steps: without repeated samples, last batches differ in size.
+        A collective over the group in evaluation steps. Shapes can differ, as last batches without repeated samples do.
 
         Raises:
-            RuntimeError: If some have no data left.
+            RuntimeError: If some ranks have no data left.
             ValueError: If shapes differ.
         """
         if self._where_in_batch() is None:
@@ -326,10 +326,10 @@ class UnevenInputs:
 
 
 def _with_sampler(holder: Any, sampler: Any, own: Any) -> Any:
-    """A copy of a loader, or of a batch sampler within it or within another one, with ``own`` for ``sampler``."""
+    """A copy of ``holder`` (a loader or, in recursion, a batch sampler) with ``own`` instead of ``sampler``."""
     holder = copy.copy(holder)
     for name, value in vars(holder).items():
-        # DataLoader refuses to have its samplers set once it is made.
+        # Through vars(), since DataLoader refuses to set a sampler after its __init__.
         if value is sampler:
             vars(holder)[name] = own
         elif getattr(value, "sampler", None) is sampler:

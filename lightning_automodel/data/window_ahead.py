@@ -13,19 +13,19 @@ from lightning_automodel.gradients.token_loss import WindowTotals
 
 
 class WindowAhead:
-    """Draws the batches of a window before its first forward, counts them, and adds the counts up over all ranks.
+    """Draws the batches of a window before its first forward, counts them, and sums the counts over all ranks.
 
-    The sums travel between the hosts while the first forward computes.
+    The all-gather between the hosts runs during the first forward.
 
     Args:
-        trainer: Of the run.
-        group: All ranks, on the host.
-        copies: Ranks that draw the same batches (tensor-parallel peers), each of which counts them.
-        draws: Hands out training batches.
-        count: Tells the label tokens of a batch, on the host.
+        trainer: The Trainer of this run.
+        group: Host process group of all ranks.
+        copies: How many ranks draw the same batches (tensor-parallel peers) and therefore count them again.
+        draws: Hands out the training batches.
+        count: Counts the label tokens of a batch, on the host.
 
     Attributes:
-        count: Label tokens of the batch that was begun last.
+        count: Label tokens of the newest batch.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class WindowAhead:
         self.count: float = 0
 
     def process(self, loader: Any) -> Any:
-        """What is to be iterated in place of a training loader."""
+        """The proxy to iterate instead of a training loader."""
         return loader if type(loader) is LoaderProxy else LoaderProxy(loader, self._draws)
 
     def begin_batch(self, draw: Draw | None) -> None:
-        """A batch is about to be trained on. If a window begins with it, the others of the window are drawn.
+        """Note the batch that is about to be trained on. If it begins a window, draw the rest of the window.
 
-        Then it is a collective over the group, which nobody waits for yet: windows of all ranks begin together.
+        This then starts a collective over the group, without waiting for it: windows of all ranks begin together.
 
         Args:
-            draw: Of that batch; None where the step draws it itself.
+            draw: The batch's draw; None if the step draws it itself.
 
         Raises:
             ValueError: If batches come from several loaders.
@@ -63,7 +63,7 @@ class WindowAhead:
         if self._draws_in_step:
             draw = next(iter(self._draws.ahead(1)), None)
         if draw is None:
-            return  # the data has ended, which the step is about to notice
+            return  # the data has ended, as the step will notice
         if draw not in self._window:
             self._begin_window(draw)
         self.count = draw.count
@@ -82,10 +82,10 @@ class WindowAhead:
         self._sent = Exchange(self._group, sum(own), len(own))
 
     def check_drawn(self) -> None:
-        """A training step is over: one that draws its batches itself must have drawn the one that was counted.
+        """Check, after a training step that draws its batches itself, that it drew the one counted.
 
         Raises:
-            RuntimeError: If it has not.
+            RuntimeError: If it did not draw exactly one.
         """
         drawn = len(self._draws.handed_out)
         if self._draws_in_step and drawn != 1:
@@ -95,6 +95,6 @@ class WindowAhead:
             )
 
     def totals(self) -> WindowTotals:
-        """Of the window that has begun. Waits until all ranks have begun it."""
+        """Totals of the window that has begun. Waits until all ranks have begun it."""
         tokens, micro_batches = (each / self._copies for each in self._sent.sums())
         return WindowTotals(tokens, micro_batches, self._own_micro_batches)
