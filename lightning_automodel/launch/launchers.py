@@ -1,4 +1,4 @@
-"""How the ranks' processes come about: Lightning's launchers, with the Trainer's function inside of the supervisor."""
+"""Starting the ranks' processes: Lightning's launchers, with the Trainer's function run by the supervisor."""
 
 import contextlib
 import os
@@ -38,10 +38,10 @@ POLL_S = 0.25
 
 
 class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
-    """Runs this script again for every further rank of the node, unless something else starts the processes.
+    """Runs this script again for every other rank of the node, unless something else starts the processes.
 
-    Lightning's launcher kills this process some seconds after another one ended badly, whatever it does then. Here the
-    supervisor hears of it at once, and every rank leaves with the cause.
+    Lightning's launcher kills this process some seconds after another one has failed, whatever this one is doing. Here
+    the supervisor is told at once, and every rank leaves with the cause.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
         self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any
     ) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        # Alone, no variables are left behind that would make a later Trainer of this process wait for other ranks.
+        # A single process sets no variables: they would make a later Trainer in it wait for other ranks.
         if self.starts_processes:
             if self.num_nodes == 1:
                 rendezvous.share_secret()
@@ -75,7 +75,7 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
         return self._supervisor.run(function, *args, **kwargs)
 
     def _observe(self) -> None:
-        """Tell the supervisor of each process that ends, which knows whether it was done; end with the last one."""
+        """Tell the supervisor of each process that ends, until all have. It knows whether the process was done."""
         running = dict(enumerate(self.procs, start=self.cluster_environment.node_rank() * self.num_processes + 1))
         while running:
             for rank, process in list(running.items()):
@@ -88,12 +88,12 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
 
 
 class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
-    """Starts every rank of the node as a worker of this process, which is no rank, waits, and gets the results.
+    """Starts every rank of the node as a worker of this process, waits, and gets the results. This process is no rank.
 
-    Lightning's launcher gathers no shards, calls no ``on_exception`` hooks in the workers, and ends them all when it
-    misses one; here the ranks leave together as under any other launcher, each through its own hooks.
+    Lightning's launcher gathers no shards, calls no ``on_exception`` hooks in the workers, and terminates all of them
+    when one fails. Here the ranks leave together as under any other launcher, each through its own hooks.
 
-    Each rank runs in the supervisor. What ``get_report`` tells in the first rank, ``set_report`` takes in this process.
+    Each rank runs in the supervisor. The first rank's ``get_report()`` is passed to ``set_report`` in this process.
     """
 
     def __init__(
@@ -149,13 +149,13 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         environment.validate_settings(num_devices=self._num_processes, num_nodes=self._num_nodes)
         if self._num_nodes == 1:
             rendezvous.share_secret()
-        # A fork server has the environment of the time when it was started.
+        # A fork server has the environment variables from when it was started.
         variables = {**os.environ, "MASTER_PORT": str(environment.main_port)}
         context = torch.multiprocessing.get_context(self._start_method)
         ours, theirs = zip(*(context.Pipe() for _ in range(self._num_processes)), strict=True)
         global_state = None
         if self._start_method != "fork":
-            # What decides what a run computes, and a process that is no fork begins without.
+            # Global state that affects results, which a process that is not a fork does not inherit.
             random_states = lightning_internals.collect_rng_states(include_cuda=False)
             global_state = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, random_states
         try:
@@ -176,7 +176,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         return Workers(self.procs, ours, environment.node_rank() * self._num_processes)
 
     def _explain(self, trainer: "pl.Trainer", function: partial[Any], error: Exception) -> None:
-        """Raise a TypeError that names the part of the run that cannot be pickled, if any."""
+        """Raise a TypeError that names the part of the run that cannot be pickled, if there is one."""
         data = [*function.args, *function.keywords.values()]
         parts = {"the module" if isinstance(value, pl.LightningModule) else "the data": value for value in data}
         parts |= {f"the callback {type(callback).__name__}": callback for callback in trainer.callbacks}  # type: ignore[attr-defined]
@@ -197,7 +197,7 @@ def _be_worker(local_rank: int, connections: Sequence[Connection], variables: Ma
     """Run the Trainer's function as a rank, and report to the launching process."""
     launcher, trainer, function, global_state = run.value
     launcher._is_worker = True
-    # A handler that a fork inherits would speak for the launching process, and so would its runs and groups.
+    # The signal handler, runs and groups that a fork inherits are those of the launching process.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if global_state is None:
         process_group.forget_inherited_groups()
@@ -206,7 +206,7 @@ def _be_worker(local_rank: int, connections: Sequence[Connection], variables: Ma
     threading.Thread(target=follow_launching_process, args=(connection,), daemon=True).start()
     os.environ.update(variables, LOCAL_RANK=str(local_rank))
     if global_state is None:
-        # OpenMP's threads do not survive a fork: where the parent has used them, this process would wait for them.
+        # OpenMP's threads do not survive a fork: if the parent has used them, this process would wait for them forever.
         torch.set_num_threads(1)
     else:
         deterministic, torch.backends.cudnn.benchmark, random_states = global_state
@@ -214,7 +214,7 @@ def _be_worker(local_rank: int, connections: Sequence[Connection], variables: Ma
         lightning_internals.set_rng_states(random_states)
         lightning_internals.share_cores(trainer.strategy.num_processes)
     try:
-        # Calls `on_exception` hooks as well, and the launcher, which then runs the function.
+        # Calls the launcher, which runs the function, and `on_exception` hooks.
         results = lightning_internals.call_and_handle_interrupt(
             trainer, function.func, *function.args, **function.keywords
         )
@@ -225,7 +225,7 @@ def _be_worker(local_rank: int, connections: Sequence[Connection], variables: Ma
         status = code if isinstance(code, int) and code else 1
     with contextlib.suppress(OSError):
         connection.send(report)
-    # Rather than the exception, whose traceback torch would print: the launching process does.
+    # Not `raise`: torch would print the traceback, which the launching process does already.
     sys.exit(status)
 
 
@@ -241,7 +241,7 @@ def make_launcher(
     """The launcher for the strategy's cluster environment and a start method; see the classes for the arguments.
 
     Raises:
-        MisconfigurationException: In a notebook or an interactive session, which is no script that could run again.
+        MisconfigurationException: For ``popen`` in a notebook or an interactive session: there is no script to run.
     """
     environment = strategy.cluster_environment
     assert environment is not None
@@ -249,7 +249,7 @@ def make_launcher(
         return WorkerLauncher(strategy, start_method, num_processes, num_nodes, supervisor, get_report, set_report)
     launcher = SubprocessLauncher(supervisor, environment, num_processes, num_nodes)
     if (hasattr(sys, "ps1") or sys.flags.interactive) and not launcher.is_interactive_compatible:
-        # Lightning would name its own strategies.
+        # Lightning's own message would recommend its own strategies.
         raise MisconfigurationException(
             "AutomodelStrategy(start_method='popen') runs a script again for each further rank, which a notebook or an"
             " interactive session does not have: pass Trainer(strategy=AutomodelStrategy(start_method='fork'), ...),"

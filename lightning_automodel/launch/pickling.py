@@ -1,4 +1,4 @@
-"""What a worker that is no fork receives: pickled by value."""
+"""Pickling what is sent to workers that are not forks."""
 
 import io
 import pickle
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class ByValue:
-    """Pickled with the values of its tensors.
+    """Wraps a value so that its tensors are pickled with their data.
 
-    Multiprocessing would put tensors on the CPU in memory that all workers share: they would train one another's
-    weights and add to one another's metrics.
+    Multiprocessing would put CPU tensors in memory that all workers share: they would train one another's weights and
+    add to one another's metrics.
     """
 
     def __init__(self, value: Any) -> None:
@@ -19,7 +19,7 @@ class ByValue:
     def __reduce__(self) -> tuple[Any, ...]:
         buffer = io.BytesIO()
         pickler = ForkingPickler(buffer)
-        # What multiprocessing itself can send, such as its locks, stays shared as the user made it.
+        # Only torch's reducers are left out: multiprocessing's own objects, such as locks, stay shared.
         pickler.dispatch_table = {
             kind: reduce
             for kind, reduce in pickler.dispatch_table.items()

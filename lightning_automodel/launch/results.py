@@ -1,4 +1,4 @@
-"""What the launching process gets of a run that workers did: weights, metrics, paths of checkpoints."""
+"""Results of a run in workers, sent to the launching process: weights, metrics, paths of checkpoints."""
 
 import io
 import shutil
@@ -19,13 +19,13 @@ _OF_CHECKPOINT_CALLBACKS = ("best_model_path", "best_model_score", "last_model_p
 
 
 def collect(trainer: "pl.Trainer", returned: Any, report: Mapping[str, Any]) -> bytes | None:
-    """Collect the results of this rank's run. A collective: every rank must call it, the model still being sharded.
+    """Collect the results of this rank's run. A collective: every rank must call it, while the model is still sharded.
 
     After a fit, sharded weights are gathered, one tensor after the other, into the host memory of the first rank of
-    each node, which writes them to a file in the folder for temporary files: both hold the whole weights for a while.
+    each node, which writes them to a temporary file: memory and file both hold the whole weights for a while.
 
     Returns:
-        What the run returned, the strategy's report and the rest, for :func:`restore`; None on all ranks but the first
+        The run's return value, the strategy's report and the rest, for :func:`restore`; None on all ranks but the first
         of each node.
     """
     is_first = trainer.strategy.local_rank == 0  # type: ignore[attr-defined]
@@ -33,12 +33,12 @@ def collect(trainer: "pl.Trainer", returned: Any, report: Mapping[str, Any]) -> 
     if trainer.state.fn == TrainerFn.FITTING:
         state = checkpoints.whole(checkpoints.model_state(trainer.lightning_module), keep=is_first)
         if is_first:
-            # Apart from the other results, as a pipe is no place for gigabytes.
+            # Not with the other results: gigabytes do not belong in a pipe.
             weights = Path(tempfile.mkdtemp(prefix="lightning_automodel-")) / "weights.pt"
             torch.save(state, weights)
     if not is_first:
         return None
-    # As bytes: a pipe would pass tensors in shared memory, which is gone once this process ends.
+    # As bytes: a pipe would pass tensors in shared memory, which is freed when this process ends.
     buffer = io.BytesIO()
     results = {
         "returned": returned,
@@ -56,13 +56,13 @@ def collect(trainer: "pl.Trainer", returned: Any, report: Mapping[str, Any]) -> 
 
 
 def restore(results: bytes, trainer: "pl.Trainer") -> tuple[Any, Mapping[str, Any]]:
-    """Give the launching process's Trainer and module what the workers did. Not a collective.
+    """Put the workers' results into the launching process's Trainer and module. Not a collective.
 
     Returns:
-        What the run returned, and the strategy's report.
+        The run's return value, and the strategy's report.
 
     Raises:
-        RuntimeError: If trained weights are unmatched in the module; their file is then kept and named.
+        RuntimeError: If the module lacks trained weights. Their file is then kept, and the message names it.
     """
     found = torch.load(io.BytesIO(results), map_location="cpu", weights_only=False)
     trainer.state = found["state"]
@@ -79,10 +79,10 @@ def restore(results: bytes, trainer: "pl.Trainer") -> tuple[Any, Mapping[str, An
 
 
 def load_trained_weights(module: "pl.LightningModule", path: Path) -> None:
-    """Load whole weights into a module of this process alone; ``configure_model`` makes what it lacks for them.
+    """Load whole weights into a module of this process alone. If it lacks layers, ``configure_model`` is called.
 
     Raises:
-        RuntimeError: If some of them are unmatched: the module would otherwise seem trained.
+        RuntimeError: If weights are still unmatched: otherwise the module would seem trained.
     """
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     reason: Exception | None = None
@@ -104,7 +104,7 @@ def load_trained_weights(module: "pl.LightningModule", path: Path) -> None:
 
 
 def _unmatched(module: "pl.LightningModule", state: Mapping[str, Any]) -> list[str]:
-    """Names in ``state`` that ``module`` has not, or has on the meta device, or in another shape."""
+    """Names in ``state`` that ``module`` lacks, or has on the meta device or in another shape."""
     known = checkpoints.model_state(module) if module.state_dict() else {}
 
     def can_hold(place: Any, value: Any) -> bool:

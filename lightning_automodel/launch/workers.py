@@ -1,4 +1,4 @@
-"""Workers: ranks that the launching process, itself no rank, started; what each tells the other, and the waiting."""
+"""Workers: ranks started by a launching process that is no rank; their messages to each other, and waiting for them."""
 
 import contextlib
 import logging
@@ -26,19 +26,19 @@ from lightning_automodel.failure.supervisor import SIGTERM_STATUS
 
 log = logging.getLogger(__name__)
 
-# An `on_exception` hook may write a checkpoint; who presses Ctrl-C wants the prompt.
+# An `on_exception` hook may write a checkpoint; after Ctrl-C the user wants the prompt back.
 TIME_TO_END_S = 60.0
 TIME_TO_END_AFTER_INTERRUPT_S = 10.0
 
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What a worker tells the launching process before it ends.
+    """What a worker sends to the launching process before it ends.
 
     Attributes:
-        results: Of the run, from the first rank of the node.
-        traceback: Of the exception that the worker left with; empty where the run ended well.
-        failure: Why it left; None where the run ended well, or all ranks stopped together after SIGTERM.
+        results: Results of the run, from the first rank of the node.
+        traceback: Traceback of the exception that ended the worker; empty if the run succeeded.
+        failure: Why the worker left; None if the run succeeded, or all ranks stopped together after SIGTERM.
     """
 
     results: bytes | None = None
@@ -47,7 +47,7 @@ class WorkerReport:
 
     @classmethod
     def from_exception(cls, exception: BaseException, rank: int) -> "WorkerReport":
-        """Report what this worker, which is ``rank``, leaves with."""
+        """Report the exception that ends this worker, which is ``rank``."""
         text = "".join(traceback.format_exception(exception))
         if isinstance(exception, lightning_internals.SIGTERMException):
             return cls(traceback=text)
@@ -60,7 +60,7 @@ class WorkerReport:
 
 
 def describe_exit(status: int) -> str:
-    """What an exit status of a process says; negative is the number of a signal."""
+    """The exit status of a process in words; a negative one is the number of a signal."""
     names = {known.value: known.name for known in signal.Signals}
     if status < 0:
         return f"was ended by {names.get(-status, f'signal {-status}')}"
@@ -68,7 +68,7 @@ def describe_exit(status: int) -> str:
 
 
 def tell_supervisor(rank: int, how: str) -> bool:
-    """Tell the supervisor that a process ended, of another rank or ``LAUNCHER``; False before this one has joined."""
+    """Tell the supervisor that another rank or the ``LAUNCHER`` has ended; False if this rank has not joined."""
     if supervisor.report_end(rank, how):
         return True
     who = "the launching process," if rank == LAUNCHER else f"rank {rank}"
@@ -78,11 +78,11 @@ def tell_supervisor(rank: int, how: str) -> bool:
 
 
 def follow_launching_process(connection: Connection) -> None:
-    """In a thread of a worker: leave when another one ends badly, or the launching process, which tells of it."""
+    """In a thread of a worker: leave when the launching process ends, or reports that another worker has failed."""
     parent, rank = multiprocessing.parent_process(), None
     assert parent is not None
     while rank != LAUNCHER:
-        # A forked sibling has a copy of the pipe's other end: only the sentinel tells that the launching process ended.
+        # Forked siblings keep the pipe's other end open: only the sentinel shows that the launching process ended.
         ready = wait([connection, parent.sentinel])
         rank, how = LAUNCHER, "which started the ranks, ended"
         with contextlib.suppress(EOFError, OSError):
@@ -106,17 +106,17 @@ class Workers:
         self._is_asked_to_stop = False
 
     def wait(self) -> bytes | None:
-        """Wait until all have ended. When one ends badly, the others learn of it at once.
+        """Wait until all workers have ended. When one fails, the others are told at once.
 
-        Training takes as long as it takes; once one worker has reported or ended, the others have a minute. SIGTERM is
-        passed on to all. Whatever makes this process leave earlier, such as an interrupt, makes the workers leave too.
+        There is no time limit for training. Once one worker has reported or ended, the others have a minute. SIGTERM is
+        passed on to all of them. If this process leaves earlier, for example by an interrupt, so do the workers.
 
         Returns:
-            The results that the first one reported.
+            The results that the first worker reported.
 
         Raises:
-            RankFailedError: If a rank failed, from the traceback that it reported.
-            SIGTERMException: If all ranks stopped together since one of them received SIGTERM.
+            RankFailedError: If a rank failed, chained to the traceback that it reported.
+            SIGTERMException: If all ranks stopped together after one of them received SIGTERM.
         """
         try:
             with patched_signal(signal.SIGTERM, self._pass_sigterm_on):
@@ -128,7 +128,7 @@ class Workers:
             self._wait_for_all()
             raise
         finally:
-            # Some still run only where that wait was interrupted as well: Ctrl-C or SIGTERM came twice.
+            # Some still run only if that wait was interrupted too: by a second Ctrl-C or SIGTERM.
             for process in self._running.values():
                 process.kill()
                 process.join()
@@ -153,14 +153,14 @@ class Workers:
             try:
                 while connection.poll():
                     self._reports[index] = connection.recv()
-                    # A run ends on all ranks together, so the others are about to report, too.
+                    # A run ends on all ranks together, so the others will report soon.
                     self._limit(TIME_TO_END_S)
             except (EOFError, OSError):
                 del self._connections[index]
 
     def _note_end(self, index: int, status: int, was_killed: bool) -> None:
         del self._running[index]
-        # A process that ends without a report (`os._exit(0)`) ends badly, whatever its status.
+        # A process that ends without a report (`os._exit(0)`) has failed, whatever its status.
         is_bad = index not in self._reports or (status != 0 and not was_killed)
         if is_bad and self._first_bad_end is None:
             self._first_bad_end = index, "did not end in time" if was_killed else describe_exit(status)
@@ -176,7 +176,7 @@ class Workers:
                 self._connections[index].send((rank, how))
 
     def _pass_sigterm_on(self, signum: int, frame: Any) -> None:
-        """Let the ranks agree on their last step instead of leaving them behind; asked twice, leave with them now."""
+        """Pass on the first SIGTERM, so that the ranks agree on a last step. At the second one, leave at once."""
         if self._is_asked_to_stop:
             raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
         self._is_asked_to_stop = True
@@ -193,7 +193,7 @@ class Workers:
             index, how = self._first_bad_end
             rank, host = self._first_rank + index, socket.gethostname()
             raise RankFailedError(RankFailure(rank, host, "set-up", MISSED_HEARTBEATS, f"its process {how}"))
-        # The report of the rank that failed says more than those of the ranks that left because of it.
+        # Prefer the report of the rank that failed to those of the ranks that left because of it.
         index = min(failures, key=lambda index: failures[index].rank != self._first_rank + index)
         text = f"\n\nrank {self._first_rank + index} left with:\n{self._reports[index].traceback}"
         raise RankFailedError(failures[index]) from ProcessRaisedException(text, index, self._process_ids[index])
