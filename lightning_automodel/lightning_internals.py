@@ -1,4 +1,4 @@
-"""Every private name of Lightning that the package touches, each with its reason."""
+"""Every private name of Lightning that the package uses, each with its reason."""
 
 # ruff: noqa: F401 (other modules import these names from here)
 
@@ -53,20 +53,20 @@ def draws_its_batches(step: Callable[..., Any]) -> bool:
 
 
 def current_hook(module: LightningModule) -> str | None:
-    """Name of the hook of ``module`` that runs; None between them."""
+    """Name of the running hook of ``module``; None between hooks."""
     return module._current_fx_name
 
 
 def patch_signals(trainer: Trainer, ask_to_requeue: Callable[[], None], patches: PatchStack) -> None:
-    """Let ``trainer`` neither broadcast whether SIGTERM came, each micro-batch, nor communicate in a signal handler.
+    """Stop ``trainer`` from broadcasting SIGTERM in each micro-batch, and from communicating in a signal handler.
 
-    Lightning has no setting for either. On SLURM's signal to requeue it saves wherever in a step a rank is; saving is a
-    collective under FSDP2, and no two ranks receive a signal at the same point of a step.
+    Lightning has no setting for either. On SLURM's signal to requeue it saves at once. But saving is a collective under
+    FSDP2, and no two ranks receive a signal at the same point of a step.
 
     Args:
-        trainer: The run's.
+        trainer: The Trainer of this run.
         ask_to_requeue: Called on SLURM's signal instead.
-        patches: Undoes it.
+        patches: Restores the methods.
     """
     patches.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _do_nothing)
     patches.set(trainer._signal_connector, "_sigterm_notifier_fn", _do_nothing)
@@ -74,28 +74,28 @@ def patch_signals(trainer: Trainer, ask_to_requeue: Callable[[], None], patches:
 
 
 def save_and_requeue(trainer: Trainer) -> None:
-    """What Lightning does on that signal: save, and have rank 0 requeue the job. Every rank must call it."""
+    """Do what Lightning does on SLURM's signal: save, and let rank 0 requeue the job. Every rank must call it."""
     connector = trainer._signal_connector
     type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, None)  # type: ignore[arg-type]
 
 
 def keep_sigterm_handler(trainer: Trainer) -> None:
-    """Let ``trainer`` not restore the handler of SIGTERM that it found: the supervisor's, which restores it itself."""
+    """Stop ``trainer`` from restoring the SIGTERM handler that it found: the supervisor removes its own handler."""
     trainer._signal_connector._original_handlers.pop(signal.SIGTERM, None)
 
 
 def patch_model_checkpoints(
     patches: PatchStack, trainer: Trainer, link: Callable[[str, str], None], is_pending: Callable[[str], bool]
 ) -> None:
-    """Let each ``ModelCheckpoint`` know checkpoints that are still being written, and link without a gap.
+    """Make each ``ModelCheckpoint`` see checkpoints that are still being written, and replace links without a gap.
 
-    Lightning 2.6.6 looks for files, to let no two callbacks choose one name, and removes the old link, or directory,
-    before it makes the new one.
+    Lightning 2.6.6 looks for existing files, so that no two callbacks choose the same name, and removes the old link or
+    directory before it makes the new one.
 
     Args:
-        patches: Undoes it.
-        trainer: Whose callbacks to change.
-        link: Called with the checkpoint and the name of the link of ``save_last="link"``.
+        patches: Restores the methods.
+        trainer: The Trainer whose callbacks are patched.
+        link: Makes the link of ``save_last="link"``, from the checkpoint's path and the link's name.
         is_pending: Whether a checkpoint is being written at a path.
     """
     for callback in trainer.checkpoint_callbacks:
@@ -111,7 +111,7 @@ def _is_there(
 
 
 def tell_sigterm(trainer: Trainer) -> None:
-    """Let ``trainer`` leave its loop after the current batch with ``SIGTERMException``."""
+    """Make ``trainer`` leave its loop after the current batch with ``SIGTERMException``."""
     trainer._signal_connector.received_sigterm = True
 
 
@@ -121,17 +121,17 @@ def training_data_fetcher(trainer: Trainer) -> Any:
 
 
 def is_sequential(evaluation_loop: Any) -> bool:
-    """Whether it takes a batch of one loader at a time, one loader after the other."""
+    """Whether the loop goes through its loaders one after the other."""
     return evaluation_loop._combined_loader._mode == "sequential"
 
 
 def has_length(evaluation_loop: Any) -> bool:
-    """Whether it takes as many batches as it knows before, and does not look ahead for the end."""
+    """Whether the loop knows its number of batches, and does not prefetch to find the end."""
     return evaluation_loop._data_fetcher.length is not None
 
 
 def forget_restart(fit_loop: Any) -> None:
-    """Let ``fit_loop``, but not its children, be no restarted one: those skip schedules at the end of the epoch."""
+    """Mark ``fit_loop``, but not its children, as not restarted: it would skip schedulers at the end of the epoch."""
     fit_loop._restarting = False
 
 
@@ -141,17 +141,17 @@ def is_validation_due(trainer: Trainer) -> bool:
 
 
 def skip_validation(validation_loop: Any) -> None:
-    """Let a restarted loop of batches see no unfinished validation, for which it would draw another batch."""
+    """Mark the validation as run: for an unfinished one, a restarted training loop would draw another batch."""
     validation_loop._has_run = True
 
 
 def epoch_metrics(trainer: Trainer) -> dict[str, Any]:
-    """What callbacks will see of this epoch's training, from the batches so far. Reduces what is to be reduced."""
+    """This epoch's training metrics for callbacks, from the batches so far. A collective if any is synchronised."""
     return trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
 
 
 def logging_step(trainer: Trainer) -> int:
-    """The step under which Lightning gives the values of this training batch to loggers."""
+    """The step number under which Lightning logs the values of this training batch."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
@@ -165,10 +165,9 @@ def _do_nothing(*_: Any) -> None:
 
 
 def told_weights_only(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
-    """What the user passed as ``weights_only`` to ``fit``, ``validate``, ``test`` or ``predict``; None for nothing.
+    """What the user passed as ``weights_only`` to ``fit``, ``validate``, ``test`` or ``predict``; None if nothing.
 
-    Lightning 2.6.6 forgets it where a strategy loads checkpoints after its set-up. ``function`` is what the launcher
-    gets to call.
+    Lightning 2.6.6 drops it if a strategy loads checkpoints after set-up. ``function`` is what the launcher calls.
     """
     signature = inspect.signature(function)
     if "weights_only" not in signature.parameters:
@@ -177,14 +176,14 @@ def told_weights_only(function: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 
 def metric_state(metric: Metric) -> dict[str, Any]:
-    """A copy of what a TorchMetrics object has gathered, for :func:`set_metric_state`."""
-    # What a list gets appended is not changed in place.
+    """A copy of a TorchMetrics object's state, for :func:`set_metric_state`."""
+    # Metrics append to list states, and do not change their tensors in place.
     states = {k: list(v) if isinstance(v, list) else v.clone() for k, v in metric.metric_state.items()}
     return {"states": states, "count": metric.update_count}
 
 
 def set_metric_state(metric: Metric, saved: dict[str, Any]) -> None:
-    """Set what :func:`metric_state` returned."""
+    """Restore what :func:`metric_state` returned."""
     for name, state in saved["states"].items():
         if name in metric.metric_state:
             setattr(metric, name, move_data_to_device(state, metric.device))

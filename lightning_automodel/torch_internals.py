@@ -1,4 +1,4 @@
-"""Every private name of torch that the package touches, each with its reason."""
+"""Every private name of torch that the package uses, each with its reason."""
 
 import functools
 import gc
@@ -29,16 +29,16 @@ FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes
 FSDPParam: TypeAlias = Any  # one parameter of such a group
 
 ACCUMULATES_IN_LEAF = hasattr(FSDPModule, "set_keep_unsharded_storage")
-"""Whether unreduced gradients are the ``.grad`` of unsharded parameters (torch 2.15), all of them."""
+"""Whether FSDP2 accumulates all unreduced gradients in ``.grad`` of the unsharded parameters (torch 2.15)."""
 
 
 def not_compiled(function: F) -> F:
-    """``torch.compiler.disable``: public, but without annotations, so that what it decorates would lose its own."""
+    """``torch.compiler.disable``, which is public but not annotated: decorated functions would lose their types."""
     return cast(F, torch.compiler.disable(function))
 
 
 def forget_process_groups() -> list[Any]:
-    """Let torch believe that no group was ever made, and return what would otherwise be destroyed.
+    """Reset torch's state as if no process group existed. Returns the groups, which would otherwise be destroyed.
 
     ``destroy_process_group`` shuts groups down, which in a forked process waits for threads of its parent.
     """
@@ -54,15 +54,15 @@ def forget_process_groups() -> list[Any]:
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches of sharding decisions: they hold each mesh that was ever sharded over.
+    """Clear DTensor's caches of sharding decisions, which keep every mesh alive that was ever used.
 
-    A mesh holds its groups, and a group that is held keeps its threads and connections, destroyed or not. A mesh that
-    is laid over a later default group may equal an old one, and would be led to groups that are gone.
+    A mesh holds its groups, and a group that is held keeps its threads and connections, destroyed or not. A later mesh
+    over a new default group may equal an old one, and would get the old groups from the caches.
     """
     cache_type = type(functools.lru_cache(forget_meshes))
-    # The collector knows of those that instances hold, and of none that gc.freeze() has put aside.
+    # The garbage collector lists caches that instances hold, but none from before a gc.freeze().
     for cache in (*gc.get_objects(), *_module_and_class_attributes("torch.distributed")):
-        # Not isinstance, which asks proxies for their class: some warn that they are deprecated.
+        # Not isinstance: it reads __class__ of proxies, some of which then warn that they are deprecated.
         if type(cache) is cache_type and str(cache.__module__).startswith("torch.distributed"):
             cache.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
@@ -78,7 +78,7 @@ def _module_and_class_attributes(package: str) -> Iterator[Any]:
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
-    """FSDP2 units at or below ``model``, each once; a unit of several modules is told by its first one."""
+    """FSDP2 units at or below ``model``, each once; a unit of several modules is given by its first one."""
     units: dict[int, FSDPModule] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -87,7 +87,7 @@ def fsdp_units(model: nn.Module) -> list[FSDPModule]:
 
 
 def param_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
-    """What one unit communicates: a single group, unless its parameters are sharded over several meshes."""
+    """The parameter groups of one unit: a single one, unless parameters are sharded over several meshes."""
     groups = unit._get_fsdp_state()._fsdp_param_groups
     for group in groups:
         _probe_group(group)
@@ -129,9 +129,9 @@ _COMMUNICATION = (
 
 @contextmanager
 def communication_restored(units: Iterable[FSDPModule]) -> Iterator[None]:
-    """Context that puts back what follows a forward and a backward of ``units``.
+    """Context that restores which communication follows a forward and a backward of ``units``.
 
-    FSDPModule has setters for it and no getters; none can express a size to reshard to (``reshard_after_forward=2``).
+    FSDPModule has setters for this but no getters, and none takes a size to reshard to (``reshard_after_forward=2``).
     """
     groups = [group for unit in units for group in param_groups(unit)]
     before = [{name: getattr(group, name) for name in _COMMUNICATION} for group in groups]
@@ -149,24 +149,24 @@ def is_unsharded(unit: FSDPModule) -> bool:
 
 
 def is_gathering(unit: FSDPModule) -> bool:
-    """Whether an all-gather of ``unit`` was started whose result nobody has asked for yet."""
+    """Whether an all-gather of ``unit`` was started, and not waited for yet."""
     return any(group._all_gather_result is not None for group in param_groups(unit))
 
 
 def forget_background_gather(unit: FSDPModule) -> None:
-    """Leave an all-gather of ``unit`` that runs on a CPU to itself: a rank that has failed may never join it."""
+    """Never wait for a running CPU all-gather of ``unit``: a rank that has failed may not join it."""
     for group in param_groups(unit):
         if group.device.type == "cpu":
             group._all_gather_result = None
 
 
 def set_background_gathers(root: FSDPModule, is_on: bool) -> None:
-    """Whether all-gathers of ``root`` and what is below it are asynchronous: on a CPU, others block their thread."""
+    """Set whether all-gathers at or below ``root`` are asynchronous: on a CPU, synchronous ones block the thread."""
     root._set_unshard_async_op(is_on)
 
 
 def note_all_gathers(unit: FSDPModule, note: Callable[[], None], patches: PatchStack) -> None:
-    """Have ``note`` called before each all-gather of ``unit``; FSDP2 has a hook for none."""
+    """Call ``note`` before each all-gather of ``unit``, for which FSDP2 has no hook."""
     for group in param_groups(unit):
         patches.set(group, "unshard", partial(_noting, group, group.unshard, note))
 
@@ -182,7 +182,7 @@ def _noting(
 def sharded_and_unsharded(group: FSDPParamGroup) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Sharded parameters, each with its unsharded leaf, where autograd accumulates.
 
-    The latter are the same objects from the first all-gather on, which must have happened.
+    To be called after the first all-gather, from which on the leaves stay the same objects.
     """
     return [(param.sharded_param, param.unsharded_param) for param in group.fsdp_params]
 
@@ -201,7 +201,7 @@ def holds_partial_reduction(group: FSDPParamGroup) -> bool:
 
 
 def discard_partial_reduction(group: FSDPParamGroup) -> None:
-    """Drop what :func:`holds_partial_reduction` tells of."""
+    """Drop gradients that the group has reduce-scattered and not all-reduced yet."""
     group._partial_reduce_output = None
 
 
@@ -221,7 +221,7 @@ def _unreduced_gradient(param: FSDPParam) -> Tensor | None:
 
 
 def reduce_deferred_gradients(root: FSDPModule) -> None:
-    """Reduce what ``root`` holds as the present flags say, outside of any backward. A collective."""
+    """Reduce the deferred gradients of ``root`` by its current flags, outside of any backward. A collective."""
     module: Any = root
     if not hasattr(module, "finalize_backward"):  # before torch 2.15
         module._get_fsdp_state()._root_post_backward_final_callback()
@@ -253,7 +253,7 @@ def is_fsdp_root(module: FSDPModule) -> bool:
 
 
 def was_unsharded(group: FSDPParamGroup) -> bool:
-    """Whether the group was unsharded before: its buffers and leaves are made once, in the dtype of then."""
+    """Whether the group was ever unsharded: its buffers and leaves are made once, and keep the dtype of that time."""
     return any(len(param.all_gather_outputs) > 0 for param in group.fsdp_params)
 
 
@@ -263,26 +263,26 @@ def mixed_precision_policies(model: nn.Module) -> list[MixedPrecisionPolicy]:
 
 
 def unsharded_gradient_dtype(param: FSDPParam) -> torch.dtype:
-    """What the gradient of one parameter is accumulated and reduced in."""
+    """The dtype in which the gradient of one parameter is accumulated and reduced."""
     if ACCUMULATES_IN_LEAF:
         return param.unsharded_grad_dtype or param.param_dtype or param.orig_dtype
     return param.reduce_dtype or param.param_dtype or param.orig_dtype
 
 
 def reduction_dtype(group: FSDPParamGroup) -> torch.dtype | None:
-    """What the group's gradients are reduced in; None for a group without trainable parameters."""
+    """The dtype in which the group's gradients are reduced; None for a group without trainable parameters."""
     trainable = (param for param in group.fsdp_params if param.sharded_param.requires_grad)
     return next((unsharded_gradient_dtype(param) for param in trainable), None)
 
 
 def accumulate_in_one_dtype(group: FSDPParamGroup) -> list[RemovableHandle]:
-    """Let parameters that no micro-batch has used so far get gradients in the dtype of the group's other ones.
+    """Make parameters that no micro-batch has used so far get gradients in the dtype of the group's other ones.
 
-    Before torch 2.15, FSDP2 reduces the gradients of a group only if all have one dtype: what a parameter that is first
-    used in the last micro-batch gets would be in the dtype of the computation, the others' in that of the reduction.
+    Before torch 2.15, FSDP2 reduces the gradients of a group only if all have one dtype. A parameter that is first used
+    in the last micro-batch would get its gradient in the compute dtype, while the others' are in the reduction dtype.
 
     Returns:
-        Hooks to be removed after the backward.
+        Handles of hooks, to be removed after the backward.
     """
     trainable = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
     if ACCUMULATES_IN_LEAF or all(param.unsharded_accumulated_grad is None for param in trainable):
@@ -303,17 +303,17 @@ def accumulate_in_one_dtype(group: FSDPParamGroup) -> list[RemovableHandle]:
 
 
 def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
-    """Whether anybody acts on the gradient of ``parameter`` as soon as it is accumulated."""
+    """Whether ``parameter`` has a hook that runs after its gradient is accumulated."""
     return bool(parameter._post_accumulate_grad_hooks)
 
 
 def has_gradient_hook(parameter: nn.Parameter) -> bool:
-    """Whether anybody looks at or replaces the gradient of ``parameter`` before it is accumulated."""
+    """Whether ``parameter`` has a hook that may change its gradient before it is accumulated."""
     return bool(parameter._backward_hooks)
 
 
 COMPILED_MODULE = "_orig_mod"
-"""Under which name ``torch.compile`` keeps the module that it wraps."""
+"""The attribute in which ``torch.compile`` keeps the module that it wraps."""
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -327,13 +327,13 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compile_in_place(module: nn.Module, patches: PatchStack, **kwargs: Any) -> None:
-    """``module.compile(**kwargs)``, until ``patches`` are restored; torch has no way back."""
+    """``module.compile(**kwargs)``, until ``patches`` are restored; torch itself cannot undo it."""
     patches.set(module, "_compiled_call_impl", None)
     module.compile(**kwargs)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, which shares its memory, else the tensor; without a node in autograd's graph."""
+    """This rank's part of a DTensor, sharing its memory; any other tensor unchanged. Not recorded by autograd."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -341,7 +341,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def reshard_keeping_storage(unit: FSDPModule) -> None:
-    """Show the sharded parameters of ``unit`` again, and keep the memory of the unsharded ones as it is."""
+    """Reshard ``unit`` without freeing the memory of its unsharded parameters."""
     if hasattr(unit, "set_keep_unsharded_storage"):
         unit.set_keep_unsharded_storage(True, recurse=False)
         unit.reshard()
@@ -356,7 +356,7 @@ def reshard_keeping_storage(unit: FSDPModule) -> None:
 
 
 def unsharded_storage_is_kept(unit: FSDPModule) -> bool:
-    """Whether ``unit`` is as :func:`reshard_keeping_storage` left it: another forward may have freed its memory."""
+    """Whether ``unit`` is still as :func:`reshard_keeping_storage` left it: a forward may have freed its memory."""
     return all(
         group.is_sharded
         and all(
@@ -367,13 +367,13 @@ def unsharded_storage_is_kept(unit: FSDPModule) -> bool:
 
 
 def show_kept_storage(unit: FSDPModule) -> None:
-    """Show the unsharded parameters again without an all-gather. The caller has made sure that they are kept."""
+    """Unshard without an all-gather. The caller must have checked :func:`unsharded_storage_is_kept`."""
     for group in param_groups(unit):
         group._to_unsharded()
 
 
 def sharded_versions(unit: FSDPModule) -> list[int]:
-    """Autograd version counters of the sharded parameters: they move with every in-place write but ``.data`` ones."""
+    """Autograd's version counters of the sharded parameters: every in-place write but through ``.data`` counts."""
     return [param.sharded_param._version for group in param_groups(unit) for param in group.fsdp_params]
 
 
@@ -383,14 +383,14 @@ def own_shard_changed(group: FSDPParamGroup) -> bool:
         if len(param.all_gather_outputs) != 1 or param.fsdp_placement.dim != 0:
             continue
         local = local_tensor(param.sharded_param)
-        if hasattr(local, "fsdp_pre_all_gather"):  # what is gathered is not what it holds
+        if hasattr(local, "fsdp_pre_all_gather"):  # all-gathers something other than its values
             continue
         local = local.reshape(-1)
         own_part = param.all_gather_outputs[0].view(param.mesh_info.shard_mesh_size, -1)[
             param.mesh_info.shard_mesh_rank
         ]
         own_part, local = own_part[: local.numel()], local.to(own_part.dtype)  # the part may be padded
-        # NaN differs from itself, its bytes do not.
+        # NaN does not equal itself, but its bytes do.
         if not torch.equal(own_part, local) and not torch.equal(own_part.view(torch.uint8), local.view(torch.uint8)):
             return True
     return False
@@ -402,17 +402,16 @@ def patch_unscaling(
     agree: Callable[[dict[torch.device, Tensor]], dict[torch.device, Tensor]] | None,
     patches: PatchStack,
 ) -> None:
-    """Let ``scaler.unscale_`` only look for overflow where gradients are unscaled already, and shard by shard.
+    """Make ``scaler.unscale_`` work on shards, and only look for overflow if gradients are already unscaled.
 
-    DTensor's own way of looking for overflow takes neither plain tensors beside DTensors nor a rank without gradients,
-    and asks the ranks of the first gradient's mesh only.
+    DTensor's own check for overflow takes neither plain tensors beside DTensors nor a rank without gradients, and
+    includes only the ranks of the first gradient's mesh.
 
     Args:
-        scaler: The scaler.
-        is_checked: Optimizers whose gradients are unscaled, and whether overflow was looked for since they are. Updated
-            here when it is.
-        agree: Where gradients are sharded, what the ranks agree on from what each has found, by device.
-        patches: Takes the replaced methods.
+        scaler: The gradient scaler.
+        is_checked: Optimizers whose gradients are unscaled, with whether overflow was looked for since. Updated here.
+        agree: If gradients are sharded, combines what the ranks have found, by device: a collective. Otherwise None.
+        patches: Restores the scaler's methods.
     """
 
     def unscale_gradients(
@@ -427,10 +426,10 @@ def patch_unscaling(
         return found if agree is None else agree(found)
 
     def unscale(optimizer: Optimizer) -> None:
-        # The scaler forgets what it has looked at whenever any optimizer steps.
+        # The scaler drops its per-optimizer state whenever any optimizer steps.
         if is_checked.get(optimizer) and scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]:
             return
-        # It refuses a second call before its next update, although an abandoned step never comes to that.
+        # The scaler refuses a second call before its next update(), which an abandoned step never reaches.
         scaler._per_optimizer_states.pop(id(optimizer), None)
         type(scaler).unscale_(scaler, optimizer)
         is_checked[optimizer] = True
@@ -440,7 +439,7 @@ def patch_unscaling(
 
 
 def _with_local_gradient(parameter: Tensor) -> Tensor:
-    """A tensor whose gradient is this rank's part of the parameter's; the parameter itself where that is the whole."""
+    """A tensor with this rank's part of the parameter's gradient; the parameter itself if its gradient is whole."""
     if not isinstance(parameter.grad, DTensor):
         return parameter
     local = local_tensor(parameter.grad)
@@ -463,9 +462,9 @@ def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
 def attention_with_lse(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """``F.scaled_dot_product_attention`` on the CPU, and [b, h, s] the log-sum-exp of each row, which that keeps.
+    """``F.scaled_dot_product_attention`` on the CPU, and [b, h, s] the log-sum-exp of each row, which it does not return.
 
-    All are [b, h, s, d] with one ``d``, whose elements lie side by side; heads of keys may be fewer.
+    Inputs are [b, h, s, d] with the same ``d``, contiguous in the last dimension; keys and values may have fewer heads.
     """
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
 
@@ -486,7 +485,7 @@ def attention_backward(
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Flatten ``mesh`` into one dimension called ``name``. A collective over the world where it makes a new group."""
+    """Flatten ``mesh`` into one dimension called ``name``. A collective over the world if it makes a new group."""
     return mesh._flatten(name)
 
 
@@ -494,7 +493,7 @@ _probed_groups: set[type] = set()
 
 
 def _probe_group(group: FSDPParamGroup) -> None:
-    """Check, for the first FSDP2 group of this process, what the functions above read and write of FSDP2."""
+    """Check, on the first FSDP2 group of this process, the attributes that the functions above read and write."""
     if type(group) in _probed_groups:
         return
     check = partial(release_probe.check, "torch")
@@ -527,7 +526,7 @@ def _probe_group(group: FSDPParamGroup) -> None:
 
 
 def _probe() -> None:
-    """Check at import whatever the functions above reach for on public classes and modules."""
+    """Check at import the private names that the functions above use on public classes and modules."""
     check = partial(release_probe.check, "torch")
     check(
         FSDPModule, "_get_fsdp_state", "reset_iter_state", "set_reduce_scatter_unused_params", "_set_unshard_async_op"
