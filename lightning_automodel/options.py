@@ -166,7 +166,7 @@ class StrategyOptions:
             self._check_beside_context_parallelism()
 
     def _check_beside_context_parallelism(self) -> None:
-        """Raise ValueError for what is wrong with slices of sequences, or has not been checked with them."""
+        """Raise ValueError for options that are wrong, or untested, with slices of sequences."""
         problems = {
             "device_mesh": self.device_mesh is not None,
             "per_token_loss=False (means of slices are not the mean of a batch)": not self.per_token_loss,
@@ -206,12 +206,12 @@ class StrategyOptions:
             return self.data_parallel == "fsdp2"
         return self.save_distributed_checkpoint
 
-    def told_sizes(self) -> dict[str, Any]:
-        """Sizes of the mesh that are not left at their defaults, by keyword."""
+    def given_sizes(self) -> dict[str, Any]:
+        """Sizes of the mesh that differ from their defaults, by keyword."""
         return {name: getattr(self, name) for name in self._changed(_SIZES)}
 
     def without_effect(self) -> list[str]:
-        """One sentence for each choice that the other choices leave without effect."""
+        """One sentence for each option that has no effect because of another one."""
         notes = []
         if self.data_parallel == "ddp":
             unused = self._changed(_FSDP2_ONLY)

@@ -68,8 +68,7 @@ class AutomodelStrategy(ParallelStrategy):
             called ``data_parallel`` or ``dp``; ``data_parallel_shard``, ``dp_shard`` or ``fsdp``;
             ``data_parallel_replicate`` or ``dp_replicate``; ``tensor_parallel`` or ``tp``.
         ddp_kwargs: For ``DistributedDataParallel`` (``find_unused_parameters``, ``bucket_cap_mb``, ...).
-        ddp_comm_hook: What reduces gradients in place of an all-reduce, as in ``DDPStrategy``. Needs
-            ``count_window_ahead``.
+        ddp_comm_hook: Reduces gradients instead of an all-reduce, as in ``DDPStrategy``. Needs ``count_window_ahead``.
         ddp_comm_state: First argument of the hook.
         ddp_comm_wrapper: Takes the hook and returns the one to use, such as ``fp16_compress_wrapper``.
         per_token_loss: False weighs every micro-batch the same, so that no count is needed.
@@ -80,47 +79,48 @@ class AutomodelStrategy(ParallelStrategy):
         count_label_tokens: ``batch -> int | Tensor``, the number of label tokens.
         count: ``"samples"`` counts the rows of the batch's first tensor, for classifiers with ``(x, y)``. None and
             ``"tokens"`` count label tokens, in one of the other ways.
-        defer_fsdp_grad_sync: When FSDP2 reduces gradients. True: once a window. False: after each micro-batch, which
+        defer_fsdp_grad_sync: When FSDP2 reduces gradients. True: once per window. False: after each micro-batch, which
             takes less memory. ``"all_reduce"``: with replicas, reduce-scatter each time and all-reduce once.
         reshard_during_accumulation: False keeps parameters gathered from the first forward of a window to its last
-            backward. ``"auto"``: keep them where an estimate says that they fit; ``describe()`` has the estimate.
+            backward. ``"auto"``: keep them if an estimate says that they fit; ``describe()`` has the estimate.
         auto_wrap_policy: Classes whose outermost instances become FSDP units, or a predicate on modules. None: the
             outermost repeated blocks.
         reshard_after_forward: Whether FSDP units free their parameters between forward and backward, or the size of the
-            group to reshard to. No effect where parameters stay gathered for the window.
+            group to reshard to. No effect if parameters stay gathered for the window.
         mp_policy: The dtypes that FSDP2 units compute and reduce in, instead of those of ``Trainer(precision=...)``.
             ``output_dtype`` is the dtype of what modules return to the LightningModule's own code.
         cpu_offload: Keep shards and optimizer state in host memory.
         activation_checkpointing: Compute activations again in the backward instead of keeping them. True: those of
-            each FSDP unit (``auto_wrap_policy``), of the same modules under DDP. A set: those of the outermost
+            each FSDP unit (``auto_wrap_policy``), or of the same modules under DDP. A set: those of the outermost
             instances of these classes. ``"selective"`` keeps the results of attention and of every second matrix
-            product; a policy of ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` those that it names.
-            ``"offload"``: as True, and what these modules get waits for the backward in host memory.
+            product; a policy of ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` keeps what it names.
+            ``"offload"``: as True, and the inputs of these modules are kept in host memory until the backward.
         compile: Compile each FSDP unit (``auto_wrap_policy``), or the same modules under DDP. A dictionary: keywords of
             ``torch.compile``.
         prefetch: How many FSDP units ahead all-gathers start, in the forward and in the backward; each takes the memory
             of one more gathered unit. 0: what FSDP2 does by itself. ``"auto"``: 1 on a CPU, elsewhere 0.
-        track_grad_norm: Compute ``last_step.grad_norm`` also where nothing else needs it.
+        track_grad_norm: Compute ``last_step.grad_norm`` even if nothing else needs it.
         error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not finite.
             Reads one number on the host each step.
         process_group_backend: Backend of the default process group. None: gloo for CPU, nccl for CUDA.
         init_method: Where the ranks meet: ``"tcp://host:port"`` or ``"file:///path"``. None: as the environment says.
-        start_method: How the ranks of a node are started, where no launcher has started them. ``"popen"``: this process
-            is rank 0 and runs the script again for each other one. ``"fork"`` (also in notebooks), ``"spawn"`` and
+        start_method: How the ranks of a node are started, if no launcher has started them. ``"popen"``: this process
+            is rank 0 and runs the script again for each other rank. ``"fork"`` (also in notebooks), ``"spawn"`` and
             ``"forkserver"``: as workers, which end with the run; trained weights and metrics come back. A forked rank
             computes with one CPU thread.
         timeout: How long a collective may wait, and how long a rank may miss its heartbeats: ``timedelta`` or minutes.
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
         save_distributed_checkpoint: True: a checkpoint is a directory of shards. False: one file, for which rank 0
-            needs host memory for the whole state. None: a directory where the model is sharded.
-        uneven_inputs: What happens where a rank's training data ends before another's. ``"error"``: every rank raises.
+            needs host memory for the whole state. None: a directory if the model is sharded.
+        uneven_inputs: What happens if a rank's training data ends before another's. ``"error"``: every rank raises.
             ``"pad"``: it goes on with copies of a batch that have no tokens and no effect, until all have ended.
             Evaluation and prediction always see each sample once.
         count_window_ahead: Draw and count the batches of a window before its first forward, so that each loss is
-            weighed before its backward. For ``"aux_loss"`` in what ``training_step`` returns, for hooks on gradients
-            that step within the backward (FSDP2 only), and for half-precision gradients in range. The count then comes
-            from the batch: if ``training_step`` returns another ``num_label_tokens``, it raises. A window's batches are
-            held in host memory. A data set that draws random numbers in the main process draws them in another order.
+            weighed before its backward. ``"aux_loss"`` in the output of ``training_step`` needs this, as do gradient
+            hooks that step during backward (FSDP2 only); it also keeps half-precision gradients in range. The count
+            then comes from the batch: if ``training_step`` returns another ``num_label_tokens``, it raises. A window's
+            batches are held in host memory. A data set that draws random numbers in the main process draws them in
+            another order.
         async_checkpoint: Write checkpoints while training goes on, after the state was copied to host memory. One save
             at a time; a failure is raised in the next step, and a run ends when its last checkpoint is on disk.
 
@@ -212,13 +212,13 @@ class AutomodelStrategy(ParallelStrategy):
             )
 
     def __repr__(self) -> str:
-        """Says whose Trainer it is for: that of ``pytorch_lightning`` refuses it with this in its message."""
+        """Names the Trainer it is for, since ``pytorch_lightning``'s own shows this when it refuses the strategy."""
         return f"<{type(self).__name__} for lightning.pytorch.Trainer>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AutomodelStrategy":
-        """A strategy of the same options that has no run: groups, stores and shards cannot be copied.
+        """A strategy with the same options but no run: groups, stores and shards cannot be copied.
 
-        It shares the plugins, whose methods are patched while a run lasts.
+        The copy shares the plugins, whose methods are patched during a run.
         """
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -254,7 +254,7 @@ class AutomodelStrategy(ParallelStrategy):
     def last_step(self) -> StepReport | None:
         """Report on the newest optimizer step; None before the first. Its tensors stay on the device.
 
-        In a process that started the ranks as workers, it is on the CPU and of the newest run that has ended.
+        In a process that started the ranks as workers, it is the last report of the newest finished run, on the CPU.
         """
         return self._reported_by_workers.get("last_step") if self._run is None else self._run.last_step
 
@@ -262,7 +262,7 @@ class AutomodelStrategy(ParallelStrategy):
     def is_filler(self) -> bool:
         """Whether the newest training batch is a filler: a copy without effect, for a rank whose own data has ended.
 
-        For lists and counters that user code keeps itself, under ``uneven_inputs="pad"``.
+        For user code that keeps its own lists and counters under ``uneven_inputs="pad"``.
         """
         return self._run is not None and self._run.inputs.is_filler
 
@@ -301,11 +301,11 @@ class AutomodelStrategy(ParallelStrategy):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Where ``configure_model`` and ``trainer.init_module()`` create tensors: on the device of this rank.
+        """Context in which ``configure_model`` and ``trainer.init_module()`` create tensors on this rank's device.
 
         Args:
-            empty_init: True creates them without values (meta device): set-up shards them first and then gives each
-                rank the values of its shards alone, by the initialisers of the modules or from a checkpoint.
+            empty_init: True creates them on the meta device. Set-up then shards them first, and initialises only each
+                rank's shards, by the modules' own initialisers or from a checkpoint.
         """
         with super().tensor_init_context(empty_init=False), torch.device("meta") if empty_init else nullcontext():
             yield
@@ -375,7 +375,7 @@ class AutomodelStrategy(ParallelStrategy):
     def _make_mesh(self, timeout: timedelta) -> RunMesh:
         options, device_type = self._options, self.root_device.type
         if options.device_mesh is not None:
-            return adopt_mesh(options.device_mesh, device_type, options.data_parallel, options.told_sizes())
+            return adopt_mesh(options.device_mesh, device_type, options.data_parallel, options.given_sizes())
         sizes = resolve_sizes(
             options.data_parallel,
             options.data_parallel_size,
@@ -393,8 +393,8 @@ class AutomodelStrategy(ParallelStrategy):
 
         Once a rank has failed, no rank waits: they leave one by one.
 
-        The Trainer puts ``"pre_setup"`` and ``"post_setup"`` around the ``setup`` hooks. With ``first_rank_setup``,
-        each node's first rank passes the former at once, and the others when it reaches the latter. After
+        The Trainer calls ``"pre_setup"`` and ``"post_setup"`` around the ``setup`` hooks. With ``first_rank_setup``,
+        each node's first rank passes ``"pre_setup"`` at once, and the others when it reaches ``"post_setup"``. After
         ``"run-stage"``, which follows the loading of checkpoints, every parameter must have values.
         """
         if name == "post_setup":
@@ -425,8 +425,8 @@ class AutomodelStrategy(ParallelStrategy):
         """A block that the first rank of each node runs before the others; see ``FirstRankPerNode``.
 
         Args:
-            scope: ``"node"`` where each node has a disk of its own, ``"global"`` for a shared file system.
-            timeout: How long a rank that works may miss its heartbeats. None: the strategy's.
+            scope: ``"node"`` if each node has its own disk, ``"global"`` for a shared file system.
+            timeout: How long a working rank may miss its heartbeats. None: the strategy's timeout.
         """
         return FirstRankPerNode(scope=scope, timeout=self._options.timeout if timeout is None else timeout)
 
@@ -444,7 +444,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         module, fitting = self._module, trainer.state.fn == TrainerFn.FITTING
-        self._close_run()  # of a run that Lightning did not tear down, since an `on_exception` hook raised
+        self._close_run()  # if an `on_exception` hook raised, Lightning did not tear down the last run
         if self.world_size > 1:
             lightning_internals.patch_signals(trainer, self._supervisor.ask_to_requeue, self._trainer_patches)
         self._checkpoints.patch_callbacks(trainer, self._trainer_patches)
@@ -485,7 +485,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Nothing: the run moves the model, since a sharded one may stay on the host or have no values yet."""
+        """Do nothing: ``TrainingRun`` moves the model, since shards may stay on the host or have no values yet."""
 
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
@@ -580,16 +580,16 @@ class AutomodelStrategy(ParallelStrategy):
         """Backpropagate one micro-batch as a sum of token losses. After a window's last one, gradients are final.
 
         Outside of ``block_backward_sync`` it is a collective: every rank must call it, and it costs one all-reduce over
-        the data-parallel ranks beside what the engine reduces. If a rank fails, the others raise.
+        the data-parallel ranks in addition to those of the engine. If a rank fails, the others raise.
 
         Args:
             closure_loss: [] the loss; under automatic optimization divided by ``accumulate_grad_batches``.
             optimizer: The optimizer; None in manual optimization.
-            *args: For the module's ``backward``.
-            **kwargs: The same, except ``num_label_tokens`` and ``optimizer`` of a manual backward.
+            *args: Arguments of the module's ``backward``.
+            **kwargs: Keywords of the module's ``backward``, beside ``num_label_tokens`` and ``optimizer``.
 
         Returns:
-            [] the detached loss, as it came.
+            [] the detached loss, unchanged.
         """
         return self._required_run.backward(closure_loss, optimizer, args, kwargs)
 
@@ -607,7 +607,7 @@ class AutomodelStrategy(ParallelStrategy):
 
         Under automatic optimization ``closure`` holds the last ``training_step`` and ``backward`` of the window.
 
-        Every rank must call it, once a window. See :meth:`Strategy.optimizer_step` for the arguments.
+        Every rank must call it, once per window. See :meth:`Strategy.optimizer_step` for the arguments.
 
         Raises:
             RuntimeError: If the gradients of ``optimizer`` are not final.
@@ -665,7 +665,7 @@ class AutomodelStrategy(ParallelStrategy):
         return self._evaluation_step(super().predict_step, *args, **kwargs)
 
     def _evaluation_step(self, step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Evaluate one batch and leave nothing gathered: a callback may be about to swap weights."""
+        """Evaluate one batch and leave no parameters gathered, since a callback may swap weights next."""
         run = self._required_run
         engine = run.engine
 
@@ -680,7 +680,7 @@ class AutomodelStrategy(ParallelStrategy):
         return run.inputs.evaluate(evaluate, args, self._begin_evaluation, engine.join_evaluation)
 
     def _begin_evaluation(self) -> bool:
-        """Whether all ranks stop after this step. Within a fit they stop in training steps alone."""
+        """Whether all ranks stop after this step. Within a fit they stop only in training steps."""
         if self._module.trainer.state.fn == TrainerFn.FITTING:
             return False
         self._evaluation_steps += 1
@@ -693,11 +693,11 @@ class AutomodelStrategy(ParallelStrategy):
 
         Args:
             batch: What ``validation_step`` or ``test_step`` received.
-            output: What it returned.
-            step: Which of the two.
+            output: What the step returned.
+            step: Name of the step.
 
         Raises:
-            ValueError: If the output holds no loss, or nothing tells the count.
+            ValueError: If the output holds no loss, or there is no count.
         """
         return self._required_run.evaluated(batch, output, step)
 
@@ -722,14 +722,14 @@ class AutomodelStrategy(ParallelStrategy):
         """Stack a tensor of one shape from every rank. A collective over the group.
 
         Raises:
-            RuntimeError: Within an evaluation step in which a rank has no data left.
-            ValueError: Within an evaluation step, where the last batches of ranks have different shapes.
+            RuntimeError: If this is an evaluation step and a rank has no data left.
+            ValueError: If this is an evaluation step and the ranks' last batches have different shapes.
         """
         if self._run is not None:
             self._run.inputs.check_gathering(tensor)
         if sync_grads or not dist.is_initialized():
             return super().all_gather(tensor, group, sync_grads)
-        # Lightning's own calls what torch 2.13 has deprecated, with a warning on each rank.
+        # Lightning's own calls a function that torch 2.13 has deprecated, with a warning on each rank.
         tensor = tensor.detach().contiguous()
         gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         dist.all_gather(gathered, tensor, group)
@@ -759,12 +759,12 @@ class AutomodelStrategy(ParallelStrategy):
         """Write a checkpoint, which appears in one step or not at all. Every rank must call it, together.
 
         Raises:
-            CheckpointError: On every rank, if it failed on any; older checkpoints are as they were.
-            RuntimeError: After the strategy's ``timeout``, if not every rank saves; it names those that do not.
+            CheckpointError: On every rank, if saving failed on any; older checkpoints are unchanged.
+            RuntimeError: After the strategy's ``timeout``, if not every rank saves; it names the missing ranks.
         """
         module = self._module
         if not self._supervisor.has_failed:
-            # Ranks that go on without saving would otherwise meet those that save in one collective.
+            # Without this barrier, collectives of saving could pair with others of ranks that do not save.
             collectives.named_barrier("save_checkpoint", process_group.parse_timeout(self._options.timeout))
             if self._run is not None:
                 self._run.engine.synchronize_buffers()
@@ -780,7 +780,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._checkpoints.save(checkpoint, filepath, self.root_device, self.checkpoint_io, goes_on, storage_options)
 
     def _saving_group(self) -> dist.ProcessGroup | None:
-        """All ranks, on the host; None for this one alone, where others have left after a failure."""
+        """The host group of all ranks; None if this is the only rank, or others have left after a failure."""
         if self.world_size == 1 or (
             self._supervisor.has_failed and not collectives.everybody_comes(_PATIENCE_AFTER_FAILURE)
         ):
@@ -874,7 +874,7 @@ class AutomodelStrategy(ParallelStrategy):
     def describe(self) -> dict[str, Any]:
         """What was decided and why: mesh, units, divisors, modes, dtypes, estimated extra bytes per rank.
 
-        Not a collective. Before the first set-up it holds the options alone.
+        Not a collective. Before the first set-up it holds only the options.
         """
         options = {field.name: getattr(self._options, field.name) for field in dataclasses.fields(self._options)}
         if self._run is None:

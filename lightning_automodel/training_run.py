@@ -42,25 +42,25 @@ from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
 
 
 class TrainingRun:
-    """The distributed model of one run, its accumulation windows, and everything that is replaced meanwhile.
+    """The distributed model of one run, its accumulation windows, and all patches that last as long as the run.
 
-    Building it is a collective over the world: weights are made equal and sharded or replicated. If one rank fails,
+    Creating it is a collective over the world: weights are made equal and sharded or replicated. If one rank fails,
     the supervisor tells the others.
 
     Args:
         module: The user's LightningModule, not distributed yet.
         fitting: Whether gradients will be needed.
-        options: What the user chose.
-        mesh: Mesh of the run.
+        options: The strategy's options.
+        mesh: The run's mesh.
         device: This rank's device.
         plugin: The Trainer's precision plugin.
-        local_ranks: Ranks on this node, which share its memory.
-        host_group: All ranks, on the host.
-        advice: Tells the user things once.
+        local_ranks: Number of ranks on this node, which share its memory.
+        host_group: Host process group of all ranks.
+        advice: Gives each warning once.
 
     Attributes:
-        inputs: Keeps ranks together whose data is unequal.
-        seconds_drawing: Spent on batches that were drawn ahead of their steps.
+        inputs: Keeps ranks in step whose data is uneven.
+        seconds_drawing: Seconds spent on drawing batches ahead of their steps.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class TrainingRun:
                 "activation_checkpointing='offload' copies activations from host memory to host memory on a CPU: pass"
                 " True there."
             )
-        # After recomputation, which it traces, and before sharding, whose hooks stay outside.
+        # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not trace.
         self._compiled = self._compile_blocks()
         self.engine = self._make_engine()
         self.model = self.engine.setup(module, fitting, self._give_values)
         tensor_parallel.synchronize_metrics(module, mesh, self.patches)
         advice.about_wrap_policy(options.auto_wrap_policy, self.engine.describe())
-        # The labels of a slice were shifted before they were cut.
+        # Labels are shifted before they are sliced.
         is_shifted = self._context is not None and options.label_shift > 0
         self.weighting = TokenWeighting(
             per_token_loss=options.per_token_loss,
@@ -151,7 +151,7 @@ class TrainingRun:
         if fitting and options.count_window_ahead:
             copies = mesh.sizes.tensor
             self._ahead = WindowAhead(module.trainer, host_group, copies, draws, self.weighting.count_on_host)
-        # The batch, the count and the auxiliary loss of the training step that runs, until its backward.
+        # Batch, count and auxiliary loss of the current training step, until its backward.
         self._batch: Any = None
         self._count: Count | None = None
         self._aux_loss: Tensor | None = None
@@ -159,7 +159,7 @@ class TrainingRun:
         self._filler_state: FillerState | None = None
 
     def _compile_blocks(self) -> list[str]:
-        """Compile what ``compile`` asks for, and return its names."""
+        """Compile the blocks that ``compile`` asks for, and return their names."""
         options = self._options
         if options.compile is False:
             return []
@@ -177,10 +177,10 @@ class TrainingRun:
         return [f"{names[id(block)]} ({units.class_name(block)})" for block in chosen]
 
     def _slice_sequences(self) -> ContextParallelSteps | None:
-        """What gives each step its slice, where ranks share batches.
+        """Set up context parallelism: patch attention, and return what slices each step's batch. None without it.
 
         Raises:
-            ValueError: For what the labels of a slice do not tell, or nobody has checked in slices.
+            ValueError: If the module cannot be trained on slices of sequences.
         """
         module, mesh = self.module, self._mesh.context_parallel
         if mesh is None:
@@ -215,14 +215,14 @@ class TrainingRun:
         return FSDP2Engine(self._mesh, self.device, options, self._local_ranks, policy)
 
     def _give_values(self) -> None:
-        """Initialise what was created on the meta device, now that it is sharded or is going to be copied."""
+        """Initialise tensors from the meta device, once they are sharded (FSDP2) or before they are copied (DDP)."""
         if self._without_values:
             offloads = self._is_sharded and self._options.cpu_offload
             meta_init.materialize(self.module, self.device, offloads)
             self.move_to_device()
 
     def move_to_device(self) -> None:
-        """Move the module to this rank's device, but for what has no values yet and for offloaded shards."""
+        """Move the module to this rank's device, except tensors without values and offloaded shards."""
         if meta_init.names_without_values(self.module):
             meta_init.move_what_has_values(self.module, self.device)
         elif not (self._options.cpu_offload and units.is_sharded(self.module)):
@@ -233,19 +233,19 @@ class TrainingRun:
         meta_init.check_initialized(self.module, self.device)
 
     def patch_plugin(self) -> None:
-        """Replace what clips and casts on the Trainer's precision plugin, once Lightning has set it up."""
+        """Patch clipping and casting on the Trainer's precision plugin. Called once Lightning has set it up."""
         patch_clipping(self.plugin, self.clipper, self.patches)
         precision.leave_casting_to_units(self.plugin, self.module, self.patches)
 
     def watch_optimizers(self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer]) -> None:
-        """Follow these optimizers from now on, instead of those before."""
+        """Watch these optimizers instead of any earlier ones."""
         self.watch.watch(optimizers, wrappers, self._is_misplaced_zero_grad)
 
     def watch_module(self) -> None:
-        """Follow what the user does in manual optimization, and ``module.zero_grad``.
+        """Watch ``module.zero_grad``, toggling, and plain backwards in manual optimization.
 
         Raises:
-            ValueError: For hooks on gradients that are not final yet.
+            ValueError: If a hook would get gradients that are not final yet.
         """
         self.watch.watch_module(self.module, self.patches, self.engine.release)
         checks.check_hooks(self.module, self._options.count_window_ahead)
@@ -256,12 +256,12 @@ class TrainingRun:
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 
     def process_dataloader(self, loader: Any) -> Any:
-        """What is to be iterated in place of a loader. A collective over the world; see :class:`UnevenInputs`."""
+        """The loader, or a proxy to iterate instead. A collective over the world; see :class:`UnevenInputs`."""
         loader = self.inputs.process(loader)
         return self._ahead.process(loader) if self._ahead is not None and self.inputs.is_training else loader
 
     def begin_batch(self) -> None:
-        """A training batch is about to be used; its hooks have run."""
+        """Called when a training batch is about to be used, after its hooks."""
         start = time.perf_counter()
         prefetched = getattr(lightning_internals.training_data_fetcher(self.module.trainer), "batches", ())
         draw = self._draws.begin(len(prefetched))
@@ -271,7 +271,7 @@ class TrainingRun:
             self.seconds_drawing += time.perf_counter() - start
 
     def sliced(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of a step that begins, the batch first: this rank's slice of it under context parallelism."""
+        """A step's arguments, the batch first. Under context parallelism, the batch is this rank's slice."""
         return args if self._context is None else (self._context.slice(args[0]), *args[1:])
 
     def attention(self, step: str) -> AbstractContextManager[None]:
@@ -279,18 +279,18 @@ class TrainingRun:
         return nullcontext() if self._context is None else self._context.step(step)
 
     def start_step(self, batch: Any) -> None:
-        """A training step is about to run on ``batch``."""
+        """Called when a training step is about to run on ``batch``."""
         self._batch = batch
-        # In the first window alone, since it reads the device.
+        # Only in the first window, since it reads the device.
         is_checked = self.windows.last_step is None and not (self.inputs.is_filler or self._draws_its_batches)
         if self._ahead is not None and is_checked:
             self.weighting.check_unchanged(batch, self._ahead.count)
         self.engine.start_forward(batch)
-        # With the buffers that were just sent.
+        # Only now, since start_forward may have broadcast buffers.
         self._filler_state = FillerState(self.module) if self.inputs.is_filler else None
 
     def end_step(self, output: Any) -> None:
-        """A training step of automatic optimization has returned ``output``: count its label tokens."""
+        """Count the label tokens of a training step of automatic optimization, which returned ``output``."""
         if self.inputs.is_filler:
             self._count = 0
         elif self._ahead is None:
@@ -305,7 +305,7 @@ class TrainingRun:
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """See :meth:`AutomodelStrategy.evaluated`."""
         if self._context is not None:
-            batch = self._context.slices.slice(batch)  # of which the output is
+            batch = self._context.slices.slice(batch)  # the output is that of the slice
         sums = self.weighting.evaluated(batch, output, step)
         self.advice.about_label_shift(self.module, self.weighting, batch, output)
         return sums
@@ -353,13 +353,13 @@ class TrainingRun:
         return plugin.post_backward(loss, module)
 
     def _recomputation(self) -> AbstractContextManager[None]:
-        """Context of a backward, in which blocks that are checkpointed compute their attention again."""
+        """Context of a backward, in which checkpointed blocks recompute their attention."""
         return nullcontext() if self._context is None else self._context.backward()
 
     def _objective(
         self, loss: Tensor, count: Count, accumulate: int, ahead: WindowTotals | None
     ) -> tuple[Tensor, Tensor]:
-        """What a [] loss, divided by ``accumulate``, adds to the sum of token losses, and what is backpropagated."""
+        """[] the sum of token losses behind a loss that was divided by ``accumulate``, and [] what to backpropagate."""
         token_loss = loss if self._aux_loss is None else loss - self._aux_loss / accumulate
         token_losses = self.weighting.objective(token_loss, count) * accumulate
         if ahead is None:
@@ -372,7 +372,7 @@ class TrainingRun:
         return token_losses, objective
 
     def restore_filler_state(self) -> None:
-        """A step on a filler is over: what it has changed in the module comes back."""
+        """Restore what a step on a filler has changed in the module."""
         state, self._filler_state = self._filler_state, None
         if state is not None:
             state.restore()
@@ -390,10 +390,10 @@ class TrainingRun:
         return self.weighting.count(self._batch, told), 1
 
     def _zero_if_skipped(self, optimizer: Optimizer) -> None:
-        """Zero the gradients of a step before, where Lightning has not: it does so in a window's first batch alone.
+        """Zero the gradients of the previous step if Lightning has not: it does so only in a window's first batch.
 
-        It skips that batch where the loader yields None, and reads the batch index too early for a step that draws its
-        batches from a ``dataloader_iter``. The module's hook decides, as ever.
+        It skips that batch if the loader yields None, and reads the batch index too early for a step that draws its
+        batches from a ``dataloader_iter``. The module's own ``optimizer_zero_grad`` is called, as Lightning does.
         """
         trainer = self.module.trainer
         index = trainer.fit_loop.epoch_loop.batch_idx
@@ -442,7 +442,7 @@ class TrainingRun:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state` returned."""
+        """Restore what :meth:`state` returned."""
         self.engine.load_state(state["engine"])
         self._scaling.range_factor = state["range_scale"]
         if state["last_step"] is not None:
@@ -466,19 +466,19 @@ class TrainingRun:
         }
 
     def _denominator(self) -> str:
-        """What the summed gradients of a window are divided by the number of."""
+        """What is counted for the denominator of a window's gradients."""
         if not self._options.per_token_loss:
             return "micro-batches"
         return "samples" if self._options.count == "samples" else "label tokens"
 
     def interrupt(self) -> None:
-        """Forget what an exception has cut off."""
+        """Clean up after an exception: drop open windows and the data of the current step."""
         self.windows.reset()
         self._batch = self._count = self._aux_loss = None
         self.engine.recover()
 
     def close(self) -> None:
-        """Drop open windows, restore what was replaced, leave the model to itself. Calling it again does nothing."""
+        """Drop open windows, restore all patches, and release the model. Calling it again does nothing."""
         self.restore_filler_state()
         self.windows.reset()
         self.watch.close()
