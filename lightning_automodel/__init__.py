@@ -4,7 +4,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_automodel.release_probe import importing_private_names
 
-with importing_private_names():  # first, so that it is what tells that a release is too old or too new
+with importing_private_names():  # first, so that its error is the one for a release that is too old or too new
     from lightning_automodel import lightning_internals, torch_internals  # noqa: F401
 
 from lightning_automodel.callbacks import EvaluationLoss, StepMonitor

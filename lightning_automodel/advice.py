@@ -1,4 +1,4 @@
-"""What a user is told while training runs on, each thing once."""
+"""Warnings and notes for the user, each given once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,13 +27,13 @@ class Advice:
         self._shift_is_checked = False
 
     def say_once(self, message: str, say: Callable[[str], None] = rank_zero_warn) -> None:
-        """Say ``message`` unless that has been done."""
+        """Say ``message`` unless it has been said."""
         if message not in self._said:
             self._said.add(message)
             say(message)
 
     def about_wrap_policy(self, policy: WrapPolicy, described: dict[str, Any]) -> None:
-        """Warn about a ``policy`` by which nothing of a model, that an engine has ``described``, became a unit."""
+        """Warn if ``policy`` made no module of the model that an engine ``described`` an FSDP unit."""
         if policy and described.get("units") == []:
             self.say_once(
                 f"auto_wrap_policy matches no module with parameters below {', '.join(described['roots'])}, so all"
@@ -42,7 +42,7 @@ class Advice:
             )
 
     def about_half_precision(self, loss: Tensor) -> None:
-        """Warn about a ``loss`` [] that is rounded before it is weighed."""
+        """Warn about a half-precision ``loss`` [], which is rounded before it is weighed."""
         if loss.dtype in HALF:
             self.say_once(
                 f"training_step returned a {loss.dtype} loss, which is rounded before it is weighed: compute the loss"
@@ -50,7 +50,7 @@ class Advice:
             )
 
     def about_rounded_count(self, count: Count) -> None:
-        """Warn about a ``count`` that was summed up in a dtype without room for it."""
+        """Warn about a ``count`` in half precision, which rounds large numbers."""
         if isinstance(count, Tensor) and count.dtype in HALF:
             limit = 2048 if count.dtype == torch.float16 else 256
             self.say_once(
@@ -69,7 +69,7 @@ class Advice:
             )
 
     def about_units_of_before(self, precision: str, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-        """Warn about a ``precision`` whose ``policy`` differs from what units, sharded before, compute in."""
+        """Warn if units of a model that is already sharded compute in another dtype than ``policy``."""
         computed_in = unit_dtypes(module)
         if computed_in - {policy.param_dtype}:
             self.say_once(
@@ -97,7 +97,7 @@ class Advice:
 
 
 def summary(described: dict[str, Any]) -> str:
-    """What ``describe()`` says, in one line."""
+    """The result of ``describe()`` in one line."""
     ranks = ", ".join(f"{name}={size}" for name, size in described["mesh"].items() if size > 1) or "one rank"
     units = described.get("units")
     parts = [f"{described['data_parallel']} over {ranks}"]
@@ -107,4 +107,4 @@ def summary(described: dict[str, Any]) -> str:
         parts.append(f"{len(described['activation_checkpointing'])} blocks checkpointed")
     parts.append(f"precision {described['precision'].get('trainer', 'unknown')}")
     parts.append(f"gradients per {described['gradient_denominator'].removesuffix('s')}")
-    return f"AutomodelStrategy: {', '.join(parts)}; trainer.strategy.describe() tells all."
+    return f"AutomodelStrategy: {', '.join(parts)}; trainer.strategy.describe() has the details."

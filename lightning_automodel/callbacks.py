@@ -1,4 +1,4 @@
-"""What a person watches: the loss of the evaluation, and what each optimizer step does and costs."""
+"""Callbacks for users: the evaluation loss, and what each optimizer step does and costs."""
 
 import math
 import time
@@ -24,10 +24,10 @@ from lightning_automodel.strategy import AutomodelStrategy
 
 
 class _TokenMean(Metric):
-    """A sum of losses over what divides it. Tensor-parallel peers double both, which their ratio is not.
+    """A sum of losses over its denominator. Tensor-parallel peers multiply both, so the ratio stays right.
 
-    TorchMetrics 1.9's own ``MeanMetric`` adds up in float32 (it forgets ``set_dtype`` as it moves to a device), reads
-    each batch on the host to drop a NaN, and loses its weights with ``nan_strategy="disable"``.
+    TorchMetrics 1.9's own ``MeanMetric`` sums in float32 (moving to a device undoes ``set_dtype``), reads each batch on
+    the host to drop a NaN, and loses its weights with ``nan_strategy="disable"``.
     """
 
     full_state_update = False
@@ -51,25 +51,25 @@ class _TokenMean(Metric):
 class EvaluationLoss(Callback):
     """Logs the mean loss per label token of validation and test: over all ranks, each token once.
 
-    It is the value of one process over the whole set, however the set is cut into batches and spread over ranks;
-    ``self.log("val_loss", loss, sync_dist=True)`` is a mean of batches' means. ``validation_step`` and ``test_step``
-    return what ``training_step`` returns, and tell their count in the same ways; ``loss_reduction`` and
+    It is the value that one process gets over the whole set, whatever the batches and the number of ranks;
+    ``self.log("val_loss", loss, sync_dist=True)`` logs a mean of batch means. ``validation_step`` and ``test_step``
+    return what ``training_step`` returns, and give their count in the same ways; ``loss_reduction`` and
     ``per_token_loss`` mean the same. Under strategies other than ``AutomodelStrategy`` they return
     ``{"loss": mean, "num_label_tokens": n}``.
 
-    ``ModelCheckpoint`` and ``EarlyStopping`` can monitor the value. Of several loaders each has one, with
-    ``/dataloader_idx_0`` and so on behind the name. A set without any label token has NaN.
+    ``ModelCheckpoint`` and ``EarlyStopping`` can monitor the value. With several loaders each has its own value, whose
+    name ends in ``/dataloader_idx_0`` and so on. A set without any label token gives NaN.
 
     Nothing is communicated within a batch. The end of a loader is a collective over all ranks, by TorchMetrics: two
-    numbers of each. If a rank fails before, the others raise under ``AutomodelStrategy``. Under other strategies they
-    wait for it until the timeout of the process group. Each rank must have a batch of each loader.
+    numbers per rank. If a rank has failed, the others raise under ``AutomodelStrategy``. Under other strategies they
+    wait until the timeout of the process group. Each rank must have a batch of each loader.
 
     Args:
-        name: Name of the value; ``{stage}`` in it becomes ``val`` or ``test``.
-        perplexity: Name of ``exp(loss)``, where the loss is cross-entropy in nats. None: it is not logged.
+        name: Name of the logged value; ``{stage}`` in it becomes ``val`` or ``test``.
+        perplexity: Name of ``exp(loss)``, if the loss is cross-entropy in nats. None: it is not logged.
 
     Raises:
-        ValueError: In the first batch, if a step returns no loss, or nothing tells its label tokens.
+        ValueError: In the first batch, if a step returns no loss, or its label tokens cannot be counted.
 
     Examples:
         >>> callbacks = [EvaluationLoss(perplexity="{stage}_perplexity")]  # val_loss, val_perplexity, test_loss, ...
@@ -108,7 +108,7 @@ class EvaluationLoss(Callback):
 
     @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Of a single loader only here, so that a rank without any batch takes part.
+        # With a single loader only here, so that a rank without any batch joins the collective.
         if set(self._means) <= {None}:
             self._mean(trainer, None).update(torch.zeros(2, device=trainer.strategy.root_device))
             self._log(trainer, pl_module, None)
@@ -123,7 +123,7 @@ class EvaluationLoss(Callback):
         return self._means[loader]
 
     def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: int | None) -> None:
-        """Hand the mean to Lightning, which computes it at the end of the loader and names it after that."""
+        """Log the mean, which Lightning computes at the end of the loader, with the loader's index in its name."""
         mean = self._mean(trainer, loader)
         metrics: dict[str, Metric] = {self._name: mean}
         if self._perplexity is not None:
@@ -140,44 +140,44 @@ class StepMonitor(Callback):
     | --- | --- |
     | ``train/loss`` | mean per label token over the window and all ranks: what was optimised |
     | ``train/grad_norm`` | before clipping; where something asks for it, see ``track_grad_norm`` |
-    | ``train/learning_rate`` | that the step used, of the optimizer's first group |
-    | ``train/label_tokens`` | a step, of all ranks |
-    | ``train/tokens`` | elements of ``batch["input_ids"]`` a step, of all ranks |
-    | ``train/padding`` | share of them that ``batch["attention_mask"]`` leaves out |
-    | ``train/tokens_per_second`` | label tokens of all ranks |
-    | ``train/tokens_per_second_per_device`` | the same over the number of ranks |
-    | ``train/data_wait`` | share of the time in which the rank that waits longest waits for data |
-    | ``train/peak_memory_gib`` | of the device, since its allocator was reset, on the rank with the highest |
-    | ``train/tflops_per_device`` | 10**12 floating-point operations a second, mean of the ranks |
-    | ``train/peak_flops_share`` | of the device's dense peak |
+    | ``train/learning_rate`` | used by the step, of the optimizer's first parameter group |
+    | ``train/label_tokens`` | per step, over all ranks |
+    | ``train/tokens`` | elements of ``batch["input_ids"]`` per step, over all ranks |
+    | ``train/padding`` | share of ``train/tokens`` that ``batch["attention_mask"]`` leaves out |
+    | ``train/tokens_per_second`` | label tokens over all ranks |
+    | ``train/tokens_per_second_per_device`` | the same divided by the number of ranks |
+    | ``train/data_wait`` | share of time spent waiting for data, on the rank that waits longest |
+    | ``train/peak_memory_gib`` | peak since the device's allocator was reset, on the rank with the highest |
+    | ``train/tflops_per_device`` | 10**12 floating-point operations per second, mean over ranks |
+    | ``train/peak_flops_share`` | that as a share of the device's dense peak |
 
-    What is not known is left out: tokens without ``input_ids``, padding without an ``attention_mask`` of their shape,
+    Unknown values are left out: tokens without ``input_ids``, padding without an ``attention_mask`` of the same shape,
     memory on a CPU, the loss and label tokens under other strategies, label tokens with ``per_token_loss=False``.
-    Counts, rates and shares are those of all steps since the last that was logged. Their time is that of training:
-    without validation, saving and logging.
+    Counts, rates and shares cover all steps since the last logged one. Their time excludes validation, saving and
+    logging.
 
-    Between two logged steps nothing is read from the device. A logged one waits for it, and is a collective over all
-    ranks: one gather of nine numbers. If a rank fails before, the others raise under ``AutomodelStrategy``, and
-    elsewhere wait for it until the time limit of the process group.
+    Between logged steps nothing is read from the device. A logged step waits for the device, and is a collective over
+    all ranks: one all-gather of nine numbers. If a rank has failed, the others raise under ``AutomodelStrategy``. Under
+    other strategies they wait until the timeout of the process group.
 
-    Lightning's ``ThroughputMonitor`` assumes that all batches of all ranks have one size, and waits for the device with
-    every batch; only its table of peaks is used, for devices whose entry is the dense peak.
+    Lightning's ``ThroughputMonitor`` assumes that all batches of all ranks have one size, and waits for the device in
+    every batch. Only its table of peaks is used, for devices whose entry is the dense peak.
 
     Args:
-        every_n_steps: Log every so many optimizer steps. None: the Trainer's ``log_every_n_steps``.
+        every_n_steps: Optimizer steps from one log to the next. None: the Trainer's ``log_every_n_steps``.
         flops: Count floating-point operations: matrix products, convolutions and attention, by ``FlopCounterMode``.
             Recomputed activations count again; kernels that torch does not know do not count. The first micro-batch of
-            each shape takes longer for it.
-        peak_flops: The device's dense peak a second, in the dtype that it computes in. None: known for some GPUs.
+            each shape takes longer.
+        peak_flops: The device's dense peak per second, in the dtype that it computes in. None: known for some GPUs.
 
     Raises:
         ValueError: If ``every_n_steps`` is not positive.
 
     Attributes:
-        history: What was logged, a dict for each logged step, with ``"step"`` and with ``"seconds"`` since the one
-            before by phase: ``data`` (waiting for batches), ``forward``, ``backward``, ``optimizer``, ``device``,
+        history: One dict per logged step: the logged values, ``"step"``, and ``"seconds"``, the time since the previous
+            logged step by phase: ``data`` (waiting for batches), ``forward``, ``backward``, ``optimizer``, ``device``,
             ``validation``, ``checkpoint`` (with the wait for the batch after it) and ``logging``. They are this rank's
-            times on the host. A GPU computes behind the host: the wait for it is ``device``. In manual optimization
+            times on the host. A GPU runs behind the host: waiting for it is ``device``. In manual optimization
             ``optimizer`` lasts until the next backward.
     """
 
@@ -197,7 +197,7 @@ class StepMonitor(Callback):
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._steps = 0
         self._label_tokens: Any = 0  # stays on its device, like `_used_tokens`
-        self._tokens: Any = 0  # NaN once it is unknown of a batch
+        self._tokens: Any = 0  # NaN once a batch has none
         self._used_tokens: Any = 0
         self._operations = 0  # floating-point
 
@@ -250,13 +250,13 @@ class StepMonitor(Callback):
             self._take(strategy.last_step)
 
     def _take(self, report: StepReport | None) -> None:
-        """Keep the report on a step; add up its label tokens unless an optimizer before has stepped on the same."""
+        """Keep a step's report; add its label tokens unless another optimizer has stepped on the same windows."""
         if report is not None and not self._is_known(report):
             self._label_tokens = self._label_tokens + report.num_label_tokens
         self._report = report
 
     def _is_known(self, report: StepReport) -> bool:
-        """Whether it is on the windows that were stepped on last: it is made anew as the gradient norm comes in."""
+        """Whether the report covers the same windows as the kept one; a new one is made when the norm is known."""
         return self._report is not None and self._report.num_label_tokens is report.num_label_tokens
 
     @override
@@ -264,7 +264,7 @@ class StepMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         strategy = _automodel(trainer)
-        if strategy is not None:  # has drawn since this batch's first hook
+        if strategy is not None:  # batches drawn ahead since this batch's first hook are a wait for data
             drawn = strategy.seconds_drawing - self._drawn
             self._seconds["data"] += drawn
             self._seconds["forward"] -= drawn
@@ -273,7 +273,7 @@ class StepMonitor(Callback):
         if self._steps and every and step // every > self._logged_step // every:
             newest = strategy.last_step if strategy is not None else None
             if newest is not None and self._is_known(newest):
-                self._report = newest  # with the norm of the gradients
+                self._report = newest  # now with the gradient norm
             self._log(trainer, pl_module, step)
             self._logged_step = step
             self._begin_interval()
@@ -306,7 +306,7 @@ class StepMonitor(Callback):
         self._enter("checkpoint")
 
     def _count(self, batch: Any, is_filler: bool) -> None:
-        """Add up the tokens and operations of a micro-batch; none of a filler's."""
+        """Add the tokens and operations of a micro-batch, unless it is a filler."""
         operations = 0 if self._flops is None else self._flops.stop()
         if is_filler:
             return
@@ -370,7 +370,7 @@ class StepMonitor(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(values, lightning_internals.logging_step(trainer))
         for name, value in values.items():
-            # On the host: Lightning reads what is on the progress bar with every batch.
+            # On the host, since Lightning reads values of the progress bar in every batch.
             on_bar = name in ("train/loss", "train/grad_norm", "train/tokens_per_second")
             value = torch.tensor(value, dtype=torch.float64)
             pl_module.log(name, value, prog_bar=on_bar, logger=False, on_step=True, on_epoch=False)
@@ -386,17 +386,17 @@ class _FlopMeter:
         self._counter: FlopCounterMode | None = None
 
     def start(self, module: pl.LightningModule, batch: Any) -> None:
-        """A micro-batch begins."""
+        """Begin a micro-batch."""
         shapes: list[torch.Size] = []
         apply_to_collection(batch, Tensor, lambda tensor: shapes.append(tensor.shape))
-        # Frozen parameters need less of a backward.
+        # Frozen parameters make a backward cheaper, so their number is part of the key.
         self._key = (*shapes, sum(parameter.requires_grad for parameter in module.parameters()))
         if self._key not in self._known:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
 
     def stop(self) -> int:
-        """It is over; returns its operations on this rank. Calling it again does nothing."""
+        """End the micro-batch and return its operations on this rank. Calling it again is harmless."""
         counter = self._counter
         self.drop()
         if counter is not None:
@@ -404,7 +404,7 @@ class _FlopMeter:
         return self._known.get(self._key, 0)
 
     def drop(self) -> None:
-        """Forget a micro-batch that has not come to its end."""
+        """Forget an unfinished micro-batch."""
         counter, self._counter = self._counter, None
         if counter is not None:
             counter.__exit__(None, None, None)
@@ -415,9 +415,9 @@ def _automodel(trainer: pl.Trainer) -> AutomodelStrategy | None:
 
 
 def _dense_peak(strategy: AutomodelStrategy) -> float | None:
-    """The device's peak in the dtype that the model computes in, where Lightning's table surely has the dense one.
+    """The device's peak in the compute dtype; None unless Lightning's table is known to have the dense peak.
 
-    Lightning 2.6.6 takes an L40 for an L4, and has peaks with sparsity, or of two devices, for other models.
+    Lightning 2.6.6 takes an L40 for an L4, and has peaks with sparsity, or of two devices, for other GPUs.
     """
     device = strategy.root_device
     if device.type != "cuda":

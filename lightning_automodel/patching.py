@@ -1,4 +1,4 @@
-"""Attributes replaced on objects that are not ours, on one stack, so that all of them can be restored together."""
+"""Patches of attributes of torch's, Lightning's and users' objects, on one stack that restores all of them."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from typing import Any
 class PatchStack:
     """Replaces attributes of instances, modules or classes, and restores them, last first.
 
-    Lightning and torch have no hook for some of what the strategy must do. Each such place is patched on the instance
-    in use, never on a class that other runs share, and everything is put back when the run is closed.
+    Lightning and torch lack hooks for some of what the strategy must do. It then patches the instance in use, never a
+    class that other runs share, and restores everything when the run is closed.
 
     Example:
         >>> class Counter:
@@ -26,7 +26,7 @@ class PatchStack:
         self._undo: list[tuple[Any, str, bool, Any]] = []
 
     def set(self, target: Any, name: str, value: Any) -> None:
-        """Set ``target.name``, remembering whether the target itself held the attribute, and its value."""
+        """Set ``target.name``, and remember the value that the target itself had, if any."""
         own = vars(target)
         self._undo.append((target, name, name in own, own.get(name)))
         setattr(target, name, value)
@@ -38,5 +38,5 @@ class PatchStack:
             if was_own:
                 setattr(target, name, value)
             else:
-                # The class's attribute shows again. Somebody may have removed ours before us.
+                # Uncovers the class's attribute. Other code may have removed ours already.
                 target.__dict__.pop(name, None)

@@ -1,7 +1,7 @@
-"""Private names of torch and Lightning are probed once: the first that a release lacks is named, before any training.
+"""Checks, before any training, that torch and Lightning have the private names that the package uses.
 
-A write to an attribute that a release no longer reads would be a silent wrong number, so a property without a setter
-counts as missing where the package writes.
+A write to an attribute that a release no longer reads would silently give wrong results. So a property without a setter
+counts as missing if the package writes it.
 """
 
 import importlib.metadata
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 TESTED_RELEASES = {"torch": "2.13.0 to 2.15.0", "lightning": "2.6.1 to 2.6.6"}
-"""What ``.ci/versions`` has run with; ``docs/support.md`` has the table."""
+"""The releases that ``.ci/versions`` has run with; ``docs/support.md`` has the table."""
 
 _MISSING = object()
 
@@ -31,7 +31,7 @@ def importing_private_names() -> Iterator[None]:
     """Context for the imports of the two internals modules.
 
     Raises:
-        UnsupportedReleaseError: For an import that fails, with the name that torch or Lightning does not have.
+        UnsupportedReleaseError: If an import fails; it has the name that torch or Lightning lacks.
     """
     try:
         yield
@@ -47,12 +47,12 @@ def check(library: str, owner: Any, *names: str, writable: bool = False) -> None
 
     Args:
         library: "torch" or "lightning".
-        owner: A module, an object, or a class; of a class, also what its ``__init__`` assigns counts.
+        owner: A module, an object or a class. For a class, names that its ``__init__`` assigns count too.
         *names: Names of attributes.
         writable: Whether the package assigns to them.
 
     Raises:
-        UnsupportedReleaseError: For the first that is missing.
+        UnsupportedReleaseError: For the first missing name.
     """
     for name in names:
         found = inspect.getattr_static(owner, name, _MISSING)
@@ -64,6 +64,6 @@ def check(library: str, owner: Any, *names: str, writable: bool = False) -> None
 
 
 def _assigned(cls: type) -> tuple[str, ...]:
-    """Names that ``__init__`` of ``cls`` uses, those of attributes among them."""
+    """Names that ``cls.__init__`` uses, including attributes that it assigns."""
     code = getattr(vars(cls).get("__init__"), "__code__", None)
     return () if code is None else code.co_names

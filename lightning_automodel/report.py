@@ -1,4 +1,4 @@
-"""Leaves a finished fit behind as a page to look at."""
+"""The callback that writes a fit's report as an HTML page."""
 
 import os
 import time
@@ -21,20 +21,18 @@ from lightning_automodel.strategy import AutomodelStrategy
 
 
 class TrainingReport(Callback):
-    """Writes ``report.html``: a fit to look at, in one file that needs no network.
+    """Writes ``report.html``: a report of the fit, in one file that needs no network.
 
-    It has the loss with that of validation, gradient norm, learning rate, throughput, share of padding, the time of
-    each phase, and what ``strategy.describe()`` says. Of a resumed fit it has the steps since. The curves are what
-    ``StepMonitor`` records, which must be among the Trainer's callbacks too; under strategies other than
-    ``AutomodelStrategy`` there are fewer. Values that are not known are left out; steps whose value is not finite are
-    named.
+    It shows training and validation loss, gradient norm, learning rate, throughput, share of padding, the time of each
+    phase, and ``strategy.describe()``. For a resumed fit it shows the steps since then. The curves come from
+    ``StepMonitor``, which must be among the Trainer's callbacks too; under strategies other than ``AutomodelStrategy``
+    there are fewer. Unknown values are left out; steps whose value is not finite are listed.
 
-    Rank 0 writes it when the fit ends, and when it ends by an exception; what was there is replaced in one step. If it
-    cannot be written, a warning says why. Nothing is communicated. Needs plotly:
-    ``pip install 'lightning-automodel[report]'``.
+    Rank 0 writes it when the fit ends, also by an exception, and replaces an older file in one step. If it cannot be
+    written, a warning says why. Nothing is communicated. Needs plotly: ``pip install 'lightning-automodel[report]'``.
 
     Args:
-        path: Of the file. A relative one is taken from the Trainer's ``default_root_dir``.
+        path: Path of the file. A relative one is taken from the Trainer's ``default_root_dir``.
 
     Raises:
         ImportError: If plotly is not installed.
@@ -45,7 +43,7 @@ class TrainingReport(Callback):
     """
 
     def __init__(self, path: str | os.PathLike[str] = "report.html") -> None:
-        if find_spec("plotly") is None:  # not at the end of a run of days
+        if find_spec("plotly") is None:  # now, not after days of training
             raise ImportError("TrainingReport draws with plotly: pip install 'lightning-automodel[report]'.")
         self._path = os.fspath(path)
 
@@ -60,10 +58,10 @@ class TrainingReport(Callback):
                 " pass callbacks=[StepMonitor(), TrainingReport()]."
             )
         self._history = monitors[0].history
-        self._first_entry = len(self._history)  # those before are of another fit
+        self._first_entry = len(self._history)  # earlier ones are of another fit
         self._first_step, self._started_at = 0, time.perf_counter()
         self._validated: dict[str, dict[int, float]] = {}
-        self._title = type(pl_module).__name__  # sharding gives it another class
+        self._title = type(pl_module).__name__  # before sharding changes the class
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -75,7 +73,7 @@ class TrainingReport(Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # On all ranks, though one writes: reading a metric may compute it. Those of training are the tensors of before.
+        # On all ranks, although rank 0 writes: reading a metric may compute it. Training's are still the same tensors.
         metrics, before = trainer.callback_metrics, self._metrics_before
         values = {name: float(value) for name, value in metrics.items() if value is not before.get(name)}
         is_partial = trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches
@@ -98,7 +96,7 @@ class TrainingReport(Callback):
         try:
             strategy = trainer.strategy
             described = strategy.describe() if isinstance(strategy, AutomodelStrategy) else {}
-            # A fit that failed early has the options alone.
+            # If the fit failed early, there are only the options.
             line = summary(described).partition(";")[0] if "mesh" in described else type(strategy).__name__
             page = report_page.render(
                 title=self._title,
@@ -117,16 +115,15 @@ class TrainingReport(Callback):
             )
             root = "" if "://" in self._path else trainer.default_root_dir
             path = paths.normalize(os.path.join(root, self._path))
-            _publish(page, path)
+            _write_atomically(page, path)
             rank_zero_info(f"TrainingReport: {path}")
-        except Exception as error:  # a run of days, or the exception that ended it, is not lost for a picture
+        except Exception as error:  # a report must not end the run, nor hide the exception that did
             rank_zero_warn(f"TrainingReport could not write {self._path}: {type(error).__name__}: {error}")
 
 
-def _publish(page: str, path: str) -> None:
-    """Let a file appear as a whole."""
+def _write_atomically(page: str, path: str) -> None:
     if not paths.is_local(path):
-        with fsspec.open(path, "w", encoding="utf-8") as file:  # object stores show what is complete
+        with fsspec.open(path, "w", encoding="utf-8") as file:  # object stores show only complete files
             file.write(page)
         return
     target = Path(path)

@@ -1,4 +1,4 @@
-"""The page of a fit as HTML: charts by plotly, tables, and plotly's script, so that nothing is fetched."""
+"""The report of a fit as an HTML page: tables, plotly's charts, and plotly's script, so that nothing is fetched."""
 
 import html
 import itertools
@@ -9,17 +9,17 @@ from statistics import median
 from string import Template
 from typing import Any
 
-# What StepMonitor logs below "train/", with what it is called here.
+# Names that StepMonitor logs below "train/", with the heading and caption of each.
 _CURVES = {
     "grad_norm": ("Gradient norm", "Before clipping"),
-    "learning_rate": ("Learning rate", "Of the optimizer's first group"),
-    "tokens_per_second": ("Throughput", "Label tokens a second, all ranks"),
+    "learning_rate": ("Learning rate", "The optimizer's first parameter group"),
+    "tokens_per_second": ("Throughput", "Label tokens per second, all ranks"),
     "padding": ("Padding", "Share of all tokens"),
-    "peak_memory_gib": ("Peak memory", "GiB, of the rank with the highest"),
-    "tflops_per_device": ("Computation", "10¹² floating-point operations a second and device"),
+    "peak_memory_gib": ("Peak memory", "GiB, on the rank with the highest"),
+    "tflops_per_device": ("Computation", "10¹² floating-point operations per second and device"),
 }
-# Of Okabe and Ito, which the colour-blind can tell apart; but grey for black, and a lighter blue for the thin line of
-# training, since a dark page swallows theirs.
+# By Okabe and Ito, for the colour-blind. Grey instead of black, and a lighter blue for the thin line of training, since
+# theirs are hard to see on a dark page.
 _TRAINING, *_VALIDATION = "#1F8ACB", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
 _PHASES = {
     "data": "#E69F00",
@@ -32,9 +32,9 @@ _PHASES = {
     "logging": "#F0E442",
 }
 _TIME = (
-    "Seconds a step on the host of rank 0; a click on a phase hides it. Communication is not told apart: gathering"
+    "Seconds per step on the host of rank 0; click a phase to hide it. Communication is not shown separately: gathering"
     " parameters is part of forward and backward, reducing gradients of backward, the norm for clipping of optimizer. A"
-    " GPU works behind its host: “device” is the wait for it before a step is logged."
+    " GPU runs behind its host: “device” is the wait for it before a step is logged."
 )
 _MAX_BARS = 80
 _FOLDED_FROM = 10  # entries of a list, or of a table in a table
@@ -51,15 +51,15 @@ def render(
     validated: Mapping[str, Mapping[int, float]],
     configuration: Mapping[str, Any],
 ) -> str:
-    """Build the page. Whatever is handed over is text in it: no markup, no script.
+    """Build the page. All arguments are shown as text, never as markup or script.
 
     Args:
-        title: Of the page.
-        head: Facts on the run, for a table at its top.
-        history: ``StepMonitor``'s.
+        title: Title of the page.
+        head: Facts about the run, for a table at the top.
+        history: ``StepMonitor.history``.
         first_step: Number of steps before those of ``history``.
-        validated: By name and step, what validation logged.
-        configuration: For a table at the end of the page, nested as deep as it is.
+        validated: What validation logged, by name and step.
+        configuration: For a table at the end of the page; may be nested.
     """
     from plotly.offline import get_plotlyjs  # not on every import of the package
 
@@ -74,24 +74,24 @@ def render(
     charts += [_phases(history, first_step)]
     drawn = [(text, figure) for text, figure in charts if figure.data]
     steps = [first_step, *(step for _, figure in drawn for trace in figure.data for step in trace.x)]
-    margin = max(0.5, (max(steps) - min(steps)) / 50)  # half a bar at least
+    margin = max(0.5, (max(steps) - min(steps)) / 50)  # at least half a bar
     for _, figure in drawn:
         figure.update_xaxes(range=[min(steps) - margin, max(steps) + margin])
     if rates := [rate for _, rate in of_training("tokens_per_second") if math.isfinite(rate)]:
-        head = {**head, "Throughput": f"{median(rates):,.0f} label tokens a second (median)"}
+        head = {**head, "Throughput": f"{median(rates):,.0f} label tokens per second (median)"}
     return Template((files(__package__) / "report_page.html").read_text(encoding="utf-8")).substitute(
         title=_escape(title),
         head=_table(head),
         charts="\n".join(text for text, _ in drawn) or "No step was logged.",
         configuration=f"<h2>Configuration</h2>\n{_table(configuration)}" if configuration else "",
         plotly=get_plotlyjs() if drawn else "",
-        # Only a "<" could end the script that this stands in.
+        # A "<" could end the script element that contains this.
         figures=f"[{','.join(figure.to_json() for _, figure in drawn)}]".replace("<", "\\u003c"),
     )
 
 
 def _chart(heading: str, caption: str, training: _Points, validation: Mapping[str, _Points] | None = None) -> _Chart:
-    """Curves over the step, without those that have no point."""
+    """Curves over the step; those without points are left out."""
     figure, finite = _empty_figure(), []
     curves = {"training": training, **(validation or {})}
     for (name, points), colour in zip(curves.items(), itertools.cycle([_TRAINING, *_VALIDATION]), strict=False):
@@ -121,7 +121,7 @@ def _chart(heading: str, caption: str, training: _Points, validation: Mapping[st
 
 
 def _phases(history: Sequence[Mapping[str, Any]], first_step: int) -> _Chart:
-    """Seconds a step, stacked; logged steps share a bar where there are many."""
+    """Seconds per step, stacked; if there are many logged steps, several share a bar."""
     size = math.ceil(len(history) / _MAX_BARS) or 1
     groups = [history[start : start + size] for start in range(0, len(history), size)]
     ends = [group[-1]["step"] for group in groups]

@@ -17,11 +17,11 @@ def test_summary_is_one_line() -> None:
     }
     assert summary(described) == (
         "AutomodelStrategy: fsdp2 over data_parallel_shard=4, tensor_parallel=2, 2 FSDP units, 1 blocks checkpointed,"
-        " precision bf16-mixed, gradients per label token; trainer.strategy.describe() tells all."
+        " precision bf16-mixed, gradients per label token; trainer.strategy.describe() has the details."
     )
     described.update(data_parallel="ddp", mesh={"data_parallel_shard": 1}, activation_checkpointing=[])
     del described["units"]
     assert summary(described) == (
         "AutomodelStrategy: ddp over one rank, precision bf16-mixed, gradients per label token;"
-        " trainer.strategy.describe() tells all."
+        " trainer.strategy.describe() has the details."
     )
