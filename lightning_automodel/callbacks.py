@@ -311,8 +311,8 @@ class StepMonitor(Callback):
         if is_filler:
             return
         self._operations += operations
-        told = batch if isinstance(batch, Mapping) else {}
-        tokens, mask = told.get("input_ids"), told.get("attention_mask")
+        entries = batch if isinstance(batch, Mapping) else {}
+        tokens, mask = entries.get("input_ids"), entries.get("attention_mask")
         self._tokens += tokens.numel() if isinstance(tokens, Tensor) else math.nan
         if isinstance(mask, Tensor) and mask.shape == getattr(tokens, "shape", None):
             self._used_tokens = self._used_tokens + torch.count_nonzero(mask)

@@ -462,7 +462,7 @@ def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
 def attention_with_lse(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """``F.scaled_dot_product_attention`` on the CPU, and [b, h, s] the log-sum-exp of each row, which it does not return.
+    """``F.scaled_dot_product_attention`` on the CPU, and [b, h, s] the log-sum-exp of each row.
 
     Inputs are [b, h, s, d] with the same ``d``, contiguous in the last dimension; keys and values may have fewer heads.
     """

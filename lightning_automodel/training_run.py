@@ -386,8 +386,8 @@ class TrainingRun:
         if self.inputs.is_filler:
             kwargs.pop("num_label_tokens", None)
             return 0, 1
-        told = {"num_label_tokens": kwargs.pop("num_label_tokens")} if "num_label_tokens" in kwargs else None
-        return self.weighting.count(self._batch, told), 1
+        given = {"num_label_tokens": kwargs.pop("num_label_tokens")} if "num_label_tokens" in kwargs else None
+        return self.weighting.count(self._batch, given), 1
 
     def _zero_if_skipped(self, optimizer: Optimizer) -> None:
         """Zero the gradients of the previous step if Lightning has not: it does so only in a window's first batch.

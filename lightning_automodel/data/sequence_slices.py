@@ -69,7 +69,7 @@ class SequenceSlices:
         return batch.get(_MASK) is not None
 
     def documents(self, batch: Any) -> Tensor | None:
-        """[b, w * s] the document of each position: one begins where ``position_ids`` do not increase by 1.
+        """[b, w * s] the document of each position; a new one begins where ``position_ids`` do not go up by 1.
 
         None without position ids, and if there is also a mask: Hugging Face models then ignore the position ids.
         """

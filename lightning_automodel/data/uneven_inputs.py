@@ -95,9 +95,9 @@ class UnevenInputs:
             self._may_differ.add(self._stage)
             if not self.is_training:
                 empty = (
-                    f"The {self._stage} data of rank {self._group.rank()} holds no batch, and that of other ranks may"
-                    " hold some, whose steps it could not take part in: give each rank at least one batch, or start"
-                    " fewer ranks."
+                    f"The {self._stage} data of rank {self._group.rank()} holds no batch, while other ranks may have"
+                    " some, whose steps this rank could not join: give each rank at least one batch, or start fewer"
+                    " ranks."
                 )
                 return LoaderProxy(loader, Draws(self._group, empty))
         return loader

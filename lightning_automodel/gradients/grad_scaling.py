@@ -106,7 +106,7 @@ class LossScaling:
         self._range.follow(denominator, divisor)
 
     def look_for_overflow(self, optimizer: Optimizer) -> None:
-        """Must run before a step, or fused optimizers would divide by the scale again. A collective if sharded."""
+        """Must run before a step, or fused optimizers would divide by the scale. A collective if sharded."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 

@@ -88,7 +88,7 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
 
 
 class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
-    """Starts every rank of the node as a worker of this process, waits, and gets the results. This process is no rank.
+    """Starts every rank of the node as a worker of this process, waits, and gets the results. It is not a rank itself.
 
     Lightning's launcher gathers no shards, calls no ``on_exception`` hooks in the workers, and terminates all of them
     when one fails. Here the ranks leave together as under any other launcher, each through its own hooks.
