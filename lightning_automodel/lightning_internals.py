@@ -131,7 +131,7 @@ def has_length(evaluation_loop: Any) -> bool:
 
 
 def forget_restart(fit_loop: Any) -> None:
-    """Mark ``fit_loop``, but not its children, as not restarted: it would skip schedulers at the end of the epoch."""
+    """Mark ``fit_loop``, but not its children, as not restarted, or it would skip schedulers at the epoch's end."""
     fit_loop._restarting = False
 
 
