@@ -34,7 +34,9 @@ from variants import RATIOS, VARIANTS, Variant
 from workload import Workload
 
 REFERENCE = "loop"
-TOLERANCE = 1e-4
+# Float32 rounding is 2e-4 where losses are divided before the backward in place of gradients after it; gradients that are
+# means of micro-batch means end 0.1 to 0.3 away.
+TOLERANCE = 2e-3
 COLLECTIVES = {
     "all-gathers": "allgather",
     "reduce-scatters": "reduce_scatter",
