@@ -34,8 +34,8 @@ from variants import RATIOS, VARIANTS, Variant
 from workload import Workload
 
 REFERENCE = "loop"
-# Float32 rounding is 2e-4 where losses are divided before the backward in place of gradients after it; gradients that are
-# means of micro-batch means end 0.1 to 0.3 away.
+# Where losses are divided before the backward, not gradients after it, float32 rounding comes to 2e-4. Where gradients
+# are means of micro-batch means, weights end 0.1 to 0.3 away.
 TOLERANCE = 2e-3
 COLLECTIVES = {
     "all-gathers": "allgather",
