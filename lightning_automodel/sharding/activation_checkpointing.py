@@ -122,7 +122,7 @@ class CheckpointedBlocks:
         root_is_model: As for :func:`~lightning_automodel.sharding.units.plan_sharding`.
 
     Raises:
-        ValueError: If no module is chosen, or one that cannot recompute in its current mode or is compiled.
+        ValueError: If no module is chosen, or one that cannot recompute in its mode, or is compiled (``"offload"``).
     """
 
     def __init__(

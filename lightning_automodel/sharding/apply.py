@@ -192,7 +192,7 @@ def shard_like(tensor: Tensor, whole: Tensor) -> Tensor:
 
 
 def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:
-    """Make copies equal: plain parameters and buffers on all ranks, shards on all replicas. The first rank's count.
+    """Make plain tensors equal on all ranks, and shards on all replicas, by copying those of the first.
 
     A collective over the world for plain tensors. A DTensor is broadcast along the axes of its mesh on which it is
     replicated, and over the data-parallel group if only tensor parallelism has sharded it. Tensors on the meta device

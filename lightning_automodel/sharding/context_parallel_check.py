@@ -75,7 +75,7 @@ class _Beginning:
         return len(others) < len(tensors) and not any(lengths.intersection(tensor.shape[1:]) for tensor in others)
 
     def _is_slice(self, tensor: Tensor) -> bool:
-        # A floating-point tensor of this shape may as well be [b, features].
+        # A floating-point [b, s] may as well be [b, features].
         is_known = not isinstance(tensor, DTensor) and (tensor.ndim > 2 or not tensor.is_floating_point())
         return is_known and tensor.shape[:2] == self._shape
 
@@ -165,7 +165,7 @@ class FirstStepCheck:
             A warning for the user, if some attention could not be compared.
 
         Raises:
-            RuntimeError: On every rank, if on any an output differs by more than rounding.
+            RuntimeError: On every rank, if an output differs on any of them by more than rounding.
         """
         beginning = _Beginning(slices, shape)
         names = {each: name for name, each in self._module.named_modules()}

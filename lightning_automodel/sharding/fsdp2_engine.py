@@ -111,7 +111,7 @@ class FSDP2Engine(Engine):
         return self._options.defer_fsdp_grad_sync if self.mesh.sizes.divisor > 1 else False
 
     def _retain_unsharded(self, module: pl.LightningModule) -> bool:
-        """Decide ``reshard_during_accumulation``. A collective for "auto": ranks must agree, the smallest decides."""
+        """Decide ``reshard_during_accumulation``. A collective for "auto": one rank short of memory decides for all."""
         option = self._options.reshard_during_accumulation
         need = memory.estimate(module, defers_gradients=self._defer() is True)
         if not module.automatic_optimization:

@@ -21,8 +21,8 @@ def get_sync_ctx(
 ) -> AbstractContextManager[None]:
     """Context for the forward and backward of one micro-batch, which decides whether its gradients are reduced.
 
-    It sets every FSDP2 module and every ``DistributedDataParallel`` at or below ``model``, and restores their settings
-    on exit, also after an exception. Ranks must agree on the arguments: a rank that reduces while another does not
+    It covers every FSDP2 module and every ``DistributedDataParallel`` at or below ``model``, and on exit restores their
+    settings, also after an exception. Ranks must agree on the arguments: a rank that reduces while another does not
     hangs until the group's timeout. If some FSDP2 roots below ``model`` took no part in the last micro-batch, leaving
     its context is a collective: it reduces the gradients that these roots have deferred.
 
@@ -96,7 +96,7 @@ def _reduce_deferred(units: Sequence[FSDPModule]) -> None:
 def _reshard_unless_training(units: Sequence[FSDPModule], root: nn.Module, *_: object) -> None:
     """Forward hook of a root: frees parameters that no backward will free, and that would become stale.
 
-    These are prefetched units that the forward did not use, and without gradients the root, which stays unsharded.
+    These are prefetched units that the forward did not use, and, if no gradients are computed, those of the root.
     """
     drop_unused(units)
     if not torch.is_grad_enabled():
