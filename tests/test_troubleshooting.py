@@ -34,7 +34,7 @@ NOT_MESSAGES = {
     "This directory is one checkpoint, saved by lightning_automodel": "the README of a directory of shards",
     "one rank gathers nothing": "in describe()",
     "auto: 1 on CPU, where FSDP2 by itself waits for each all-gather": "in describe()",
-    "auto: as whoever sharded the model has left it": "in describe()",
+    "auto: unchanged, as the model was sharded before": "in describe()",
     "auto: FSDP2's own (one in the backward); no other was measured on this device": "in describe()",
     "…, which is not to be converted to …": "in describe()",
     # Parts of messages whose whole is explained.

@@ -1,1 +1,1 @@
-"""What happens when a rank fails, is stopped, or goes silent."""
+"""What happens when a rank fails, is stopped, or misses its heartbeats."""

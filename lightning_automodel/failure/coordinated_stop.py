@@ -1,4 +1,4 @@
-"""All ranks stop after the same step when one of them was asked to, by SIGTERM or by SLURM's signal to requeue."""
+"""All ranks stop after the same step when one of them gets SIGTERM, or SLURM's signal to requeue."""
 
 import threading
 
@@ -11,16 +11,16 @@ REQUEUE = "requeue"
 
 
 class StopAgreement:
-    """Settles, through a store, after which step all ranks stop.
+    """Decides, through a store, after which step all ranks stop.
 
-    Nothing holds the ranks together inside of a window, so they hear of a request in different steps. Each promises
-    not to pass the step it is in, then waits at the next; the last to promise decides on one step after the farthest.
-    No rank can have passed that, and none communicates or waits before somebody has asked.
+    Ranks are not synchronised inside of a window, so they learn of a request in different steps. Each promises not to
+    pass its current step, and waits at the start of the next. The last to promise decides: all stop one step after the
+    farthest promised one, which none can have passed. Without a request no rank communicates or waits.
 
     Attributes:
         step: The step that this rank is in, from 1; 0 before the first.
-        last_step: The one after which all stop, once that is decided.
-        asked_by: The rank that asked first; None before.
+        last_step: The step after which all ranks stop; None before the decision.
+        asked_by: The rank that asked first; None before a request.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -36,23 +36,23 @@ class StopAgreement:
 
     @property
     def requeues(self) -> bool:
-        """Whether all ranks stop after one step to save and requeue."""
+        """Whether all ranks stop after the same step to save and requeue."""
         return self.last_step is not None and self._requeues
 
     @property
     def is_asked_here(self) -> bool:
-        """Whether this rank asked to stop, for good."""
+        """Whether this rank asked to stop, and not to requeue."""
         return self._reason == ""
 
     def ask(self, reason: str = "") -> None:
-        """Ask all ranks to stop, with :data:`REQUEUE` as the reason to save and requeue. Safe in a signal handler."""
+        """Ask all ranks to stop; to save and requeue if ``reason`` is :data:`REQUEUE`. Safe in a signal handler."""
         self._reason = reason
 
     def begin_step(self, step: int, longest_wait_s: float) -> bool:
-        """Begin ``step``; wait for the decision if this rank has promised not to pass the one before.
+        """Begin ``step``; wait for the decision if this rank has promised not to pass the step before.
 
         Every rank must call it at every step that all ranks take. Not a collective. Another rank may never promise, so
-        the wait has a limit.
+        it waits ``longest_wait_s`` seconds at most.
 
         Returns:
             Whether this is the last step.
@@ -65,7 +65,7 @@ class StopAgreement:
         return self.last_step is not None and self.step >= self.last_step
 
     def leave(self, store: dist.Store) -> None:
-        """Take no further step: whoever asks later need not wait for this rank."""
+        """Promise to take no further step, so that a later request need not wait for this rank."""
         if self._promise is None:
             self._make_promise(store, 0)
 
@@ -74,7 +74,7 @@ class StopAgreement:
         self._is_decided.set()
 
     def exchange(self, store: dist.Store, request: bytes, decision: bytes) -> None:
-        """Take part in the agreement; called again and again by a thread of every rank.
+        """Take part in the agreement; called repeatedly by a thread of every rank.
 
         ``request`` and ``decision`` are the newest values of :data:`REQUEST` and :data:`DECISION`, at first ``NONE``.
         """

@@ -1,4 +1,4 @@
-"""The Trainer's function runs inside of this, so that all ranks leave together."""
+"""Runs the Trainer's function so that all ranks leave together."""
 
 import logging
 import multiprocessing
@@ -27,14 +27,14 @@ LONGEST_LEAVING_S = 30.0
 class Supervisor:
     """Makes one ``fit``, ``validate``, ``test`` or ``predict`` of all ranks end together.
 
-    An exception on this rank is posted for the others. If it only follows from the failure of another rank, that one
-    is raised in its place. SIGTERM on any rank ends the run of all ranks after the same step.
+    An exception on this rank is posted for the others. If it only follows from the failure of another rank, that
+    failure is raised instead. SIGTERM on any rank ends the run of all ranks after the same step.
 
     Args:
         before_telling: Called after an exception on this rank, before the others learn of it and leave.
 
     Attributes:
-        weights_only: What the user told ``fit``, ``validate``, ``test`` or ``predict`` about loading checkpoints.
+        weights_only: The argument of this name that the user gave to ``fit``, ``validate``, ``test`` or ``predict``.
     """
 
     def __init__(self, before_telling: Callable[[], None] = lambda: None) -> None:
@@ -51,7 +51,7 @@ class Supervisor:
         """Call ``function``, which may call :meth:`watch` as soon as the process group exists.
 
         Raises:
-            RankFailedError: If another rank failed; from the exception that this led to here.
+            RankFailedError: If another rank failed; its cause is what that raised on this rank, if anything.
         """
         if _process.unclosed is not None:
             # A callback's `on_exception` raised in an earlier run, so that Lightning did not tear it down.
@@ -78,10 +78,10 @@ class Supervisor:
             self._is_running = False
 
     def watch(self, timeout: timedelta, where: Callable[[], str]) -> None:
-        """Start to watch the other ranks; nothing in a world of one. Every rank must call it, after joining.
+        """Start to watch the other ranks, if there are any. Every rank must call it, after joining.
 
         This rank leaves within ``timeout`` when another misses its heartbeats. Another thread calls ``where``, which
-        tells the hook that this rank is in.
+        returns the hook that this rank is in.
         """
         self._end()
         if process_group.group_size() == 1:
@@ -99,13 +99,13 @@ class Supervisor:
 
         Args:
             step: Its number, the same on all ranks, from 1.
-            is_training: Whether every rank takes it: a rank that ends its run before is then at fault.
+            is_training: Whether it is a training step: a rank that ends its run before this step is then at fault.
 
         Returns:
             Whether all ranks stop after this step, since one of them received SIGTERM.
 
         Raises:
-            RankFailedError: If another rank failed before they had agreed on it.
+            RankFailedError: If another rank failed before that was decided.
         """
         if self._watchdog is None:
             return False
@@ -121,23 +121,23 @@ class Supervisor:
 
     @property
     def requeues(self) -> bool:
-        """Whether all ranks stop, or have stopped, after one step to save and requeue."""
+        """Whether all ranks stop, or have stopped, after the same step to save and requeue."""
         return self._watchdog is not None and self._watchdog.stop.requeues
 
     def ask_to_requeue(self) -> None:
-        """Ask all ranks to stop after the same step, there to save and requeue. Safe in a signal handler."""
+        """Ask all ranks to stop after the same step, to save and requeue. Safe in a signal handler."""
         if self._watchdog is not None:
             self._watchdog.stop.ask(REQUEUE)
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank is leaving after a failure, of itself or of another rank."""
+        """Whether this rank is leaving after a failure of its own or of another rank."""
         return self._failed_at is not None
 
     def close(self) -> None:
-        """After a failure, end the watch and leave what this package made of process groups, in half a minute at most.
+        """After a failure, end the watch and destroy this package's process groups, in half a minute at most.
 
-        Where nothing failed, :meth:`run` ends the watch itself, after the last hook.
+        If nothing failed, :meth:`run` ends the watch itself, after the last hook.
         """
         if self._is_running and not self.has_failed:
             return
@@ -163,7 +163,7 @@ class Supervisor:
         self._restore_sigterm()
 
     def _raise_what_came_late(self) -> None:
-        """Wait for the other ranks: no step shows what happens to them, or to this one, in the last hooks."""
+        """Wait for the other ranks: a failure or a SIGTERM after the last step shows in no step."""
         if self._watchdog is None:
             return
         asked_by = self._watchdog.wait_for_all()
@@ -187,8 +187,8 @@ class Supervisor:
         if failure is not None:
             log.error("This rank stops: %s.", str(failure).rstrip("."))
             if failure.error == KeyboardInterrupt.__name__:
-                # Ctrl-C reaches all ranks of a terminal, but one that waits for another in a collective hears of that
-                # one's interrupt first: on both it is the user's wish, not a failure with a traceback.
+                # Ctrl-C reaches all ranks of a terminal, but one that waits in a collective may first learn of another
+                # rank's interrupt. On both it is the user's wish, not a failure with a traceback.
                 raise KeyboardInterrupt from exception
             raise RankFailedError(failure) from exception
         if watchdog.failed_alike and multiprocessing.parent_process() is None:
@@ -213,14 +213,14 @@ class Supervisor:
             self._handler_process = None
 
     def _on_sigterm(self, signum: int, frame: Any) -> None:
-        """Leave at once before the first step, and with all ranks after the same step later on."""
+        """Before the first step, leave at once; later, leave with all ranks after the same step."""
         if os.getpid() != self._handler_process:
             # A child that was forked from this process has nothing to do with its run.
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return
         if self._failed_at is not None:
-            # A launcher ends the ranks that are left, by SIGTERM: let this one tell the cause, but not for ever.
+            # A launcher sends SIGTERM to the remaining ranks: let this one report the cause first, but not for ever.
             if time.monotonic() - self._failed_at > LONGEST_LEAVING_S:
                 self._restore_sigterm()
                 os.kill(os.getpid(), signum)
@@ -240,13 +240,13 @@ class Supervisor:
 
 @dataclass
 class _Process:
-    """What outlasts a run.
+    """State of this process that outlives a run.
 
     Attributes:
-        watchdogs: Those of the runs that it is in, innermost last.
-        has_joined: Whether it ever was in one.
-        ended: The process that was the first to end between two runs, and how.
-        unclosed: A run that failed and was not torn down.
+        watchdogs: Watchdogs of the current runs, innermost last.
+        has_joined: Whether this process has ever joined the others.
+        ended: The first process that ended between two runs, and how.
+        unclosed: Supervisor of a run that failed and was not closed yet.
     """
 
     watchdogs: list[Watchdog] = field(default_factory=list)
@@ -264,7 +264,7 @@ def report_end(rank: int, how: str) -> bool:
     Between two runs, it is posted when the next one begins.
 
     Returns:
-        False before this process has joined the others.
+        Whether this process has joined the others.
     """
     if _process.watchdogs:
         _process.watchdogs[-1].report_end(rank, how)
@@ -274,6 +274,6 @@ def report_end(rank: int, how: str) -> bool:
 
 
 def forget_inherited_runs() -> None:
-    """In a forked process: what its parent has run, it has not."""
+    """In a forked process, forget the runs of its parent."""
     global _process
     _process, first_rank.run_channel = _Process(), None

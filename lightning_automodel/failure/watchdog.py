@@ -1,4 +1,4 @@
-"""A rank hears through the store channel that another one failed, is silent or does not go on, and leaves."""
+"""Learns through the store channel that another rank failed, is silent or is stuck, and makes this rank leave."""
 
 import contextlib
 import faulthandler
@@ -44,24 +44,24 @@ _runs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictio
 class Watchdog:
     """Posts this rank's failure for the others, and leaves with the cause when another rank fails.
 
-    The channel's thread exchanges a few bytes with the store some times a second: this rank's heartbeat, those of two
-    others, and whether anybody posted a failure. The training itself neither communicates nor waits for any of it.
+    The channel's thread exchanges a few bytes with the store several times a second: this rank's heartbeat, those of
+    two others, and whether any rank posted a failure. The training itself neither communicates nor waits for this.
 
     When another rank failed, or has missed its heartbeats for too long, a second thread aborts this rank's gloo
-    connections, so that a collective which waits raises; then it interrupts the main thread; and where both do not
-    help, it prints the cause and where the main thread stands, and ends the process with status 1.
+    connections, so that a waiting collective raises. If that does not help, it interrupts the main thread; and if that
+    does not help either, it prints the cause and the stacks of all threads, and ends the process with status 1.
 
     Args:
-        timeout: Within which this rank leaves when another misses its heartbeats: they may be missing for some seconds
-            less, at least for half of it.
-        where: Tells the hook that this rank is in; called by a thread.
-        raises_on_sigterm: Whether the main thread has a handler of SIGTERM that raises where there is a failure.
+        timeout: Time within which this rank leaves when another misses its heartbeats. These may be missing for some
+            seconds less, so that time is left to leave, but for at least half of it.
+        where: Returns the hook that this rank is in; called by a thread.
+        raises_on_sigterm: Whether the main thread has a SIGTERM handler that raises after a failure.
 
     Attributes:
         channel: The run's channel between ranks.
-        stop: Settles after which step all ranks stop.
+        stop: Decides after which step all ranks stop.
         training_step: Number of the newest training step that this rank began; all ranks take the same ones.
-        failed_alike: Whether this rank raised what another one had raised before, in the same line.
+        failed_alike: Whether another rank had raised the same error before, in the same line.
     """
 
     def __init__(self, timeout: timedelta, where: Callable[[], str], raises_on_sigterm: bool) -> None:
@@ -83,21 +83,21 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="lightning_automodel watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start the threads, and wait for a first answer. Every rank of the default group must do so, equally often.
+        """Start the threads, and wait for the store's first answer. Every rank must call it, equally often.
 
         Raises:
             RankFailedError: If the store does not answer, or another rank failed already.
         """
         self.channel.start()
         self._thread.start()
-        # The watchdog's limit ends this wait, too.
+        # The second thread's time limit also ends this wait.
         while not self.channel.is_open.wait(self.channel.interval_s) and self.failure is None:
             pass
         if self.failure is not None:
             raise RankFailedError(self.failure)
 
     def close(self) -> None:
-        """Say that this rank is done, and end the threads. Not a collective; may be called twice."""
+        """Mark this rank as finished, and end the threads. Not a collective; may be called twice."""
         if not self._is_closed.is_set() and self.failure is None:
             with contextlib.suppress(RankFailedError):
                 self.channel.call(self.stop.leave, LINGER_S)
@@ -111,7 +111,7 @@ class Watchdog:
         return self._failure or self.channel.watched[RUN]
 
     def report_end(self, rank: int, how: str) -> None:
-        """Post that the process of ``rank``, or of the ``LAUNCHER``, ended, unless it has posted why or was done."""
+        """Post that the process of ``rank``, or of ``LAUNCHER``, ended, unless it had finished or posted why."""
 
         def post(store: dist.Store) -> None:
             failure = RankFailure(LAUNCHER, self.channel.host, "", MISSED_HEARTBEATS, how)
@@ -126,11 +126,11 @@ class Watchdog:
             self.channel.call(post)
 
     def wait_for_all(self) -> int | None:
-        """Wait until every rank is through its last hook, or one has failed. A collective, through the store alone.
+        """Wait until every rank has left its last hook, or one has failed. A collective, only through the store.
 
         Returns:
-            A rank that received SIGTERM, whether or not they had agreed on a last step; None where none did, or one
-            failed. The same on all ranks, though a signal may come at any time.
+            A rank that received SIGTERM, whether or not a last step was decided; None if no rank did, or one failed.
+            The same on all ranks, though a signal may come at any time.
         """
         channel, last_step = self.channel, f"{self._rank}|{self.channel.host}|{self.training_step}"
         asked_by = str(self._rank) if self.stop.is_asked_here else ""
@@ -140,7 +140,7 @@ class Watchdog:
         except RankFailedError as error:
             self._failure = self.failure or self._post(error.failure)
             return None
-        # Rank 0, which may host the store, stays some seconds for the others to know that they may leave.
+        # Rank 0 may host the store, so it stays some seconds until the others know that they may leave.
         self._is_closed.set()
         with contextlib.suppress(RankFailedError):
             channel.call(lambda store: store.add(f"{END}/known", 1), LINGER_S)
@@ -149,7 +149,7 @@ class Watchdog:
         return next((int(rank) for rank in told if rank), None)
 
     def wait_until_failure_is_known(self, limit_s: float) -> None:
-        """Say that this rank knows of the failure. Rank 0, whose process may host the store, stays until all do.
+        """Acknowledge the failure in the store. Rank 0, which may host the store, stays until all ranks have.
 
         Args:
             limit_s: Seconds to stay at most.
@@ -160,13 +160,13 @@ class Watchdog:
                 self.channel.wait_until_known(RUN, self._world_size, limit_s)
 
     def acknowledge(self) -> None:
-        """Say that the main thread leaves already, so that nothing need make it."""
+        """Note that the main thread is leaving, so that nothing interrupts it."""
         self._is_noticed.set()
 
     # --- Leaving because of an exception ------------------------------------------------------------------------------
 
     def explain(self, exception: BaseException, hook: str | None) -> RankFailure | None:
-        """Find the other rank's failure that ``exception`` follows from, else post it as this rank's own.
+        """Find the other rank's failure that caused ``exception``; without one, post it as this rank's own.
 
         Returns:
             The failure of another rank if it is the cause; None if the exception, raised in ``hook``, is this rank's.
@@ -196,8 +196,8 @@ class Watchdog:
     def _search(self, own: RankFailure, exception: BaseException) -> RankFailure:
         """Wait a moment for another rank's failure, or for a rank that misses its heartbeats or is stuck.
 
-        A collective failed: the other ranks are asked where they are. One that is in none is the one that was waited
-        for; it is the answer itself that tells it from one that died. Where all are alive and wait, but not in one
+        A collective failed, so the other ranks are asked where they are. If one answers that it is in no collective, it
+        is the one that was waited for; a dead rank does not answer. If all are alive and wait, but not in the same
         collective, the failure is this rank's own, with a note of where the others are.
         """
         channel, clock = self.channel, AwakeClock()
@@ -239,7 +239,7 @@ class Watchdog:
     def _exchange(self, store: dist.Store) -> None:
         keys = (ENDED, REQUEST, DECISION, QUESTION)
         if not self._has_keys:
-            # To read a missing key is to wait for it.
+            # Reading a missing key would block.
             for key in keys:
                 store.compare_set(key, "", NONE.decode())
             self._has_keys = True
@@ -252,8 +252,8 @@ class Watchdog:
             return
         if ended != NONE:
             self._post_if_left_alone(store, *ended.decode().split("|"))
-        # Each rank is watched by the one before it that is not known to be done, so that no rank reads all heartbeats;
-        # and rank 0 by all, because it may host the store, and its death is then no longer to be told.
+        # Each rank is watched by the nearest unfinished rank before it, so that no rank reads all heartbeats. All watch
+        # rank 0: it may host the store, and then its death cannot be posted.
         beats = self.channel.heartbeats
         following = ((self._rank + offset) % self._world_size for offset in range(1, self._world_size))
         watched = next((rank for rank in following if rank not in beats or not beats[rank].finished), self._rank)
@@ -261,7 +261,7 @@ class Watchdog:
             post_failure(store, RUN, self.channel.missed_heartbeats(rank))
 
     def _post_if_left_alone(self, store: dist.Store, rank: str, host: str, last_step: str) -> None:
-        """Post the fault of the rank that came first to its end, if this rank takes steps that it did not take."""
+        """Post a failure of the rank that ended first, if this rank takes training steps that it did not take."""
         if self.training_step > int(last_step):
             message = (
                 f"it ended its run after training step {last_step}, but rank {self._rank} is in step "
@@ -299,7 +299,7 @@ class Watchdog:
         if self._is_noticed.wait(INTERRUPT_AFTER_S) or self._is_closed.is_set():
             return
         if self._raises_on_sigterm and hasattr(signal, "pthread_kill"):
-            # The handler then runs also while that thread sleeps in a system call.
+            # Sent to the main thread itself, the signal also interrupts a system call in which it sleeps.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         if self._is_noticed.wait(KILL_AFTER_S - INTERRUPT_AFTER_S) or self._is_closed.is_set():
             return
@@ -311,9 +311,9 @@ class Watchdog:
 
 
 def main_thread_position() -> tuple[bool, str]:
-    """Whether the main thread waits in a collective, and the innermost line of its stack that is the user's."""
+    """Whether the main thread waits in a collective, and the innermost line of user code in its stack."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    # Outermost first, without what waits for another thread.
+    # Outermost frame first, without frames that wait for another thread.
     stack = [each for each in traceback.extract_stack(frame) if not any(part in each.filename for part in WAITING)]
     waits = any(part in stack[-1].filename for part in COLLECTIVE) or stack[-1].name == "_engine_run_backward"
     foreign = ("/torch/", "/lightning/", "/lightning_automodel/")

@@ -1,1 +1,1 @@
-"""How the model is held on many ranks, and what each micro-batch communicates."""
+"""Sharding and replication of the model, and what each micro-batch communicates."""

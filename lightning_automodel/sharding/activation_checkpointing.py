@@ -1,4 +1,4 @@
-"""Which blocks drop their activations after the forward and compute them again in the backward."""
+"""Activation checkpointing: blocks drop their activations after the forward and recompute them in the backward."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -18,19 +18,17 @@ from lightning_automodel.torch_internals import is_compiled, uncompiled
 ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective", "offload"] | Callable[..., Any]
 
 _ATTRIBUTE = "_checkpointed_forward"
-
-
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
 def _selective() -> Any:
-    """Contexts that keep the results of attention and of every second matrix product, as torchtitan does."""
+    """Contexts that save the results of attention and of every second matrix product, as torchtitan does."""
     matmuls: Counter[bool] = Counter()
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in _MATMULS:
             matmuls[context.is_recompute] += 1
-        # One of several operators does the attention, by device and input.
+        # Which operator computes attention depends on the device and the inputs.
         is_kept = "scaled_dot_product" in str(op) or (op in _MATMULS and matmuls[context.is_recompute] % 2 == 1)
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -38,15 +36,15 @@ def _selective() -> Any:
 
 
 class _Checkpoint:
-    """Computes something of a module, and again in the backward, with the buffers that it met the first time.
+    """Calls a function under activation checkpointing; its recomputation sees the buffers that the forward saw.
 
-    Otherwise running statistics would be written twice, and a power iteration would give other weights the second time.
-    Only buffers of the state dict are kept for the backward; others (masks, rotary frequencies) are constants.
+    Otherwise running statistics would be updated twice, and a power iteration would give other weights the second time.
+    Only buffers of the state dict are saved for the backward; others (masks, rotary frequencies) are constants.
 
     Args:
-        module: Whose buffers are meant.
-        contexts: Makes what decides which results are kept, of a forward and of its recomputation; none keeps nothing.
-        offloads: Whether tensors that it gets by position wait for the backward in pinned host memory.
+        module: Module whose buffers are saved.
+        contexts: ``context_fn`` of ``torch.utils.checkpoint``, which decides which results are saved. None saves none.
+        offloads: Whether positional tensor arguments wait for the backward in pinned host memory.
     """
 
     def __init__(self, module: nn.Module, contexts: Callable[[], Any] | None, offloads: bool) -> None:
@@ -73,10 +71,10 @@ class _Checkpoint:
             finally:
                 self._set(current)
 
-        # torch.compile partitions the graph itself and cannot trace what happens to buffers here.
+        # torch.compile partitions the graph itself, and cannot trace how buffers are swapped here.
         is_traced = torch.compiler.is_compiling()
         function = compute if is_traced else first_or_again
-        # What the recomputation needs is saved out here; what it computes meets the hooks of `checkpoint` instead.
+        # Only the inputs are offloaded: inside, the saved-tensor hooks of `checkpoint` replace those of `save_on_cpu`.
         with self._kept():
             return checkpoint(function, *args, use_reentrant=False, **self._kwargs, **kwargs)
 
@@ -86,10 +84,10 @@ class _Checkpoint:
 
 
 class _CheckpointedForward:
-    """Stands in for the forward of one module, by an object of its own: a deep copy of the module copies it along.
+    """Replaces the forward of one module. An object, not a closure, so that a deep copy of the module copies it too.
 
-    Hooks of the module, FSDP2's among them, stay outside and do not run again in the backward; names of parameters and
-    keys of the state dict stay as they are.
+    The module's hooks, FSDP2's among them, stay outside and do not run again in the backward. Parameter names and keys
+    of the state dict do not change.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -102,10 +100,10 @@ class _CheckpointedForward:
         return forward(*args, **kwargs) if self.checkpoint is None else self.checkpoint(forward, *args, **kwargs)
 
     def deactivate(self) -> None:
-        """Let the module compute as before."""
+        """Stop checkpointing the module."""
         self.checkpoint = None
         held = vars(self._module)
-        # Where others have wrapped it since (casts around FSDP units), the object stays and passes calls on.
+        # If the forward was wrapped since (casts around FSDP units), this object stays and passes calls on.
         if held.get("forward") is self:
             del held["forward"], held[_ATTRIBUTE]
             if self._own_forward is not None:
@@ -113,18 +111,18 @@ class _CheckpointedForward:
 
 
 class CheckpointedBlocks:
-    """The modules of a fit whose activations are computed again in the backward, from the inputs that they keep.
+    """Blocks of a model that keep only their inputs in the forward and recompute their activations in the backward.
 
     Args:
         model: The LightningModule, sharded or not.
-        choice: True for the modules that are FSDP units, or would be under FSDP2; or classes whose outermost instances
-            are meant. Of the same modules, ``"selective"`` keeps some results, a policy of
-            ``torch.utils.checkpoint`` those that it names, and ``"offload"`` puts their inputs into host memory.
-        policy: Which modules become FSDP units.
-        root_is_model: As for :func:`~lightning_automodel.sharding.plan_sharding`.
+        choice: True for the modules that are FSDP units, or would be under FSDP2. A set of classes for their outermost
+            instances. For the FSDP units, ``"selective"`` also saves some results, a policy of
+            ``torch.utils.checkpoint`` those that it chooses, and ``"offload"`` moves their inputs to host memory.
+        policy: Chooses the FSDP units.
+        root_is_model: As for :func:`~lightning_automodel.sharding.units.plan_sharding`.
 
     Raises:
-        ValueError: If that is no module at all, or one that would not recompute in the mode that it is in.
+        ValueError: If no module is chosen, or one that cannot recompute in its mode, or is compiled (``"offload"``).
     """
 
     def __init__(
@@ -166,7 +164,7 @@ class CheckpointedBlocks:
         ]
 
     def undo(self) -> None:
-        """Let every module compute as before."""
+        """Stop checkpointing all modules."""
         for undo in self._undo:
             undo()
         self._undo = []
@@ -192,7 +190,7 @@ def _wrap(block: nn.Module, checkpointed: _Checkpoint) -> Callable[[], None]:
 
 
 def _has_switch(block: nn.Module) -> bool:
-    """Whether this is a layer of Hugging Face's, which knows better: it must not fill its cache a second time."""
+    """Whether this is a Hugging Face layer: its own checkpointing keeps the cache from being filled twice."""
     return isinstance(getattr(type(block), "gradient_checkpointing", None), bool)
 
 
@@ -208,6 +206,6 @@ def _nothing_to_checkpoint(model: nn.Module, choice: ActivationCheckpointing) ->
     classes = ", ".join(sorted({class_name(module) for module in model.modules() if module is not model}))
     looked_for = "finds no repeated blocks in"
     if isinstance(choice, (set, frozenset)):
-        wanted = ", ".join(sorted(entry.__name__ for entry in choice)) or "no class"
-        looked_for = f"names {wanted}, of which there is no instance in"
+        wanted = ", ".join(sorted(entry.__name__ for entry in choice)) or "none"
+        looked_for = f"finds no instance of the named classes ({wanted}) in"
     return f"activation_checkpointing {looked_for} {class_name(model)}; pass a set of classes that are: {classes}."

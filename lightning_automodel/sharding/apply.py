@@ -1,4 +1,4 @@
-"""Handing a model to FSDP2 or DDP, with equal weights on every rank."""
+"""Sharding a model with FSDP2, and making its weights equal on every rank."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -50,16 +50,17 @@ def apply_fsdp2(
 ) -> None:
     """Shard ``model`` in place by the plan.
 
-    A collective over ``mesh``: every rank must call it with the same model and plan, weights already equal.
+    A collective over ``mesh``: every rank must call it with the same model, weights and plan.
 
     Args:
         model: The LightningModule, on its device.
         plan: From :func:`plan_sharding`.
-        mesh: 1-D to shard over, or 2-D (replicate, shard).
-        reshard_after_forward: For the units, as ``fully_shard`` has it. Roots keep their parameters through a step.
-        cpu_offload: Keep shards, gradients and optimizer state in host memory.
-        mp_policy: What units compute and reduce in. Outputs, and inputs where a root's forward is a Lightning step,
-            are cast around the modules that the LightningModule calls.
+        mesh: 1-D mesh to shard over, or 2-D mesh (replicate, shard).
+        reshard_after_forward: For the units, as in ``fully_shard``. The model, where it is a root, stays gathered
+            through a step.
+        cpu_offload: Whether shards, gradients and optimizer state are kept in host memory.
+        mp_policy: Dtypes of computation and reduction. Inputs and outputs are cast at the modules that the
+            LightningModule calls.
     """
     offload: OffloadPolicy = OffloadPolicy()
     if cpu_offload:
@@ -77,8 +78,8 @@ def apply_fsdp2(
     for unit in plan.units:
         fully_shard(unit, reshard_after_forward=reshard_after_forward, mp_policy=unit_policy(mp_policy), **kwargs)
     for root in plan.roots:
-        # A root's parameters are needed again at once in backward; with roots below the model there is no such
-        # moment, and parameters that stay gathered would miss the next optimizer step.
+        # The model's own parameters are needed again at once in the backward. For roots below it that is not known,
+        # and parameters that stayed gathered would be stale after the next optimizer step.
         if root is not model:
             fully_shard(root, reshard_after_forward=True, mp_policy=unit_policy(mp_policy), **kwargs)
             continue
@@ -90,7 +91,7 @@ def apply_fsdp2(
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Context that may replace parameters: what users have attached to one (a tag for weight decay) stays with it."""
+    """Context that may replace parameters: keeps the attributes that users gave them (a tag for weight decay)."""
     before = {name: dict(vars(p)) for name, p in model.named_parameters(remove_duplicate=False)}
     yield
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -98,10 +99,10 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _run_steps_as_forward(model: nn.Module) -> None:
-    """Gather the root's parameters for each Lightning step as for a forward, and for parts called outside of any.
+    """Gather the root's parameters for each Lightning step, and for submodules that are called outside of a step.
 
     A step uses parameters outside of ``forward`` too. ``register_fsdp_forward_method`` would leave the root's own hooks
-    in place, which run again for the ``forward`` inside a step: one all-gather more in each micro-batch.
+    in place, which run again for the ``forward`` inside a step: one more all-gather in each micro-batch.
     """
     root = cast(FSDPModule, model)
     units = torch_internals.fsdp_units(model)
@@ -114,7 +115,7 @@ def _run_steps_as_forward(model: nn.Module) -> None:
             prefetch.drop_unused(units)
             return after(root, args, output)
         finally:
-            # Kept for a backward that never follows, what was gathered would outlive the next write to the weights.
+            # No backward will free the gathered parameters, and they would be stale after the next optimizer step.
             if not torch.is_grad_enabled():
                 root.reshard()
 
@@ -128,7 +129,7 @@ def _run_steps_as_forward(model: nn.Module) -> None:
 
 
 def call_as_step(model: nn.Module, function: Callable[[], T]) -> T:
-    """Call ``function`` with the parameters of all roots gathered as for a step; without roots it is just called."""
+    """Call ``function`` with the parameters of all roots gathered, as for a step. Without roots, just call it."""
     for root in fsdp_roots(model):
         if (around := vars(root).get(_AS_STEP)) is not None:
             function = partial(around, function)
@@ -136,25 +137,25 @@ def call_as_step(model: nn.Module, function: Callable[[], T]) -> T:
 
 
 def _around_units(model: nn.Module) -> Iterator[nn.Module]:
-    """Callable modules below ``model`` that hold FSDP units: what a wrapper calls past its own forward (`generate`)."""
+    """Callable modules below ``model`` that hold FSDP units: a wrapper's ``generate`` calls them directly."""
     for module in model.modules():
         if module is not model and can_be_unit(module) and has_fsdp_units(module):
             yield module
 
 
 def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
-    """Settle FSDP2's lazy state at set-up, so that its errors come now and no step is special.
+    """Run FSDP2's lazy initialisation at set-up, so that its errors come now and all steps are alike.
 
     A collective: gathers every unit once. A unit that is first used in the last micro-batch of a window would
     otherwise lack the gathered parameter that FSDP2 accumulates into.
 
     Args:
-        model: Sharded model.
-        divisor: Number of ranks that gradients are to be averaged over.
+        model: The sharded model.
+        divisor: Number of ranks that gradients must be averaged over.
 
     Raises:
-        ValueError: If FSDP2 was told another divisor, so that two places would own the scale of the gradients, or
-            averages over other ranks than those that hold different tokens.
+        ValueError: If the user has set another gradient divisor, or an FSDP unit averages over other ranks than those
+            that hold different tokens.
     """
     for root in fsdp_roots(model):
         torch_internals.initialise_fsdp_root(root)
@@ -183,7 +184,7 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
 
 
 def shard_like(tensor: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of ``whole``, which every rank has, laid out as ``tensor`` is. Not a collective."""
+    """This rank's part of ``whole``, which every rank has, in the layout of ``tensor``. Not a collective."""
     if not isinstance(tensor, DTensor):
         return whole
     whole = whole.detach().to(tensor.device)
@@ -191,11 +192,11 @@ def shard_like(tensor: Tensor, whole: Tensor) -> Tensor:
 
 
 def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:
-    """Make copies equal: every rank gets rank 0's plain parameters and buffers, every replica its shards.
+    """Make plain tensors equal on all ranks, and shards on all replicas, by copying those of the first.
 
-    A collective over the world and, for what is sharded already, over the groups of its replicas: the axes of its mesh
-    along which it is replicated, and all data-parallel ranks where only tensor parallelism has sharded it. What has no
-    values (meta device) is left alone.
+    A collective over the world for plain tensors. A DTensor is broadcast along the axes of its mesh on which it is
+    replicated, and over the data-parallel group if only tensor parallelism has sharded it. Tensors on the meta device
+    are skipped.
 
     Raises:
         ValueError: On every rank, if shapes of plain tensors differ between ranks.
@@ -231,7 +232,7 @@ def _plain_parts(tensor: Any) -> Iterator[Tensor]:
 
 
 def _check_equal_shapes(shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raise on every rank where one has other tensors than rank 0: a broadcast would hang or mix them up."""
+    """Raise on every rank if one has other tensors than rank 0: a broadcast would hang or mix them up."""
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, shapes)
     differing = [rank for rank, found in enumerate(ranks) if found != ranks[0]]
@@ -246,7 +247,7 @@ def _check_equal_shapes(shapes: dict[str, tuple[int, ...]]) -> None:
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite ``tensors`` with those of the group's first rank, many at a time. A collective over the group."""
+    """Overwrite ``tensors`` with those of the group's first rank, in buckets. A collective over the group."""
     if group.size() == 1:
         return
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)

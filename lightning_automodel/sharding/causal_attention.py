@@ -1,4 +1,4 @@
-"""Causal attention of the last rows of a sequence to all of it, without a mask of rows x columns where torch can."""
+"""Causal attention of a sequence's last rows to all of it, without a rows x columns mask where torch allows that."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,23 +15,23 @@ from lightning_automodel import torch_internals
 def attend_to_end(
     query: Tensor, key: Tensor, value: Tensor, mask: Callable[[torch.dtype], Tensor], options: dict[str, Any]
 ) -> Tensor:
-    """Attention in which the last row sees all columns, and each one before it one column less.
+    """Causal attention aligned to the end: the last row sees all columns, each row before it one column less.
 
     Args:
         query: [b, h, c, d]
-        key: [b, h_kv, t, d], of more columns than rows.
+        key: [b, h_kv, t, d] with t > c.
         value: [b, h_kv, t, d_v]
-        mask: Called, where no kernel does without, for what [c, t] is added to the products, in a dtype.
-        options: For ``F.scaled_dot_product_attention``.
+        mask: Makes the additive mask [c, t] in a dtype; called only where a kernel needs it.
+        options: Further arguments of ``F.scaled_dot_product_attention``.
     """
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
-        # Autocast does so for torch's public function alone, not for what that calls.
+        # Autocast casts for torch's public function only, not for the kernels that are called below.
         query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
     if device == "cuda" and query.dtype in (torch.float16, torch.bfloat16):
         bias = causal_lower_right(query.shape[-2], key.shape[-2])
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, **options)
-    # The kernel takes no others, and would not always say so.
+    # The CPU kernel supports only these inputs, and does not always raise for others.
     fits = all(each.ndim == 4 and each.shape[-1] == query.shape[-1] for each in (query, key, value))
     if device == "cpu" and fits and not options["dropout_p"]:
         query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
@@ -40,9 +40,9 @@ def attend_to_end(
 
 
 class _PrefixAndBlock(torch.autograd.Function):
-    """Attention to the columns before all rows, and causally to the rows' own, merged by their log-sum-exps.
+    """Attention to the columns before all rows, and causal attention to the rows' own columns, merged by log-sum-exp.
 
-    Given the merged result and the sum over all columns, a kernel's backward over some of the columns gives what these
+    Given the merged result and its log-sum-exp, the kernel's backward over some of the columns gives what these columns
     add to the gradients.
     """
 

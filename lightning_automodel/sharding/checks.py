@@ -1,4 +1,4 @@
-"""What a model, an optimizer or a step must not contain, refused with the reason and a way out."""
+"""Checks that refuse what a model, an optimizer or a step must not contain, with the reason and a way out."""
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,15 +24,15 @@ _FSDP2_ERRORS = {
         " data_parallel='ddp'."
     ),
 }
-"""What torch says in the depths of FSDP2, and what it means for the user."""
+"""Parts of torch's messages from inside FSDP2, and what they mean for the user."""
 
 
 @contextmanager
 def explained_errors() -> Iterator[None]:
-    """Context of a forward or backward under FSDP2: errors of torch that name no cause get one.
+    """Context of a forward or backward under FSDP2, which explains torch's errors that name no cause.
 
     Raises:
-        RuntimeError: In the place of one that contains a key of the table above.
+        RuntimeError: With the explanation, instead of an error that contains a key of the table above.
     """
     try:
         yield
@@ -47,8 +47,8 @@ def check_training(module: pl.LightningModule, accumulate_grad_batches: int, cou
     """Refuse a fit that could not take one step.
 
     Raises:
-        ValueError: If a window is to hold no micro-batch, if its batches cannot be counted ahead, or
-            if automatic optimization has nothing to train.
+        ValueError: If ``accumulate_grad_batches`` is below 1, if a window's batches cannot be counted ahead, or if
+            automatic optimization has nothing to train.
     """
     if counts_ahead and not module.automatic_optimization:
         raise ValueError(
@@ -72,11 +72,11 @@ def check_training(module: pl.LightningModule, accumulate_grad_batches: int, cou
 def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
     """Refuse callbacks of the package ``pytorch_lightning``.
 
-    Lightning and this package know by their classes which callbacks save, average weights or prune, and would treat
-    these as unknown ones, in silence.
+    Lightning and this package find the callbacks that save, average weights or prune by their classes. They would
+    silently overlook those of the other package.
 
     Raises:
-        TypeError: For a class of that package or one derived from it, other than from its bare ``Callback``.
+        TypeError: For a class of that package or one derived from it, except classes derived only from ``Callback``.
     """
     for callback in callbacks:
         for base in type(callback).__mro__:
@@ -88,7 +88,7 @@ def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
 
 
 def check_sliceable(module: pl.LightningModule, context_parallel_size: int) -> None:
-    """Raise ValueError for a module of which not every step would get slices of its batches."""
+    """Raise ValueError if a step takes a ``dataloader_iter``: its batches would not be sliced."""
     named = f"context_parallel_size={context_parallel_size}"
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
         if lightning_internals.draws_its_batches(getattr(module, name)):
@@ -96,29 +96,29 @@ def check_sliceable(module: pl.LightningModule, context_parallel_size: int) -> N
 
 
 def check_loss(loss: Tensor, module: pl.LightningModule) -> None:
-    """Raise RuntimeError for a loss that no parameter has a part in; torch says no more than `element 0 of tensors`."""
+    """Raise RuntimeError for a loss that depends on no parameter; torch says only `element 0 of tensors ...`."""
     if not loss.requires_grad:
         trainable = sum(parameter.requires_grad for parameter in module.parameters())
         raise RuntimeError(
             f"The loss of {class_name(module)} does not depend on any of its {trainable} trainable parameters: it was"
-            " detached, or computed under torch.no_grad() or from frozen layers alone. Return a loss that they take"
-            " part in."
+            " detached, or computed under torch.no_grad() or from frozen layers alone. Return a loss that depends on"
+            " trainable parameters."
         )
 
 
 def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: int) -> None:
-    """Refuse optimizers that would train something else than the distributed model, in silence.
+    """Refuse optimizers that would silently train something else than the distributed model.
 
     Raises:
-        ValueError: For parameters that are none of the module's (collected before it was sharded), for an optimizer
-            that decides from a rank's own loss, and for one that cannot compute with shards.
+        ValueError: For parameters that are not the module's (collected before it was sharded), for an optimizer that
+            chooses its step from a rank's own loss, and for one that cannot compute with shards.
     """
     known = {id(parameter) for parameter in module.parameters()}
     is_sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
     for optimizer in optimizers:
         name = type(optimizer).__name__
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # Lightning's stand-in for no optimizer holds one tensor of its own, which is not trainable.
+        # Without optimizers, Lightning uses a dummy that holds one tensor of its own, which is not trainable.
         unknown = sum(parameter.requires_grad and id(parameter) not in known for parameter in parameters)
         if unknown:
             raise ValueError(
@@ -141,7 +141,7 @@ def check_hooks(module: nn.Module, counts_ahead: bool) -> None:
     """Refuse hooks that act on a gradient before it is final, as optimizers that step inside backward do.
 
     Raises:
-        ValueError: Naming the first parameters with a post-accumulate-gradient hook, or sharded with a gradient hook.
+        ValueError: For a parameter with a post-accumulate-gradient hook, or a sharded one with a gradient hook.
     """
     check_shardable(module, [name for name, p in module.named_parameters() if not isinstance(p, DTensor)])
     hooked = {n: p for n, p in module.named_parameters() if torch_internals.has_post_accumulate_hook(p)}
@@ -163,10 +163,10 @@ def check_shardable(module: nn.Module, whole: Collection[str]) -> None:
 
     Args:
         module: The LightningModule.
-        whole: Names of the parameters that are not sharded, nor going to be.
+        whole: Names of the parameters that stay whole.
 
     Raises:
-        ValueError: For gradient hooks (``parameter.register_hook``), complex parameters and sparse embeddings.
+        ValueError: For gradient hooks (``parameter.register_hook``) on sharded parameters, and for sparse embeddings.
     """
     sharded = [(name, parameter) for name, parameter in module.named_parameters() if name not in whole]
     if hooked := [name for name, parameter in sharded if torch_internals.has_gradient_hook(parameter)]:

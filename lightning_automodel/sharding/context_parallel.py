@@ -1,4 +1,4 @@
-"""Attention over sequences of which each rank holds a slice."""
+"""Context parallelism: attention over sequences that are sliced across ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,18 +17,18 @@ from lightning_automodel.torch_internals import not_compiled
 
 @dataclass
 class Slices:
-    """How the sequences of the batch that is computed on are spread over ranks.
+    """How the sequences of the current batch are sliced across ranks.
 
     Attributes:
-        group: The ranks that share it; None where this rank has all.
+        group: The ranks that share the batch; None if this rank holds all of it.
         chunks: Indices of the two chunks that this rank holds.
-        chunk: Positions of a chunk.
-        length: Positions of the whole sequence, without padding.
-        is_masked: Whether the batch has a mask of its own.
+        chunk: Number of positions in a chunk.
+        length: Number of positions in the whole sequence, without padding.
+        is_masked: Whether the batch has an ``attention_mask``.
         documents: See :meth:`SequenceSlices.documents`.
         num_calls: How often attention has crossed ranks.
-        is_attending: Whether it does so now.
-        masks: Those of causal attention, by first position and dtype.
+        is_attending: Whether attention across ranks is running now.
+        masks: Additive masks of causal attention, by first position and dtype.
     """
 
     group: dist.ProcessGroup | None
@@ -43,13 +43,13 @@ class Slices:
 
     @property
     def num_ranks(self) -> int:
-        """How many share the batch."""
+        """Number of ranks that share the batch."""
         return 1 if self.group is None else self.group.size()
 
     def causal_mask(self, start: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """[c, start + c] what is added to the products of a chunk's rows.
+        """Additive causal mask [c, start + c] for the rows of a chunk.
 
-        One for all layers, which their backwards keep; of a mask of booleans torch would make one in each layer.
+        All layers share it until their backward; from a boolean mask torch would make another one in each layer.
         """
         if (start, dtype) not in self.masks:
             seen = _mask(_positions(start, rows), start + self.chunk, True, None)
@@ -58,14 +58,13 @@ class Slices:
         return self.masks[start, dtype]
 
 
-# Of the step, or the backward, that runs in this process. No context variable: recomputation may run in a thread of
-# autograd's.
+# Slices of the running step or backward. Not a context variable: recomputation may run in an autograd thread.
 _current: Slices | None = None
 
 
 @contextmanager
 def computing_on(slices: Slices | None) -> Iterator[None]:
-    """Context in which attention crosses the ranks that ``slices`` are spread over; None: in which it stays here."""
+    """Context in which attention crosses the ranks of ``slices``, or stays on this rank if that is None."""
     global _current
     before, _current = _current, slices
     try:
@@ -74,7 +73,7 @@ def computing_on(slices: Slices | None) -> Iterator[None]:
         _current = before
 
 
-@not_compiled  # compiled, it would be compiled anew for each step
+@not_compiled  # it would be recompiled in each step
 def context_parallel_attention(
     query: Tensor,
     key: Tensor,
@@ -85,28 +84,28 @@ def context_parallel_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention of a sequence over itself, also where this rank holds only a slice of it.
+    """Scaled dot-product self-attention of a sequence, also where this rank holds only a slice of it.
 
     In a step under ``context_parallel_size`` > 1 it is a collective over the ranks that share the batch: keys and
-    values are gathered by one all-gather (before heads of a group are repeated), and their gradients are summed by one
-    reduce-scatter in backward. Each rank must call it equally often, in the same order; if one fails, the others raise
-    when it leaves or the group's timeout ends. Elsewhere it is ``F.scaled_dot_product_attention``.
+    values are gathered by one all-gather (before grouped heads are repeated), and their gradients are summed by one
+    reduce-scatter in backward. All ranks must make the same calls in the same order. If one fails, the others raise
+    when its process leaves, or at the group's timeout. Elsewhere it is ``F.scaled_dot_product_attention``.
 
     Args:
-        query: [b, h, s, d] of this rank's positions, with rotary embeddings by ``batch["position_ids"]`` applied.
+        query: [b, h, s, d] of this rank's positions, after rotary embeddings by ``batch["position_ids"]``.
         key: [b, h_kv, s, d]; ``h_kv`` divides ``h``.
         value: [b, h_kv, s, d_v].
-        is_causal: Whether a position attends to itself and those before it alone.
+        is_causal: Whether a position attends only to itself and those before it.
         attention_mask: [b, s] of this rank's positions, nonzero where they may be attended to. A position always
             attends to itself.
-        dropout_p: Share of the weights that is dropped.
-        scale: Of the products. None: ``d ** -0.5``.
+        dropout_p: Dropout probability of the attention weights.
+        scale: Factor of the query-key products. None: ``d ** -0.5``.
 
     Returns:
         [b, h, s, d_v]
 
     Raises:
-        RuntimeError: If what it gets is not a slice of the step's batch.
+        RuntimeError: If the inputs are not a slice of the step's batch.
     """
     options: dict[str, Any] = {
         **{"dropout_p": dropout_p, "scale": scale},
@@ -131,13 +130,13 @@ def attend_across(
     """Attention of this rank's positions to all. A collective over the ranks that share the batch.
 
     Args:
-        query: [b, h, s, d] of this rank, like keys and values.
+        query: [b, h, s, d] of this rank's positions, like key and value.
         key: [b, h_kv, s, d]
         value: [b, h_kv, s, d_v]
-        mask: [b, 1, s, w * s] of this rank's rows and all columns, True where a row attends. None: all positions, or
-            all up to its own.
-        is_causal: Whether no row attends to a column behind its own.
-        options: For ``F.scaled_dot_product_attention``.
+        mask: [b, 1, s, w * s] of this rank's rows and all columns, True where a row attends. None: a row attends to
+            all positions, or under ``is_causal`` to all up to its own.
+        is_causal: Whether no row attends to a later column, with or without a mask.
+        options: Further arguments of ``F.scaled_dot_product_attention``.
     """
     slices = _current
     assert slices is not None
@@ -155,7 +154,7 @@ def attend_across(
         parts = []
         for index, rows, part in zip(slices.chunks, query.split(slices.chunk, dim=-2), masks, strict=True):
             start = index * slices.chunk
-            # Behind all other positions stands padding, which only rows of padding see under a causal mask.
+            # Padding follows all other positions, so under a causal mask only rows of padding see it.
             end = start + slices.chunk if is_causal else slices.length
             seen = rows, key[..., :end, :], value[..., :end, :]
             if part is not None:
@@ -176,22 +175,22 @@ def is_sliced() -> bool:
 
 
 def is_attending() -> bool:
-    """Whether this is called by attention that crosses ranks."""
+    """Whether attention across ranks is running now."""
     return _current is not None and _current.is_attending
 
 
 def is_masked() -> bool:
-    """Whether the batch of the step has a mask of its own."""
+    """Whether the batch of the step has an ``attention_mask``."""
     return _current is not None and _current.is_masked
 
 
 def documents() -> Tensor | None:
-    """[b, w * s] the documents that the positions of the whole sequence belong to, where they may be several."""
+    """[b, w * s] the document of each position of the whole sequence, or None: see :meth:`SequenceSlices.documents`."""
     return None if _current is None else _current.documents
 
 
 def own_positions(device: torch.device) -> Tensor:
-    """[s] where this rank's positions stand in the whole sequence."""
+    """[s] this rank's positions in the whole sequence."""
     assert _current is not None
     chunk = torch.arange(_current.chunk, device=device)
     return torch.cat([index * _current.chunk + chunk for index in _current.chunks])
@@ -211,9 +210,9 @@ def _mask(rows: Tensor, num_columns: int, is_causal: bool, attention_mask: Tenso
     """[s, t], or [b, 1, s, t] with an ``attention_mask`` [b, t]: whether a row attends to a column.
 
     Args:
-        rows: [s] their positions.
-        num_columns: t; they stand from the first position on.
-        is_causal: Whether rows attend to columns up to their own position alone.
+        rows: [s] positions of the rows.
+        num_columns: t, the columns from position 0 on.
+        is_causal: Whether rows attend only to columns up to their own position.
         attention_mask: Nonzero where rows attend. A row always attends to its own position: the softmax over nothing
             would be NaN.
     """
@@ -225,7 +224,7 @@ def _mask(rows: Tensor, num_columns: int, is_causal: bool, attention_mask: Tenso
 
 
 def whole(part: Tensor, slices: Slices) -> Tensor:
-    """[..., 2 c, d] of each rank to [..., s, d] in the order of the sequence. A collective over the group."""
+    """[..., 2 c, d] of each rank to [..., w * 2 c, d] in the order of the sequence. A collective over the group."""
     if slices.group is None:
         return part
     chunks = _Gather.apply(part, slices.group).unflatten(-2, (2, slices.chunk))  # [w, ..., 2, c, d]
@@ -234,7 +233,7 @@ def whole(part: Tensor, slices: Slices) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """[...] of each rank to [w, ...] on all; in backward each rank gets the sum of the gradients of its part."""
+    """All-gathers [...] of each rank to [w, ...]; the backward reduce-scatters the gradients by summing them."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whether a model gives on slices of sequences what it gives on whole ones: a comparison at the first step."""
+"""Compares, at the first step, what a model computes on slices of sequences and on whole ones."""
 
 import math
 from collections import Counter
@@ -25,32 +25,32 @@ from lightning_automodel.sharding.apply import call_as_step
 from lightning_automodel.sharding.context_parallel import Slices
 from lightning_automodel.sharding.units import class_name
 
-_CHUNK = 4  # positions that are looked at, at most; each rank has two such chunks
+_CHUNK = 4  # compared positions of a chunk, at most; each rank has two chunks
 _MATMUL_EPSILON = {"highest": 0.0, "high": torch.finfo(torch.float16).eps, "medium": torch.finfo(torch.bfloat16).eps}
 
 Key = tuple[str, int, int]
-"""Of an output: the module's name, which of its calls, which of the tensors that it returned."""
+"""Identifies an output: the module's name, the number of its call, the index among the tensors that it returned."""
 
 
 @dataclass
 class _Call:
-    """What a module was called with first, and how often attention crossed ranks in all of its calls."""
+    """The arguments of a module's first call, and how often attention crossed ranks in all of its calls."""
 
     arguments: tuple[Any, Any]
     num_attended: int = 0
 
 
 class _Beginning:
-    """The first positions of a batch, which are spread over ranks as the whole is.
+    """The first positions of a batch, sliced across ranks in the same way as the batch.
 
     Args:
-        slices: Of the batch.
-        shape: [b, s] of what this rank has of it.
+        slices: How the batch is sliced.
+        shape: [b, s] of this rank's slice of the batch.
 
     Attributes:
-        length: The number of these positions.
-        sliced: How they are spread.
-        whole: The same without other ranks.
+        length: The number of first positions.
+        sliced: How these positions are sliced across ranks.
+        whole: The same positions, all on this rank.
     """
 
     def __init__(self, slices: Slices, shape: torch.Size) -> None:
@@ -67,7 +67,7 @@ class _Beginning:
         self.whole = replace(self.sliced, group=None, chunks=(0, 1), chunk=self.length // 2, masks={})
 
     def covers(self, arguments: Any) -> bool:
-        """Whether a module was called with slices, and otherwise with what has nothing to do with positions."""
+        """Whether a module was called with slices, and with no other tensor that has the length of a sequence."""
         tensors: list[Tensor] = []
         apply_to_collection(arguments, Tensor, tensors.append, allow_frozen=True)
         others = [tensor for tensor in tensors if not self._is_slice(tensor)]
@@ -75,7 +75,7 @@ class _Beginning:
         return len(others) < len(tensors) and not any(lengths.intersection(tensor.shape[1:]) for tensor in others)
 
     def _is_slice(self, tensor: Tensor) -> bool:
-        # What is [b, s] and no integers may as well be [b, features].
+        # A floating-point [b, s] may as well be [b, features].
         is_known = not isinstance(tensor, DTensor) and (tensor.ndim > 2 or not tensor.is_floating_point())
         return is_known and tensor.shape[:2] == self._shape
 
@@ -85,11 +85,11 @@ class _Beginning:
             return tensor
         numbers = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
         whole = context_parallel.whole(numbers.reshape(*self._shape, -1), self._slices)[:, : self.length]
-        # As contiguous as what it was made of: models view it.
+        # Contiguous, as models may call view() on it.
         return whole.reshape(-1, self.length, *tensor.shape[2:]).to(tensor.dtype).contiguous()
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """[b, length, ...] to this rank's [b, s, ...]; what has another length is returned unchanged."""
+        """[b, length, ...] to this rank's [b, s, ...]; a tensor of another length is returned unchanged."""
         if tensor.ndim < 2 or tensor.shape[1] != self.length:
             return tensor
         chunks = tensor.split(self.sliced.chunk, dim=1)
@@ -97,17 +97,17 @@ class _Beginning:
 
 
 class FirstStepCheck:
-    """Calls what a step has called once more, on the beginning of its batch: whole on each rank, and in slices.
+    """Calls the modules that a step has called once more, on the first positions of its batch: in slices and whole.
 
-    The outputs of all modules below are compared, so that one bad layer among many is seen, and named. It leaves no
-    trace: there are no gradients, and random states, modes, buffers and metrics come back. Nothing is compiled for it.
+    The outputs of all submodules are compared, so that one bad layer among many is found and named. The check leaves no
+    trace: no gradients are computed, and random states, modes, buffers and metrics are restored. Nothing is compiled.
 
     Args:
         module: The LightningModule.
         plugin: The Trainer's precision plugin.
 
     Attributes:
-        is_paused: Whether what is called now is the recomputation of a backward.
+        is_paused: Whether calls are ignored, since the backward recomputes activations.
     """
 
     def __init__(self, module: pl.LightningModule, plugin: Precision) -> None:
@@ -136,7 +136,7 @@ class FirstStepCheck:
         original = self._module.training_step
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            # Not before: DDP's forward calls the LightningModule to have its step run.
+            # Not registered earlier: DDP's forward calls the LightningModule, which only then runs its step.
             hooks: list[Any] = []
             for each in dict.fromkeys(_uncompiled(self._module)):
                 hooks.append(each.register_forward_pre_hook(before, with_kwargs=True))
@@ -155,23 +155,23 @@ class FirstStepCheck:
             patches.restore()
 
     def check(self, slices: Slices, shape: torch.Size) -> str | None:
-        """Compare what the step has called. A collective over all ranks, each of which has finished the step.
+        """Compare the modules that the step has called. A collective over all ranks, after the step.
 
         Args:
-            slices: Of the step.
-            shape: [b, s] of the slice of its batch.
+            slices: How the step's batch is sliced.
+            shape: [b, s] of this rank's slice.
 
         Returns:
-            What to tell the user, where some attention could not be compared.
+            A warning for the user, if some attention could not be compared.
 
         Raises:
-            RuntimeError: On every rank, if an output differs on one by more than rounding.
+            RuntimeError: On every rank, if an output differs on any of them by more than rounding.
         """
         beginning = _Beginning(slices, shape)
         names = {each: name for name, each in self._module.named_modules()}
         calls = {names[each]: (each, call) for each, call in self._calls.items() if beginning.covers(call.arguments)}
         self._calls = {}
-        # Ranks may have called different modules, or some with what cannot be cut.
+        # Ranks may have called different modules, or some with arguments that cannot be sliced.
         told = _from_all(list(calls))
         common = [name for name in told[0] if all(name in others for others in told)]
         found: list[tuple[int, int, str, float]] = []
@@ -205,12 +205,12 @@ class FirstStepCheck:
     def _first_difference(
         self, module: nn.Module, arguments: Any, beginning: _Beginning
     ) -> tuple[int, str, float] | None:
-        """Which module, in the order in which they return, gives something else in slices, and how far it is off.
+        """Find the first module, in the order in which they return, with another output in slices.
 
         A collective over the ranks that share the batch.
 
         Returns:
-            How many were right before it, its name below ``module``, the share of its output's size.
+            How many outputs before it agree, its name below ``module``, and its relative error; None if all agree.
         """
         whole: Any = apply_to_collection(arguments, Tensor, beginning.gather, allow_frozen=True)
         sliced: Any = apply_to_collection(whole, Tensor, beginning.cut, allow_frozen=True)
@@ -223,7 +223,7 @@ class FirstStepCheck:
 
         def compare(key: Key, output: Tensor) -> None:
             nonlocal epsilon
-            epsilon = max(epsilon, torch.finfo(output.dtype).eps)  # what is wide now has come through narrower ones
+            epsilon = max(epsilon, torch.finfo(output.dtype).eps)  # a wide output may come from narrower ones
             own, expected = in_slices.get(key), beginning.cut(output)
             if own is not None and expected is not output and own.shape == expected.shape:
                 compared.append((key[0], _error(own.double(), expected.double()), math.sqrt(epsilon) / 2))
@@ -246,8 +246,8 @@ class FirstStepCheck:
 
     def _advice(self, reason: str) -> str:
         return (
-            f"{class_name(self._module)}.training_step {reason}: whether its layers are right in slices has not been"
-            " checked by a comparison with whole sequences. Call one module, as in self.model(**batch), to have that."
+            f"{class_name(self._module)}.training_step {reason}: its layers in slices were not compared with whole"
+            " sequences. To have them compared, call one module, as in self.model(**batch)."
         )
 
     def _random_states(self) -> list[Tensor]:
@@ -257,11 +257,11 @@ class FirstStepCheck:
 
     @contextmanager
     def _without_effect(self, called: nn.Module) -> Iterator[None]:
-        """Context of calls that leave everything as it was."""
+        """Context of calls that leave modes, buffers, metrics, logs and random states as they were."""
         modes = [(each, each.training) for each in called.modules()]
         metrics = [(each, lightning_internals.metric_state(each)) for each, _ in modes if isinstance(each, Metric)]
         buffers = [(each, name, buffer) for each, _ in modes for name, buffer in each.named_buffers(recurse=False)]
-        # Copies are computed with: the backward that is still to come may need the originals as they are.
+        # The calls get copies: the backward that is still to come may need the originals unchanged.
         for each, name, buffer in buffers:
             setattr(each, name, buffer.clone())
         called.eval()
@@ -290,7 +290,7 @@ def _from_all(value: Any) -> list[Any]:
 
 
 def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:
-    """Modules that may be given hooks: ``torch.compile`` would trace those of what it compiles."""
+    """Modules that may get hooks, which excludes compiled ones: ``torch.compile`` would trace the hooks."""
     is_wrapper = torch_internals.uncompiled(module) is not module
     if is_wrapper or not (torch_internals.is_compiled(module) or isinstance(module, Metric)):
         yield module
@@ -300,7 +300,7 @@ def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def _each_output(module: nn.Module, note: Callable[[Key, Tensor], None]) -> Iterator[None]:
-    """Context of a call, in which all floating-point tensors that modules return are noted."""
+    """Context of a call, in which ``note`` gets all floating-point tensors that modules return."""
     num_calls: Counter[str] = Counter()
 
     def after(name: str, _: nn.Module, args: Any, output: Any) -> None:
@@ -320,9 +320,9 @@ def _each_output(module: nn.Module, note: Callable[[Key, Tensor], None]) -> Iter
 
 
 def _error(own: Tensor, expected: Tensor) -> Tensor:
-    """[] by what share of its size an output [b, s, ...] is off, at a quarter of the positions of a row at least.
+    """[] relative error of an output [b, s, ...]: the largest that a quarter of the positions of a row reach.
 
-    Rounding may make a router choose another expert at a few.
+    A few positions may be off by more: rounding may make a router choose another expert there.
     """
     difference, size = (
         each.flatten(1).unflatten(1, (own.shape[1], -1)).norm(dim=-1) for each in (own - expected, expected)

@@ -1,4 +1,4 @@
-"""Attention of Hugging Face models over sequences of which each rank holds a slice."""
+"""Attention of Hugging Face models over sequences that are sliced across ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from lightning_automodel.sharding import context_parallel
 from lightning_automodel.torch_internals import not_compiled
 
 NAME = "context_parallel"
-"""Under which transformers knows both functions below; its attention and its masks must have one name."""
+"""Name under which both functions below are registered: transformers looks attention and masks up by one name."""
 
 _LAYERS = {"full_attention", "sliding_attention"}
 _POSITIONS_BY_ARGUMENT = 3  # forward(input_ids, attention_mask, position_ids)
@@ -22,7 +22,7 @@ def let_models_attend_across(module: nn.Module) -> tuple[int, Callable[[], None]
     """Let the Hugging Face models in ``module`` attend by :func:`context_parallel.attend_across`, within steps.
 
     Returns:
-        How often a step that uses one of them attends, and what restores them.
+        The least number of attention calls in a step that uses one of them, and a function that restores them.
 
     Raises:
         ValueError: For a model that mixes positions in other ways, or has not been checked.
@@ -48,7 +48,7 @@ def let_models_attend_across(module: nn.Module) -> tuple[int, Callable[[], None]
 
     for model in models:
         model.set_attn_implementation(NAME)
-        model.config.use_cache = False  # it would hold keys and values of the slice
+        model.config.use_cache = False  # the cache would hold keys and values of the slice only
         if model.config._attn_implementation != NAME:
             restore()
             raise ValueError(
@@ -63,18 +63,18 @@ def _check(model: Any) -> None:
     others = sorted(set(getattr(config, "layer_types", None) or _LAYERS) - _LAYERS)
     if others:
         raise ValueError(
-            f"{name} has layers of the types {', '.join(others)}, which would mix the positions of a slice alone:"
-            f" context_parallel_size > 1 knows {', '.join(sorted(_LAYERS))}."
+            f"{name} has layers of the types {', '.join(others)}, which would mix only the positions of a slice:"
+            f" context_parallel_size > 1 supports {', '.join(sorted(_LAYERS))}."
         )
     if getattr(config, "is_encoder_decoder", False) or not name.endswith(("ForCausalLM", "LMHeadModel")):
         raise ValueError(
-            f"{name} is no causal language model, the Hugging Face models that have been checked with"
-            " context_parallel_size > 1: leave it at 1."
+            f"{name} is not a causal language model: no other Hugging Face models have been checked with"
+            " context_parallel_size > 1. Leave it at 1."
         )
 
 
 def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a model's forward: it would count the positions of a slice from 0, and shift the labels within it."""
+    """Forward pre-hook: by itself a model would count a slice's positions from 0, and shift labels within the slice."""
     if not context_parallel.is_sliced():
         return
     if isinstance(kwargs.get("labels"), Tensor) and kwargs.get("shift_labels") is None:
@@ -100,7 +100,7 @@ def _attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls for the attention of each layer, [b, h, s, d] to [b, s, h, d]."""
+    """The function that transformers calls for the attention of each layer: [b, h, s, d] to [b, s, h, d]."""
     if not context_parallel.is_sliced():
         from transformers import AttentionInterface
 
@@ -120,9 +120,9 @@ def _attend(
 
 
 def _make_mask(**kwargs: Any) -> Tensor | None:
-    """What transformers calls for the mask of each type of layer: [b, 1, s, w * s] by positions in whole sequences.
+    """The function that transformers calls for the mask of each type of layer.
 
-    None for a causal one that leaves nothing else out.
+    The mask is [b, 1, s, w * s], by positions in whole sequences. None for a purely causal one.
     """
     from transformers import masking_utils
 

@@ -1,4 +1,4 @@
-"""Steps of the Trainer on slices of sequences."""
+"""The Trainer's steps on slices of sequences."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,29 +19,29 @@ from lightning_automodel.sharding.units import class_name
 
 
 class _Watch(TorchFunctionMode):
-    """Refuses attention that stays within this rank's slice, as far as torch's own functions compute it."""
+    """Refuses torch's own attention functions in a step: they attend only within this rank's slice."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_attention = func in (F.scaled_dot_product_attention, F.multi_head_attention_forward)
         if is_attention and context_parallel.is_sliced() and not context_parallel.is_attending():
             raise RuntimeError(
                 f"{func.__name__} attends to this rank's slice of the sequence alone: call"
-                " lightning_automodel.context_parallel_attention in its place."
+                " lightning_automodel.context_parallel_attention instead."
             )
         return func(*args, **(kwargs or {}))
 
 
 class ContextParallelSteps:
-    """Gives each step its slice of the batch, and lets attention within it cross ranks.
+    """Gives each step its slice of the batch, and lets the step's attention cross ranks.
 
     Args:
         module: The LightningModule.
         group: The ranks that share a batch.
-        slices: Cuts it.
+        slices: Cuts batches into slices.
         device: This rank's device.
-        num_layers: How often a step attends at least, where that is known.
-        check: Compares what the first training step calls with what that gives on whole sequences.
-        tell: Called with what a user is to know of that.
+        num_layers: Least number of attention calls in a step; 0 if unknown.
+        check: Compares the modules of the first training step in slices and on whole sequences.
+        tell: Called with a warning for the user, if ``check`` could not compare everything.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class ContextParallelSteps:
         self._watched: set[str] = set()
 
     def slice(self, batch: Any) -> Any:
-        """This rank's slice of the batch of the step that begins; see :meth:`SequenceSlices.slice`.
+        """Cut this rank's slice out of the batch of the next step; see :meth:`SequenceSlices.slice`.
 
-        The first time a collective over the group, which compares the batches.
+        The first call is a collective over the group, which compares the batches.
         """
         if self._is_first:
             self._is_first = False
@@ -86,7 +86,7 @@ class ContextParallelSteps:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Context of the step that was sliced last. A collective, the first time in ``training_step`` over all ranks.
+        """Context of the step whose batch was sliced last. For the first ``training_step`` a collective over all ranks.
 
         Raises:
             RuntimeError: If its attention has stayed within the slice.
@@ -105,8 +105,8 @@ class ContextParallelSteps:
             yield
         if slices.num_calls < self._num_layers:
             raise RuntimeError(
-                f"{class_name(self._module)}.{name} has computed on slices of sequences, and attention has crossed the"
-                f" {self._group.size()} context-parallel ranks {slices.num_calls} times, of at least"
+                f"{class_name(self._module)}.{name} computed on slices of sequences, but attention crossed the"
+                f" {self._group.size()} context-parallel ranks {slices.num_calls} times, not at least"
                 f" {self._num_layers}: each layer must call lightning_automodel.context_parallel_attention(query, key,"
                 " value)."
             )
@@ -115,7 +115,7 @@ class ContextParallelSteps:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Context of the backward of the step that was sliced last: blocks may compute their attention again."""
+        """Context of the backward of the step whose batch was sliced last: blocks may recompute their attention."""
         slices = self._newest
         num_calls = 0 if slices is None else slices.num_calls
         self._check.is_paused = True

@@ -24,9 +24,9 @@ class DDPEngine(Engine):
     """The whole model on every rank, gradients averaged by ``DistributedDataParallel``.
 
     Args:
-        mesh: Mesh of the run.
+        mesh: The run's device mesh.
         device: This rank's device.
-        options: What the user chose.
+        options: The strategy's options.
     """
 
     def __init__(self, mesh: RunMesh, device: torch.device, options: StrategyOptions) -> None:
@@ -55,7 +55,7 @@ class DDPEngine(Engine):
         kwargs = self._ddp_kwargs
         quantized.check_replicable(module)
         if any(quantized.has_parts(parameter) for parameter in module.parameters()):
-            # DDP would join all parameters in one plain tensor to make them equal.
+            # To make parameters equal, DDP would flatten all of them into one plain tensor.
             apply.broadcast_states(module, self.mesh)
             kwargs = {**kwargs, "init_sync": False}
         device_ids = None if self.device.type == "cpu" else [self.device.index]
@@ -67,7 +67,7 @@ class DDPEngine(Engine):
 
     @override
     def state(self) -> dict[str, Any]:
-        """Whether the next forward broadcasts rank 0's buffers: not after one without gradient synchronisation."""
+        """Whether the next forward broadcasts rank 0's buffers: not after a micro-batch without synchronisation."""
         return {} if self._ddp is None else {"broadcasts_buffers": self._ddp.require_forward_param_sync}
 
     @override
@@ -89,8 +89,8 @@ class DDPEngine(Engine):
         """Refuse gradients that DDP left unreduced.
 
         Raises:
-            RuntimeError: If a parameter took no part in a synchronised backward, which leaves it, and the others of its
-                bucket, with this rank's own gradient.
+            RuntimeError: If a parameter took no part in a synchronised backward: all parameters of its bucket then
+                have this rank's own gradients.
         """
         ddp = self._ddp
         if ddp is None or not ddp.require_backward_grad_sync or ddp.static_graph:
@@ -98,7 +98,7 @@ class DDPEngine(Engine):
         try:
             torch_internals.check_ddp_backward_is_complete(ddp)
         except RuntimeError as error:
-            # DDP counts the parameters that were trainable when it was set up.
+            # DDP's message numbers the parameters that were trainable at set-up.
             names = list(self._reduced.values())
             listed = re.search(r"did not receive grad for rank \d+: (\d[\d ]*)", str(error))
             unused = [names[int(index)] for index in listed[1].split()] if listed else ["(DDP does not say which)"]
@@ -112,7 +112,7 @@ class DDPEngine(Engine):
 
     @override
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Average what was frozen when DDP was set up and trains since: DDP itself never reduces it."""
+        """Average the gradients of parameters that were unfrozen after DDP's set-up: DDP never reduces them."""
         unfrozen = [p for p in parameters if p.requires_grad and id(p) not in self._reduced]
         if unfrozen and self.mesh.sizes.divisor > 1:
             rescale_clip.average_gradients_(unfrozen, self.mesh.group)

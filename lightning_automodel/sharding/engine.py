@@ -1,4 +1,4 @@
-"""What a strategy asks of an engine: how the model is held, and what each micro-batch communicates."""
+"""Interface of the FSDP2 and DDP engines."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -13,10 +13,10 @@ from lightning_automodel.distributed.mesh import RunMesh
 
 
 class Engine(ABC):
-    """How the model is held, and what each micro-batch communicates.
+    """Distributes the model, and decides what each micro-batch communicates.
 
     Args:
-        mesh: Mesh of the run.
+        mesh: The run's device mesh.
         device: This rank's device.
     """
 
@@ -26,15 +26,15 @@ class Engine(ABC):
 
     @abstractmethod
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
-        """Distribute ``module``, converted and on the device. A collective over the world.
+        """Distribute ``module``, whose precision and device are set already. A collective over the world.
 
         Args:
             module: The user's LightningModule.
             fitting: Whether gradients will be needed.
-            give_values: Gives values to what has none yet; to be called once, with shards where there are to be some.
+            give_values: Initialises tensors without values; the engine calls it once, after sharding if it shards.
 
         Returns:
-            What the steps are to be called on.
+            The module to call the steps on.
         """
 
     @abstractmethod
@@ -54,43 +54,43 @@ class Engine(ABC):
         """Called after each step of evaluation or prediction: a callback may be about to swap weights."""
 
     def join_evaluation(self) -> None:
-        """Take part in what an evaluation step of other ranks communicates, without data. A collective."""
+        """Take part in the collectives of other ranks' evaluation step, without data. A collective."""
 
     def start_backward(self, loss: Tensor, counts: bool = True) -> None:
-        """Called before each backward; ``counts``: parameters that it uses get a gradient."""
+        """Called before each backward; ``counts``: whether its parameters count as used (not with filler data)."""
 
     def end_backward(self) -> None:
-        """Called after each backward, before anybody else sees the gradients."""
+        """Called after each backward, before any hook sees the gradients."""
 
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Average what the engine itself does not, once a window. May be a collective over the data-parallel group."""
+        """Average the remaining gradients, once a window. May be a collective over the data-parallel group."""
 
     def followed(self, parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
-        """Those that get a zero gradient where their window did not use them, and whether it did, on this rank."""
+        """Parameters that get a zero gradient if a window does not use them, and whether this rank has used them."""
         return []
 
     def release(self) -> None:
-        """Free gathered parameters: somebody may be about to write weights."""
+        """Free gathered parameters, since weights may be written next."""
 
     def synchronize_buffers(self) -> None:
-        """Make buffers equal before somebody evaluates or saves. May be a collective over the data-parallel group."""
+        """Make buffers equal before an evaluation or a save. May be a collective over the data-parallel group."""
 
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Drop gradients that the engine holds outside of ``.grad`` for these (or all) parameters."""
 
     def state(self) -> dict[str, Any]:
-        """What decides how the next micro-batch communicates, and is not settled by it."""
+        """What a resumed run needs so that its next micro-batch communicates in the same way."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state` returned."""
+        """Restore what :meth:`state` returned."""
 
     def recover(self) -> None:
-        """Forget an interrupted micro-batch."""
+        """Drop the state of an interrupted micro-batch."""
 
     def close(self) -> None:
-        """Leave the model to itself."""
+        """Remove hooks and patches from the model."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What was decided, and why."""
+        """What the engine has decided, and why."""

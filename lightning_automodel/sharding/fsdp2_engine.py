@@ -29,11 +29,11 @@ class FSDP2Engine(Engine):
     """Parameters, gradients and optimizer state sharded by FSDP2, over one group or over each replica (HSDP).
 
     Args:
-        mesh: Mesh of the run.
+        mesh: The run's device mesh.
         device: This rank's device.
-        options: What the user chose.
-        local_ranks: Ranks on this node, which share its memory.
-        policy: What units compute and reduce in.
+        options: The strategy's options.
+        local_ranks: Number of ranks on this node, which share its memory.
+        policy: Dtypes that units compute and reduce in.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class FSDP2Engine(Engine):
         self._start_gathers_ahead(module)
         self._gathers = JoinedGathers(torch_internals.fsdp_units(module))
         tensor_parallel.share_random_state(self.mesh, self.device)
-        # Those that a state dict leaves out are constants (masks, rotary frequencies).
+        # Buffers outside of the state dict are constants (masks, rotary frequencies).
         kept = module.state_dict(keep_vars=True).keys()
         self._module, self._buffers = module, [name for name, _ in module.named_buffers() if name in kept]
         return module
 
     def _shard(self, module: pl.LightningModule) -> None:
-        """Make weights equal everywhere and shard them, unless somebody has. A collective over the world."""
+        """Make weights equal on all ranks, and shard them unless they are sharded. A collective over the world."""
         plan = None if units.has_fsdp_units(module) else self._plan(module)
         if plan is None:
             self._report = {"units": _SHARDED_BEFORE}
@@ -107,11 +107,11 @@ class FSDP2Engine(Engine):
         return replace(plan, replicated=plan.replicated | whole)
 
     def _defer(self) -> Deferral:
-        """Without peers nothing is communicated, and unreduced gradients would only be out of sight."""
+        """The option; False on one rank, where deferral would save nothing and only keep gradients out of ``.grad``."""
         return self._options.defer_fsdp_grad_sync if self.mesh.sizes.divisor > 1 else False
 
     def _retain_unsharded(self, module: pl.LightningModule) -> bool:
-        """Settle ``reshard_during_accumulation``. A collective for "auto": ranks must agree, the smallest decides."""
+        """Decide ``reshard_during_accumulation``. A collective for "auto": one rank short of memory decides for all."""
         option = self._options.reshard_during_accumulation
         need = memory.estimate(module, defers_gradients=self._defer() is True)
         if not module.automatic_optimization:
@@ -128,14 +128,14 @@ class FSDP2Engine(Engine):
         return keep
 
     def _start_gathers_ahead(self, module: pl.LightningModule) -> None:
-        """Settle ``prefetch``."""
+        """Decide ``prefetch``, and set it."""
         option, is_cpu = self._options.prefetch, self.device.type == "cpu"
         if self.mesh.fsdp.size() == 1:
             ahead, reason = 0, "one rank gathers nothing"
         elif option != "auto":
             ahead, reason = option, f"prefetch={option}"
         elif "roots" not in self._report:
-            ahead, reason = 0, "auto: as whoever sharded the model has left it"
+            ahead, reason = 0, "auto: unchanged, as the model was sharded before"
         elif is_cpu:
             ahead, reason = 1, "auto: 1 on CPU, where FSDP2 by itself waits for each all-gather"
         else:
@@ -217,12 +217,12 @@ class FSDP2Engine(Engine):
 
     @override
     def synchronize_buffers(self) -> None:
-        """Give every rank the first rank's, as ``DistributedDataParallel(broadcast_buffers=True)`` does.
+        """Broadcast the first rank's buffers, as ``DistributedDataParallel(broadcast_buffers=True)`` does.
 
-        Running statistics would otherwise follow each rank's own data, and a checkpoint hold those of whichever rank
-        saved them.
+        Otherwise running statistics would follow each rank's own data, and a checkpoint would hold those of the rank
+        that saved them.
         """
-        # Looked up each time: a forward may put a new tensor in the place of the old one.
+        # Looked up each time: a forward may replace a buffer by a new tensor.
         buffers = [self._module.get_buffer(name) for name in self._buffers]
         apply.broadcast_tensors([buffer for buffer in buffers if not isinstance(buffer, DTensor)], self.mesh.group)
 

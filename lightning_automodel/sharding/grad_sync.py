@@ -1,4 +1,4 @@
-"""Which micro-batch communicates what: deferring gradient reduction, and keeping parameters gathered meanwhile."""
+"""Which micro-batch communicates what: deferring gradient reduction, and keeping parameters gathered between them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -19,15 +19,15 @@ Deferral = bool | Literal["all_reduce"]
 def get_sync_ctx(
     model: nn.Module, is_optim_step: bool, defer_fsdp_grad_sync: Deferral = True
 ) -> AbstractContextManager[None]:
-    """Context for the forward and backward of one micro-batch: does its backward communicate gradients?
+    """Context for the forward and backward of one micro-batch, which decides whether its gradients are reduced.
 
-    It covers every FSDP2 module and every ``DistributedDataParallel`` at or below ``model``, and restores on exit,
-    also after an exception, what it found. Ranks must agree on the arguments: a rank that reduces while another does
-    not hangs until the group's timeout. Leaving the last micro-batch is a collective where several FSDP2 roots lie
-    below ``model`` and some took no part in it: what they deferred is reduced then.
+    It covers every FSDP2 module and every ``DistributedDataParallel`` at or below ``model``, and on exit restores their
+    settings, also after an exception. Ranks must agree on the arguments: a rank that reduces while another does not
+    hangs until the group's timeout. If some FSDP2 roots below ``model`` took no part in the last micro-batch, leaving
+    its context is a collective: it reduces the gradients that these roots have deferred.
 
     Args:
-        model: Model to be trained; where nothing is distributed, the context does nothing.
+        model: Model to be trained; if nothing in it is distributed, the context does nothing.
         is_optim_step: Whether this is the last micro-batch before the optimizer step.
         defer_fsdp_grad_sync: For FSDP2 and HSDP, what the other micro-batches do. True: nothing, gradients stay
             unsharded until the last one. False: reduce every time. ``"all_reduce"`` (HSDP): reduce-scatter every time
@@ -73,9 +73,9 @@ def _set_reduction(unit: FSDPModule, is_optim_step: bool, defer: Deferral) -> No
 
 @contextmanager
 def _one_gradient_dtype(units: Sequence[FSDPModule]) -> Iterator[None]:
-    """Context for the last micro-batch: parameters that none before it has used get as wide a gradient as the others.
+    """Context for the last micro-batch, in which all gradients of an FSDP unit get one dtype.
 
-    So do those that it does not use either, where they are to take part in the reduction.
+    Otherwise parameters that no earlier micro-batch has used would get narrower gradients than the others.
     """
     groups = [group for unit in units for group in torch_internals.param_groups(unit)]
     handles = [handle for group in groups for handle in torch_internals.accumulate_in_one_dtype(group)]
@@ -87,16 +87,16 @@ def _one_gradient_dtype(units: Sequence[FSDPModule]) -> Iterator[None]:
 
 
 def _reduce_deferred(units: Sequence[FSDPModule]) -> None:
-    """Reduce what roots have deferred that took no part in the last backward: FSDP2 visits the others only."""
+    """Reduce the deferred gradients of roots that took no part in the last backward: FSDP2 skips these roots."""
     for unit in units:
         if torch_internals.is_fsdp_root(unit) and torch_internals.has_deferred_gradients(unit):
             torch_internals.reduce_deferred_gradients(unit)
 
 
 def _reshard_unless_training(units: Sequence[FSDPModule], root: nn.Module, *_: object) -> None:
-    """Forward hook: a root stays unsharded for the backward that follows; where none does, it would become stale.
+    """Forward hook of a root: frees parameters that no backward will free, and that would become stale.
 
-    So would what was gathered ahead and not used.
+    These are prefetched units that the forward did not use, and, if no gradients are computed, those of the root.
     """
     drop_unused(units)
     if not torch.is_grad_enabled():
@@ -104,14 +104,14 @@ def _reshard_unless_training(units: Sequence[FSDPModule], root: nn.Module, *_: o
 
 
 class FSDPGradSync:
-    """Communication of an FSDP2 model through the windows of a strategy.
+    """Controls the communication of an FSDP2 model in each accumulation window.
 
     Args:
-        model: Module at or below which every FSDP2 module is governed.
+        model: Module whose FSDP2 modules, itself included, are controlled.
         defer: As ``defer_fsdp_grad_sync`` of :func:`get_sync_ctx`.
         retain_unsharded: All-gather parameters in the first forward of a window only. Between two micro-batches the
-            module shows its sharded parameters, while the memory of the unsharded ones is retained: whoever looks at it
-            then (a callback, a checkpoint, another forward) meets an ordinary sharded module.
+            module shows its sharded parameters, while the memory of the unsharded ones is retained: a callback, a
+            checkpoint or another forward finds an ordinary sharded module.
 
     Attributes:
         is_last: Within :meth:`micro_batch`, whether the window ends with it; None outside.
@@ -135,7 +135,7 @@ class FSDPGradSync:
             for unit in self._units
             if cast(nn.Module, unit) is not model and torch_internals.is_fsdp_root(unit)
         ]
-        # Tells parameters without a gradient in a window from those with a zero one, which FSDP2 gives them here.
+        # FSDP2 gives unused parameters a zero gradient here, so note which ones a window has really used.
         for group in self._groups:
             for parameter, unsharded in torch_internals.sharded_and_unsharded(group):
                 if parameter.requires_grad:
@@ -148,7 +148,7 @@ class FSDPGradSync:
             if self._counts:
                 self._used.add(parameter_id)
         elif self._used or self.is_last is False:
-            # FSDP2 would add it to what the window has deferred, and it would be rescaled with that.
+            # FSDP2 would add this gradient to the deferred ones of the window, and it would be rescaled with them.
             raise RuntimeError(
                 "A plain loss.backward() in the middle of an accumulation window, whose gradients it would join."
                 " Call self.manual_backward(loss), or end the window first, by a manual_backward outside of"
@@ -180,9 +180,9 @@ class FSDPGradSync:
                     self.is_last = None
 
     def resume(self) -> None:
-        """Start a micro-batch: take back retained parameters unless somebody has written the sharded ones since.
+        """Start a micro-batch: use retained parameters again unless the sharded ones were written since.
 
-        Whatever else is still unsharded (by another forward) is resharded, so that nothing stale is ever used.
+        Everything else that is still unsharded (by another forward) is resharded, so that nothing stale is used.
 
         Raises:
             RuntimeError: If weights were changed past autograd's version counters (``.data``), which other ranks may
@@ -195,7 +195,7 @@ class FSDPGradSync:
                 continue
             torch_internals.show_kept_storage(unit)
             if versions == torch_internals.sharded_versions(unit):
-                # Once a window is enough to raise before its step, and reading all weights each time is not free.
+                # Reading all weights takes time, and once in a window is enough to raise before its step.
                 if self.is_last:
                     self._check_own_shards(unit)
                 taken_back.add(id(unit))
@@ -213,11 +213,11 @@ class FSDPGradSync:
                 )
 
     def start_backward(self, counts: bool = True) -> None:
-        """The backward that begins belongs to a window; ``counts``: parameters that it uses get a gradient."""
+        """Begin a backward of a window; ``counts``: whether the parameters in it count as used."""
         self._in_backward, self._counts = True, counts
 
     def end_backward(self) -> None:
-        """Show sharded parameters to everybody else."""
+        """End a backward: show the sharded parameters again."""
         self._in_backward = False
         if self.is_last:
             _reduce_deferred(self._units)
@@ -231,11 +231,11 @@ class FSDPGradSync:
                 self._retained.append((unit, torch_internals.sharded_versions(unit)))
 
     def followed(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
-        """Those of these that get a zero gradient where they were not used, and whether this rank used them."""
+        """Those of ``parameters`` that get a zero gradient if unused, and whether this rank has used them."""
         return [(p, id(p) in self._used) for p in parameters if id(p) in self._followed]
 
     def release(self) -> None:
-        """Free everything unsharded: somebody may write the sharded weights, or needs the memory."""
+        """Free everything unsharded, since the sharded weights may be written next, or the memory is needed."""
         for unit, _ in self._retained:
             if torch_internals.unsharded_storage_is_kept(unit):
                 torch_internals.show_kept_storage(unit)
@@ -247,7 +247,7 @@ class FSDPGradSync:
         """Drop the gradients that FSDP2 holds outside of ``.grad`` for these (or all) sharded parameters.
 
         Raises:
-            RuntimeError: If HSDP holds partial sums of them in one buffer with those of other parameters.
+            RuntimeError: If HSDP holds their partial sums in one buffer with those of other parameters.
         """
         wanted = None if parameters is None else {id(parameter) for parameter in parameters}
         for group in self._groups:
@@ -265,15 +265,15 @@ class FSDPGradSync:
                 self._used.discard(id(param.sharded_param))
 
     def close(self) -> None:
-        """Leave the model to itself, with nothing unsharded."""
+        """Reshard the model and remove the hooks."""
         self.release()
         for handle in self._handles:
             handle.remove()
 
     def recover(self) -> None:
-        """After an exception in a forward or backward: make the model usable again, without what FSDP2 has deferred."""
+        """After an exception in a forward or backward: make the model usable again, and drop deferred gradients."""
         self._in_backward = False
-        # From torch 2.15 on, reset_iter_state drops these too, which may be older than the window.
+        # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
         gradients = [(param.sharded_param, param.sharded_param.grad) for g in self._groups for param in g.fsdp_params]
         for unit in self._units:
             torch_internals.forget_background_gather(unit)

@@ -1,4 +1,4 @@
-"""All-gathers that a rank takes part in while others evaluate and it has no data left."""
+"""All-gathers of a rank that has no evaluation data left, while other ranks still evaluate."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -10,9 +10,9 @@ from lightning_automodel.patching import PatchStack
 
 
 class JoinedGathers:
-    """Notes which units an evaluation step gathers, so that a rank without data can gather them for the others.
+    """Records which units an evaluation step gathers, so that a rank without data can take part in these gathers.
 
-    No code of the user runs on that rank: nothing is logged, counted or drawn at random there.
+    No user code runs on that rank: nothing is logged, counted or drawn at random there.
 
     Args:
         units: All FSDP2 modules of the model.
@@ -31,23 +31,23 @@ class JoinedGathers:
             self._newest.append(unit)
 
     def start_loop(self) -> None:
-        """Steps of another kind, or on other data, begin."""
+        """Begin an evaluation loop: earlier gathers do not apply to it."""
         self._newest, self._before = [], None
 
     def start_step(self) -> None:
-        """A step of this rank begins, with everything sharded."""
+        """Begin a step of this rank, with everything sharded."""
         self._before = self._newest or None
         self._newest, self._is_noting = [], True
 
     def end_step(self) -> None:
-        """It is over."""
+        """End a step of this rank."""
         self._is_noting = False
 
     def join(self) -> None:
-        """Take part in a step of other ranks, by the gathers of this rank's own last one. A collective.
+        """Take part in a step of other ranks by repeating the gathers of this rank's last step. A collective.
 
         Raises:
-            RuntimeError: If its last two steps gathered different units, so that nobody knows what the others gather.
+            RuntimeError: If its last two steps gathered different units, so that it cannot know what others gather.
         """
         if self._before is not None and self._before != self._newest:
             raise RuntimeError(
@@ -60,5 +60,5 @@ class JoinedGathers:
             unit.reshard()
 
     def close(self) -> None:
-        """Stop noting."""
+        """Stop recording."""
         self._patches.restore()

@@ -1,4 +1,4 @@
-"""Estimating what deferral and parameters retained unsharded cost, and whether it fits."""
+"""Estimates of the memory that deferred gradients and retained unsharded parameters need."""
 
 from pathlib import Path
 
@@ -15,14 +15,14 @@ _OPTIMIZER_MOMENTS = 2  # in the parameter's dtype, or float32 for narrower ones
 
 
 def estimate(model: nn.Module, defers_gradients: bool) -> dict[str, int]:
-    """Bytes that one rank needs beside its shards, while a window runs. Not a collective.
+    """Bytes that one rank needs in addition to its shards, while a window runs. Not a collective.
 
     Args:
-        model: Sharded by FSDP2 and unsharded once.
+        model: A model sharded by FSDP2, whose units were all gathered once.
         defers_gradients: Whether unsharded gradients wait for the last micro-batch.
 
     Returns:
-        For ``unsharded_parameters`` (all units at once, instead of one at a time), ``deferred_gradients``, and
+        Bytes of ``unsharded_parameters`` (all units at once, instead of one at a time), ``deferred_gradients``, and
         ``sharded_state``: gradient shards and two optimizer moments, which are not allocated yet at set-up.
     """
     unsharded = gradients = state = 0
@@ -41,7 +41,7 @@ def estimate(model: nn.Module, defers_gradients: bool) -> dict[str, int]:
 
 
 def free_bytes(device: torch.device, local_ranks: int) -> int | None:
-    """Memory that this rank may still take on ``device``: its share of the host's, on the CPU. None where unknown."""
+    """Bytes that this rank may still allocate on ``device``; on CPU its share of the host's. None if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

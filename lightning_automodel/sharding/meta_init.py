@@ -1,12 +1,12 @@
-"""Values for a model that was created on the meta device: allocate the shards, then run each module's initialiser.
+"""Initialises a model that was created on the meta device: allocates the shards, then runs each module's initialiser.
 
-As in torchtitan, the model is sharded while it has no values, and memory is allocated for the shards alone. Unlike
-there, an initialiser runs on whole tensors in host memory and from rank 0's random state, and each rank keeps its
-shards of the result: random numbers drawn shard by shard would differ with the number of ranks, on CPU meshes torch
-draws the same ones for every shard, and what is written to a row of a sharded matrix (``padding_idx``) is lost.
+As in torchtitan, the model is sharded while it has no values, and memory is allocated only for the shards. Unlike
+there, an initialiser runs on whole tensors in host memory, from rank 0's random state, and each rank keeps its shards
+of the result. Shard by shard, random numbers would depend on the number of ranks, torch would draw the same ones for
+every shard of a CPU mesh, and writes to a row of a sharded matrix (``padding_idx``) would be lost.
 
-So one seed gives one model, whatever the layout. The cost: what is below a module is whole, in the host memory of every
-rank, while its initialiser runs. Large models should initialise layer by layer.
+So one seed gives one model, whatever the layout. The cost: while an initialiser runs, every rank holds all tensors
+below its module whole in host memory. Large models should initialise layer by layer.
 """
 
 import inspect
@@ -25,8 +25,8 @@ from lightning_automodel.distributed import collectives
 from lightning_automodel.sharding.apply import shard_like
 from lightning_automodel.sharding.units import class_name
 
-# Memory that nobody has initialised is filled with this byte. A tensor of nothing else has no values yet: a checkpoint
-# or the user may still write some, so what is left is decided by looking, when the run starts.
+# Fills memory that is not initialised. A checkpoint or the user may still write values, so the tensors without any are
+# found only when the run starts: they hold nothing but this byte.
 _FILL_BYTE = 0xA5
 
 _UNINITIALIZED = "_lightning_automodel_uninitialized"
@@ -39,21 +39,21 @@ def names_without_values(model: nn.Module) -> list[str]:
 
 
 def materialize(model: nn.Module, device: torch.device, offload: bool) -> None:
-    """Allocate what is on the meta device, and initialise it.
+    """Allocate the tensors that are on the meta device, and initialise them.
 
-    A collective over the default group: every rank must call it, with the same model. Random states are left as they
-    were. What no initialiser fills is found by :func:`check_initialized`.
+    A collective over the default group: every rank must call it, with the same model. Random states do not change.
+    :func:`check_initialized` finds the tensors that no initialiser has filled.
 
     Args:
-        model: The model, sharded as it is to be.
-        device: Where tensors are to be.
-        offload: Where shards are to be in host memory instead.
+        model: The model, after sharding.
+        device: Device of the tensors.
+        offload: Whether shards go to host memory instead.
     """
     allocated: dict[Tensor, Tensor] = {}
-    # Of the modules that share a tensor, the one whose own initialiser counts: the first.
+    # The first of the modules that share a tensor: of their own initialisers, only the first one's counts.
     owners: dict[Tensor, nn.Module] = {}
     pending: dict[Tensor, str] = {}
-    # `Module.to_empty` would also drop values that exist, and untie.
+    # `Module.to_empty` would also drop existing values, and untie shared tensors.
     for prefix, module in _children_first(model):
         for name, tensor in _own_tensors(module):
             if tensor.device.type != "meta":
@@ -79,8 +79,8 @@ def materialize(model: nn.Module, device: torch.device, offload: bool) -> None:
 def _initializers(model: nn.Module) -> Iterator[tuple[nn.Module, Iterable[nn.Module], Callable[[], Any]]]:
     """Every initialiser in the order of construction, with its module and the modules whose tensors it may write.
 
-    ``reset_parameters()`` is torch's convention, ``_reset_parameters()`` that of its attention and transformers;
-    ``_init_weights(module)``, called for each module below, that of Hugging Face, timm and many others.
+    torch's layers have ``reset_parameters()``, its attention and transformer modules ``_reset_parameters()``; models
+    of Hugging Face, timm and many others have ``_init_weights(module)``, which is called for each submodule.
     """
     for _, module in _children_first(model):
         for name in ("reset_parameters", "_reset_parameters"):
@@ -93,8 +93,8 @@ def _initializers(model: nn.Module) -> Iterator[tuple[nn.Module, Iterable[nn.Mod
             elsewhere = {id(below) for m in has_its_own for below in m.modules()}
             for _, submodule in _children_first(module):
                 if id(submodule) not in elsewhere:
-                    # It is called for each module, so what lies in FSDP units below this one has had its turn, and
-                    # gathering it again for every module around would hold the whole model at once.
+                    # It is called for each module, so those in FSDP units below this one are initialised already.
+                    # Gathering them again for each module around them would hold the whole model at once.
                     yield submodule, _up_to_units(submodule), partial(initialize, submodule)
         elif _takes(module, "init_weights", 0):
             yield module, module.modules(), module.init_weights  # type: ignore[misc]
@@ -129,7 +129,7 @@ def _run(
         for holder, name, tensor in held:
             setattr(holder, name, tensor)
     for (holder, _, tensor), result in zip(held, results, strict=True):
-        # A layer must not overwrite what it shares with another one that has initialised it; a parent may.
+        # A layer must not overwrite a shared tensor that another layer has initialised; a parent module may.
         may_write = tensor in owners and (owners[tensor] is module or holder is not module)
         if may_write and not (tensor in pending and _has_no_values(result)):
             torch_internals.local_tensor(tensor).copy_(torch_internals.local_tensor(shard_like(tensor, result)))
@@ -148,13 +148,13 @@ def move_what_has_values(module: nn.Module, device: torch.device) -> None:
 
 
 def check_initialized(model: nn.Module, device: torch.device) -> None:
-    """Raise ValueError, on every rank, for tensors that still have no values, naming them.
+    """Raise ValueError on every rank, with the names of tensors that still have no values.
 
     A collective over the default group where :func:`materialize` left any. It then reads tensors on the host.
 
     Args:
         model: The model, after checkpoints were loaded.
-        device: Where the group can reduce.
+        device: Device on which the group can reduce.
     """
     names = vars(model).pop(_UNINITIALIZED, [])
     if not names:
@@ -198,7 +198,7 @@ def _up_to_units(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _takes(module: nn.Module, name: str, num_arguments: int) -> bool:
-    """Whether the class of ``module`` has such a method, callable with so many arguments."""
+    """Whether the class of ``module`` has a method ``name`` that takes ``num_arguments`` arguments."""
     if not callable(getattr(type(module), name, None)):
         return False
     try:
@@ -209,7 +209,7 @@ def _takes(module: nn.Module, name: str, num_arguments: int) -> bool:
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers that ``module`` itself holds, by attribute."""
+    """Parameters and buffers that ``module`` itself holds, with their names."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 
@@ -224,7 +224,7 @@ def _as_parameter(original: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _unfilled(original: Tensor, memory: Tensor) -> Tensor:
-    """New memory in the place of ``original``, recognisable as without values."""
+    """Mark ``memory``, which replaces ``original``, as without values."""
     _bytes(memory).fill_(_FILL_BYTE)
     return _as_parameter(original, memory)
 

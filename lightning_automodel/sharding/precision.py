@@ -34,11 +34,11 @@ FSDP2_PRECISIONS = {
     "16-mixed": torch.float16,
     "16-true": torch.float16,
 }
-"""What each Trainer precision that FSDP2 knows computes in; under 32-true, what the module itself was made of."""
+"""The dtype of computation for each Trainer precision that FSDP2 supports; under 32-true the module's own counts."""
 
 
 def check_precision(plugin: Precision, data_parallel: str) -> None:
-    """Refuse a precision that the engine cannot bring about.
+    """Refuse a precision that the engine does not support.
 
     Raises:
         ValueError: For a plugin of another strategy, and under FSDP2 for one that replaces layers or parameters.
@@ -74,17 +74,17 @@ def resolve_policy(
     """The policy of FSDP2 units for a Trainer precision.
 
     Mixed precisions keep parameters as they are ("master weights", float32 unless the user made them otherwise),
-    gather and compute in half precision, reduce in float32 and give float32 back to the code around the model: losses
-    are then neither rounded nor, as a sum of tokens is in float16, out of range. True precisions compute in the dtype
-    of the parameters, cast nothing, and reduce in float32 at least.
+    gather and compute in half precision, reduce in float32 and return float32 to the code around the model: losses are
+    not rounded then, and a sum over tokens does not overflow, as it would in float16. True precisions compute in the
+    dtype of the parameters, cast nothing, and reduce in float32 at least.
 
     Args:
-        plugin: The Trainer's precision plugin, checked.
-        mp_policy: The user's; replaces all of this.
-        parameters: Of the module, after the plugin has converted it.
+        plugin: The Trainer's precision plugin, after :func:`check_precision`.
+        mp_policy: The user's policy, which replaces the default; None for the default.
+        parameters: The module's parameters, after the plugin has converted them.
 
     Raises:
-        ValueError: If ``mp_policy`` computes in another dtype than the precision says, or in float16 without a scaler.
+        ValueError: If ``mp_policy`` computes in another dtype than the precision, or in float16 without a scaler.
     """
     if mp_policy is not None:
         _check_agreement(plugin, mp_policy)
@@ -116,23 +116,23 @@ def _check_agreement(plugin: Precision, policy: MixedPrecisionPolicy) -> None:
 
 
 def unit_policy(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """The policy of a unit inside of a root: what goes from module to module keeps the dtype that it has."""
+    """The policy of a unit inside of a root: tensors that pass between modules keep their dtype."""
     return replace(policy, output_dtype=None)
 
 
 def step_policy(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """The policy of a root whose forward is a Lightning step: batches and losses are left as they are.
+    """The policy of a root whose forward is a Lightning step: batches and losses keep their dtype.
 
-    A count or a target that the policy rounded would be silently wrong; :func:`cast_around` serves the modules below.
+    A rounded count or target would be silently wrong. :func:`cast_around` casts for the modules below.
     """
     return replace(policy, cast_forward_inputs=False, output_dtype=None)
 
 
 def kept_wide(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]:
-    """Parameters that stay whole and as they are under a half-precision policy, with the reason.
+    """Parameters that stay whole and keep their dtype under a half-precision policy, with the reason.
 
-    Batch normalisation computes with its running statistics, buffers that no policy casts, and torch wants its
-    parameters in their dtype.
+    The running statistics of batch normalisation are buffers, which no policy casts, and torch requires its parameters
+    in their dtype.
     """
     if policy.param_dtype not in HALF:
         return {}
@@ -142,10 +142,10 @@ def kept_wide(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]:
 
 
 class OutermostCall:
-    """Does something around the outermost of nested calls alone: a module may be part of another one, or call it.
+    """Wraps methods so that only the outermost of nested calls runs through ``run``: modules may call each other.
 
     Args:
-        run: Gets a method with its arguments, and calls it.
+        run: Called with a method and its arguments; must call the method.
     """
 
     def __init__(self, run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
@@ -153,7 +153,7 @@ class OutermostCall:
         self._is_running = False
 
     def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """What to put in the place of ``method``."""
+        """A wrapper to replace ``method`` by."""
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -192,7 +192,7 @@ def cast_floating(values: Any, dtype: torch.dtype) -> Any:
 
 
 def check_conversion(plugin: Precision, model: nn.Module) -> None:
-    """Refuse to convert what was sharded and has been gathered: FSDP2 keeps the dtype of its first gathering.
+    """Refuse to convert sharded parameters that were gathered: FSDP2 keeps the dtype of the first all-gather.
 
     Raises:
         ValueError: If a true precision asks for another dtype.
@@ -210,7 +210,7 @@ def check_conversion(plugin: Precision, model: nn.Module) -> None:
 
 
 def leave_casting_to_units(plugin: Precision, model: nn.Module, patches: PatchStack) -> None:
-    """Switch the plugin's autocast off where FSDP2 units cast already: both together would cast twice."""
+    """Switch the plugin's autocast off if FSDP2 units cast already: both together would cast twice."""
     if isinstance(plugin, MixedPrecision) and unit_dtypes(model):
         patches.set(plugin, "forward_context", nullcontext)
 
@@ -230,7 +230,7 @@ def enabled_scaler(plugin: Precision) -> GradScaler | None:
 def passes_float16(plugin: Precision, model: nn.Module) -> bool:
     """Whether gradients may pass through float16, whose range ends at 65504.
 
-    They do in frozen layers, on their way to others, and where they are reduced in float16.
+    They may in float16 layers, also frozen ones, and where they are reduced in float16.
     """
     reductions = {torch_internals.reduction_dtype(group) for group in torch_internals.fsdp_param_groups(model)}
     dtypes = unit_dtypes(model) | reductions | {parameter.dtype for parameter in model.parameters()}
@@ -244,12 +244,12 @@ def is_applied(policy: MixedPrecisionPolicy, model: nn.Module) -> bool:
 
 
 def describe_dtypes(plugin: Precision, model: nn.Module, policy: MixedPrecisionPolicy | None) -> dict[str, str]:
-    """What the Trainer was told, and which dtypes came of it.
+    """The Trainer's precision, and the dtypes that result from it.
 
     Args:
         plugin: The Trainer's precision plugin.
-        model: The module, distributed.
-        policy: The policy that the units were made with; None where this strategy made none.
+        model: The distributed module.
+        policy: The policy of the units; None if this strategy made no units.
     """
     parameters = {p.dtype for p in model.parameters() if p.is_floating_point()}
     autocast = {FSDP2_PRECISIONS[plugin.precision]} if isinstance(plugin, MixedPrecision) else set()

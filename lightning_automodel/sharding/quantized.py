@@ -1,4 +1,4 @@
-"""Weights that are codes and no numbers: which of them FSDP2 can shard, and DDP copy."""
+"""Quantised weights: which of them FSDP2 can shard, and DDP replicate."""
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -6,26 +6,27 @@ from torch.distributed.tensor import DTensor
 
 
 def kept_whole(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]:
-    """Frozen parameters that stay whole on every rank because FSDP2 would fail at them, or convert codes.
+    """Frozen parameters that stay whole on every rank because FSDP2 cannot shard them, or would cast their codes.
 
-    It shards plain tensors, and classes that tell it how to (``fsdp_pre_all_gather``), as torchao's for training do.
+    FSDP2 shards plain tensors, and classes with ``fsdp_pre_all_gather``, such as torchao's for training.
 
     Args:
-        model: Not sharded yet.
-        policy: What units compute in: FSDP2 converts floating-point parameters to it.
+        model: The model, not sharded yet.
+        policy: Policy of the units: FSDP2 casts floating-point parameters to its ``param_dtype``.
 
     Returns:
         Names with the reason.
 
     Raises:
-        ValueError: For a parameter of such a class that is to be trained, or that no sharded checkpoint could hold.
+        ValueError: For a parameter that FSDP2 cannot shard if it is trainable, or if a sharded model with it could not
+            be saved.
     """
     reasons = {}
     for name, parameter in model.named_parameters():
         kind = type(parameter).__name__
         if isinstance(parameter, DTensor) or hasattr(parameter, "fsdp_pre_all_gather"):
             continue
-        # A class of its own may be no more than a tag.
+        # A subclass without inner tensors may be only a tag.
         if type(parameter) is nn.Parameter or (parameter.is_floating_point() and not has_parts(parameter)):
             is_float8 = parameter.is_floating_point() and parameter.dtype.itemsize == 1
             if is_float8 and policy.param_dtype not in (None, parameter.dtype):
@@ -47,12 +48,12 @@ def kept_whole(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]
 
 
 def has_parts(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is of a class that holds others, as quantised ones are: torch's protocol for such classes."""
+    """Whether ``tensor`` holds inner tensors, as quantised ones do, by torch's protocol for tensor subclasses."""
     return hasattr(tensor, "__tensor_flatten__")
 
 
 def check_replicable(model: nn.Module) -> None:
-    """Raise ValueError for a parameter to be trained that DDP cannot put into a bucket."""
+    """Raise ValueError for a trainable parameter that DDP cannot put into a bucket."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and has_parts(parameter):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Ranks that compute one micro-batch together: Hugging Face models' own plans, and what the ranks must have alike."""
+"""Tensor parallelism: Hugging Face models' own plans, and what tensor-parallel ranks must have in common."""
 
 import zlib
 from collections import defaultdict
@@ -35,24 +35,24 @@ STYLES: dict[str, ParallelStyle] = {
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
     "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
     "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
-    # A norm over each head's width sees the heads of one rank: its weight is whole, its gradient a part of a sum.
+    # A norm over each head's width runs on the rank's own heads: its weight is whole, its gradient a partial sum.
     "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True),
 }
-"""What torch calls the styles that the plans of transformers name."""
+"""torch's style for each name of a style in the plans of transformers."""
 
 
 def distribute(module: nn.Module, mesh: RunMesh) -> None:
-    """Distribute the Hugging Face models in ``module`` by their ``tp_plan``, unless that has been done by any plan.
+    """Distribute the Hugging Face models in ``module`` by their ``tp_plan``, unless the module is distributed already.
 
-    A collective over the tensor-parallel group: it gets its first rank's weights.
+    A collective over the tensor-parallel group: all ranks get its first rank's weights.
 
     Args:
         module: The LightningModule.
-        mesh: Mesh of the run.
+        mesh: The run's device mesh.
 
     Raises:
-        ValueError: If tensor parallelism is asked for and no parameter would take part in it, if a plan cannot be
-            carried out on this many ranks, or if what the ranks share is compiled.
+        ValueError: If ``tensor_parallel_size`` is above 1 and no parameter would be distributed, if a plan cannot be
+            applied on this many ranks, or if a module with tensor-parallel parameters is compiled.
     """
     if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
         return
@@ -82,7 +82,7 @@ def _dimension(mesh: DeviceMesh) -> str:
 
 
 def _takes_part(module: nn.Module, mesh: DeviceMesh) -> bool:
-    """Whether tensor-parallel ranks hold parts or copies of any parameter of ``module`` by a plan."""
+    """Whether any parameter of ``module`` is a DTensor on the tensor-parallel dimension."""
     name = _dimension(mesh)
     return any(isinstance(p, DTensor) and name in (p.device_mesh.mesh_dim_names or ()) for p in module.parameters())
 
@@ -113,7 +113,7 @@ def _apply_plan(model: Any, mesh: DeviceMesh) -> None:
         places[parameter].append((model.get_submodule(holder), name))
     parallelize_module(model, mesh, {name: STYLES[style] for name, style in plan.items()})
     for (first, first_name), *others in places.values():
-        # Places that shared a parameter share one again: they were distributed one by one.
+        # Modules that shared a parameter share it again: each was distributed by itself.
         shared = getattr(first, first_name)
         for module, name in others:
             if getattr(shared, "placements", None) != getattr(getattr(module, name), "placements", None):
@@ -128,7 +128,7 @@ def _apply_plan(model: Any, mesh: DeviceMesh) -> None:
 def share_random_state(mesh: RunMesh, device: torch.device) -> None:
     """Give tensor-parallel peers one stream of random numbers, so that they drop out the same activations.
 
-    A collective over the tensor-parallel group: its first rank's state is everybody's.
+    A collective over the tensor-parallel group: all ranks get its first rank's state.
     """
     group = mesh.tensor_group
     if group is None:
@@ -143,8 +143,8 @@ def share_random_state(mesh: RunMesh, device: torch.device) -> None:
 def synchronize_metrics(module: nn.Module, mesh: RunMesh, patches: PatchStack) -> None:
     """Let TorchMetrics of ``module`` synchronise over the ranks that hold different data.
 
-    They know the world only, in which each sample appears once for each tensor-parallel peer: sums would be multiples.
-    A metric that was given a process group, or a way to gather, keeps it.
+    By default they synchronise over the world, which has each sample once for each tensor-parallel peer: sums would be
+    too large. A metric with a process group or a ``dist_sync_fn`` of its own keeps it.
     """
     if mesh.tensor_group is None:
         return
@@ -160,19 +160,19 @@ def synchronize_metrics(module: nn.Module, mesh: RunMesh, patches: PatchStack) -
 
 
 def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device, kind: str) -> None:
-    """Refuse peers with unequal batches: they would compute a mixture of both, and not know it.
+    """Refuse peers with unequal batches: they would silently compute a mixture of both.
 
-    A collective over the group: two all-reduces of one number. Reads all tensors on the host but those that are sparse
-    or nested.
+    A collective over the group: two all-reduces of one number. Copies all tensors to the host, except sparse and nested
+    ones, which are not compared.
 
     Args:
-        batch: Of this rank.
-        group: The ranks that are to have the same.
-        device: Where the group reduces.
-        kind: What its ranks are called in the message.
+        batch: This rank's batch.
+        group: The ranks that must have the same batch.
+        device: Device on which the group reduces.
+        kind: Name of the group's ranks in the message.
 
     Raises:
-        ValueError: On every rank of the group.
+        ValueError: On every rank of the group, if batches differ.
     """
     checksum = 0
 
@@ -180,7 +180,7 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device,
         nonlocal checksum
         if tensor.layout == torch.strided and not tensor.is_nested:
             plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-            # A copy: what has one element counts as contiguous with any stride, and could not be viewed.
+            # A copy: a tensor of one element is contiguous with any stride, and could not be viewed as bytes.
             data = plain.new_empty(plain.shape).copy_(plain).reshape(-1).view(torch.uint8).numpy()
             checksum = zlib.crc32(data.tobytes(), zlib.crc32(str(tuple(tensor.shape)).encode(), checksum))
 

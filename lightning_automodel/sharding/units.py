@@ -18,7 +18,7 @@ SHARED_BETWEEN_ROOTS = "shared between FSDP roots"
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """What is sharded how.
+    """Which modules FSDP2 shards, and which parameters stay whole.
 
     Attributes:
         roots: FSDP roots, each with the parameters that no unit below it takes.
@@ -52,12 +52,11 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
     Args:
         model: The LightningModule, not sharded yet.
         policy: Overrides the default: classes whose (outermost) instances become units, or a predicate on modules.
-        root_is_model: Whether the whole model is one root (its steps run as its forward) where its class allows that,
-            else each of its children: for manual optimization, where gradients are needed while the step is still
-            running.
+        root_is_model: True: the whole model is one root, if its class allows that, and its steps run as its forward.
+            False, for manual optimization: each child is a root, since gradients are needed while the step still runs.
 
     Returns:
-        The plan; nothing has been changed.
+        The plan; the model is unchanged.
     """
     root_is_model = root_is_model and _takes_fsdp_class(type(model))
     roots = [model] if root_is_model else distinct(callable_children(model))
@@ -72,7 +71,7 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
 
 
 def units_of(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> list[nn.Module]:
-    """FSDP2 modules below the roots of a model that has some; for any other, the units that it would get."""
+    """The FSDP2 modules below the roots; for a model without FSDP2 modules, the units that it would get."""
     if not has_fsdp_units(model):
         return plan_sharding(model, policy, root_is_model).units
     roots = {id(root) for root in fsdp_roots(model)}
@@ -98,7 +97,7 @@ def _find_units(module: nn.Module, policy: WrapPolicy) -> Iterator[nn.Module]:
 
 
 def outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
-    """Modules at or below ``module`` that match, but for those within others, in registration order."""
+    """Modules at or below ``module`` that match, except those inside of another match, in registration order."""
     if matches(module):
         yield module
         return
@@ -112,7 +111,7 @@ def _matches(module: nn.Module, policy: set[type[nn.Module]] | Callable[[nn.Modu
 
 
 def can_be_unit(module: nn.Module) -> bool:
-    """FSDP2 needs a module with parameters, a forward of its own and a class that can be extended."""
+    """Whether ``module`` has what FSDP2 needs: parameters, a forward of its own and a class that can be extended."""
     return has_forward(module) and any(True for _ in module.parameters()) and _takes_fsdp_class(type(module))
 
 
@@ -139,7 +138,7 @@ def callable_children(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Each module once, in order, however many ways lead to it."""
+    """Each module once, in the order of its first occurrence."""
     return list({id(module): module for module in modules}.values())
 
 
@@ -184,7 +183,7 @@ def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
 
 
 def class_name(module: nn.Module) -> str:
-    """Name of the user's class: FSDP2 puts a class of its own in front, ``torch.compile`` one around."""
+    """Name of the user's class, without the classes that FSDP2 and ``torch.compile`` add."""
     module = uncompiled(module)
     name = type(module).__name__
     return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name

@@ -1,9 +1,8 @@
-"""Lightning's callbacks that average weights (EMA, SWA) or prune them, with weights that are sharded.
+"""Lightning's callbacks that average weights (EMA, SWA) or prune them, with sharded weights.
 
-The averaging callbacks deep-copy the module in their ``setup`` hook. That is before it is sharded, or after an earlier
-run has sharded it, and then FSDP2 refuses; or before it has values, and then the copy cannot be moved. So the copy that
-they get is empty, and gets its tensors as soon as the module is distributed. Each rank averages its own shards, which
-communicates nothing.
+The averaging callbacks deep-copy the module in their ``setup`` hook. There it is not sharded yet; or it has no values,
+so the copy cannot be moved; or an earlier run has sharded it, and FSDP2 refuses the copy. So the callbacks get an empty
+copy, which is filled when the module is distributed. Each rank averages its own shards, without communication.
 """
 
 import copy
@@ -24,7 +23,7 @@ from lightning_automodel.torch_internals import local_tensor
 
 
 class WeightCopy(nn.Module):
-    """The weights of a module under their names, without a forward; empty until it is to be filled."""
+    """The weights of a module under their names, without a forward; empty until :meth:`fill`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +37,7 @@ class WeightCopy(nn.Module):
         return self
 
     def fill(self, module: nn.Module) -> None:
-        """Copy the weights of ``module``, shards as shards, to where the empty copy was moved. Not a collective."""
+        """Copy the weights of ``module``, shards as shards, and move them as the empty copy was. Not a collective."""
         _copy_weights(module, self, {})
         moves, self._moves = self._moves or [], None
         for args, kwargs in moves:
@@ -46,7 +45,7 @@ class WeightCopy(nn.Module):
 
 
 def _copy_weights(module: nn.Module, into: nn.Module, copies: dict[int, Any]) -> None:
-    """Copy parameters and buffers, shared ones once, under names that leave out what merely wraps a module."""
+    """Copy parameters and buffers, shared ones once, under names without the prefixes of wrappers."""
     copies[id(module)] = into
     while wrapped := _wrapped_by(module):
         module = wrapped
@@ -79,7 +78,7 @@ def _empty_copy(module: nn.Module) -> nn.Module:
 
 
 class _ExtraState(nn.Module):
-    """Part of a copy whose original keeps more than tensors: it has that as it was copied, or loaded since."""
+    """Part of a copy whose original has an extra state: holds it as it was copied, or loaded since."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
@@ -95,18 +94,18 @@ class _ExtraState(nn.Module):
 
 
 class AverageCopies:
-    """Gives the averaging callbacks of a Trainer copies of the module that are distributed when it is."""
+    """Gives the averaging callbacks of a Trainer copies of the module that are distributed like the module."""
 
     def __init__(self) -> None:
         self._patches = PatchStack()
         self._copies: list[WeightCopy] = []
 
     def prepare(self, module: pl.LightningModule, shards: bool) -> None:
-        """Until :meth:`end_setup_hooks`, let a deep copy that such a callback makes in its set-up be an empty one.
+        """Patch the averaging callbacks until :meth:`end_setup_hooks`: their deep copies in ``setup`` are empty.
 
         Args:
             module: The LightningModule, with its Trainer.
-            shards: Whether it is to be sharded; else that holds for a copy of a module without values alone.
+            shards: Whether it will be sharded. If not, this does nothing unless some of its tensors have no values.
         """
         self._copies = []
         if not shards and not meta_init.names_without_values(module):
@@ -129,11 +128,11 @@ class AverageCopies:
         return self._copies[-1]
 
     def end_setup_hooks(self) -> None:
-        """Restore the callbacks, also where their set-up was never reached."""
+        """Restore the callbacks, also if their ``setup`` never ran."""
         self._patches.restore()
 
     def fill(self, module: pl.LightningModule) -> None:
-        """Fill the copies with the weights of ``module``, which has values and its shards now. Not a collective."""
+        """Fill the copies with the weights of ``module``, now that it is distributed. Not a collective."""
         for empty in self._copies:
             empty.fill(module)
         self._copies = []
@@ -142,11 +141,11 @@ class AverageCopies:
 
 
 def refuse_pruning(module: pl.LightningModule) -> None:
-    """Raise ValueError if a callback is to prune ``module``, which is to be sharded."""
+    """Raise ValueError if a callback would prune ``module``, which will be sharded."""
     if any(isinstance(callback, ModelPruning) for callback in _callbacks(module)):
         raise ValueError(
-            "ModelPruning masks a parameter by comparing all its elements, and of a sharded one each rank holds a"
-            " part: pass AutomodelStrategy(data_parallel='ddp'), or prune the trained model afterwards with"
+            "ModelPruning masks a parameter by comparing all its elements, but each rank holds only a part of a sharded"
+            " one: pass AutomodelStrategy(data_parallel='ddp'), or prune the trained model afterwards with"
             " torch.nn.utils.prune."
         )
 
@@ -162,7 +161,7 @@ def averaged_models(module: pl.LightningModule) -> list[AveragedModel]:
 
 
 def _update_locally(averaged: AveragedModel, model: nn.Module) -> None:
-    """Update an average shard by shard: torch's fused averaging takes no mixture of shards and plain tensors."""
+    """Update an average shard by shard: torch's fused averaging cannot mix shards and plain tensors."""
     average = averaged.module
     averaged.module = _local_tensors(average)
     try:

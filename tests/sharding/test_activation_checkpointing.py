@@ -399,10 +399,10 @@ class WithoutBlocks(nn.Module):
         (True, "activation_checkpointing finds no repeated blocks in ModelModule; pass a set of classes that are:"),
         (
             {Block, nn.Dropout},
-            "activation_checkpointing names Block, Dropout, of which there is no instance in ModelModule; pass a set of"
-            " classes that are:",
+            "activation_checkpointing finds no instance of the named classes (Block, Dropout) in ModelModule; pass a"
+            " set of classes that are:",
         ),
-        (set(), "activation_checkpointing names no class, of which there is no instance in ModelModule; pass a set of"),
+        (set(), "activation_checkpointing finds no instance of the named classes (none) in ModelModule; pass a set of"),
     ],
 )
 def test_nothing_to_recompute_raises(choice: Any, message: str) -> None:

@@ -132,7 +132,7 @@ REFUSED: dict[str, Refused] = {
     "detached": Refused(
         Detached,
         "The loss of Detached does not depend on any of its 4 trainable parameters: it was detached, or computed"
-        " under torch.no_grad() or from frozen layers alone. Return a loss that they take part in.",
+        " under torch.no_grad() or from frozen layers alone. Return a loss that depends on trainable parameters.",
         DDP,
     ),
     "no-micro-batches": Refused(

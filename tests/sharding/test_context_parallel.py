@@ -495,7 +495,7 @@ def refused(
 
 REFUSED = {
     "torch's own attention": refused("scaled_dot_product_attention attends to this rank's slice", WithinSlice),
-    "no attention": refused("has crossed the 2 context-parallel ranks 0 times, of at least 1", WithoutAttention),
+    "no attention": refused("crossed the 2 context-parallel ranks 0 times, not at least 1", WithoutAttention),
     "shifted in the slice": refused("take batch['shift_labels']", ShiftsItself, label_shift=1),
     "keys of other positions": refused("each rank holds 2 of this step's: it is for self-attention", LongerKeys),
     "dataloader_iter": refused("slices the batch that training_step gets", DrawsItself),

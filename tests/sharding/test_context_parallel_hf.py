@@ -180,7 +180,7 @@ REFUSED = {
     "shifted again": refused(
         lambda: ShiftsInTheModel(tied_llama()), "would shift the labels of a slice of a sequence by"
     ),
-    "encoder-decoder": refused(lambda: OwnLoss(t5()), "T5ForConditionalGeneration is no causal language model"),
+    "encoder-decoder": refused(lambda: OwnLoss(t5()), "T5ForConditionalGeneration is not a causal language model"),
 }
 
 
