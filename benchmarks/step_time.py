@@ -34,7 +34,9 @@ from variants import RATIOS, VARIANTS, Variant
 from workload import Workload
 
 REFERENCE = "loop"
-TOLERANCE = 1e-4
+# Where losses are divided before the backward, not gradients after it, float32 rounding comes to 2e-4. Where gradients
+# are means of micro-batch means, weights end 0.1 to 0.3 away.
+TOLERANCE = 2e-3
 COLLECTIVES = {
     "all-gathers": "allgather",
     "reduce-scatters": "reduce_scatter",

@@ -86,9 +86,10 @@ class Workload:
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """SGD with momentum: unlike Adam, it does not hide gradients that are wrong by a factor.
 
-        At ten times this rate, rounding grows tenfold each step, and weights could not be compared.
+        The rate is low because rounding grows with it: at 0.01, 16 steps of the plain loop in float32 end 1.6e-3 of the
+        way from those in float64.
         """
-        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
 
     def build_loader(self, rank: int) -> DataLoader[Batch]:
         """Random rows in which a prompt of random length carries no labels, so that counts differ everywhere."""

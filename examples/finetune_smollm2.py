@@ -20,17 +20,16 @@ from textwrap import indent
 
 import lightning as L  # noqa: N812
 import torch
-from docstrings import IGNORE_INDEX, SAMPLE_PROMPT
+from docstrings import SAMPLE_PROMPT
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from one_cycle import adamw_one_cycle
 from peft import LoraConfig, get_peft_model
 from smollm2 import ChatData, encode_question, load_model, load_tokenizer
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torchmetrics import MeanMetric
 
-from lightning_automodel import AutomodelStrategy, StepMonitor, TrainingReport
+from lightning_automodel import AutomodelStrategy, EvaluationLoss, StepMonitor, TrainingReport
+from lightning_automodel.checkpoint import export_hugging_face
 
 ACCUMULATE = 2  # micro-batches of each rank in a window
 
@@ -52,7 +51,6 @@ class DocstringAssistant(L.LightningModule):
         self.lora_rank = lora_rank
         self.learning_rate = 1e-3 if lora_rank else 2e-4
         self.model: nn.Module | None = None
-        self.val_loss = MeanMetric()
 
     def configure_model(self) -> None:
         if self.model is not None:
@@ -66,10 +64,7 @@ class DocstringAssistant(L.LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.model(**batch).loss
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        num_label_tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
-        self.val_loss.update(self.model(**batch).loss, weight=num_label_tokens)
-        self.log("val/loss", self.val_loss, prog_bar=True)
+    validation_step = training_step  # `EvaluationLoss` weighs it by its label tokens
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         return adamw_one_cycle(self, self.learning_rate)
@@ -93,18 +88,6 @@ class DocstringAssistant(L.LightningModule):
         return self.tokenizer.decode(answered[0, question.shape[1] :], skip_special_tokens=True)
 
 
-def save_trained(model: nn.Module, folder: Path, is_rank_zero: bool) -> None:
-    """Saves the trained parameters of a Hugging Face or PEFT model on rank 0, for `from_pretrained`.
-
-    A collective: gathers them from all ranks, one at a time; frozen ones are left out.
-    """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-    state = get_model_state_dict(model, options=options)  # empty on the other ranks
-    if is_rank_zero:
-        once = {name: state[name] for name, _ in model.named_parameters() if name in state}  # tied ones once
-        model.save_pretrained(folder, state_dict=once)
-
-
 class BeforeAndAfter(L.Callback):
     """Prints a completion and the validation loss before and after training, and saves what was trained."""
 
@@ -125,11 +108,11 @@ class BeforeAndAfter(L.Callback):
         say(trainer, f"\nPrompt:\n{indent(SAMPLE_PROMPT, '    ')}\nBefore:\n{indent(completion, '    ')}\n")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: DocstringAssistant) -> None:
-        self.losses.append(float(trainer.callback_metrics["val/loss"]))
+        self.losses.append(float(trainer.callback_metrics["val_loss"]))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: DocstringAssistant) -> None:
         completion = pl_module.complete(SAMPLE_PROMPT)
-        save_trained(pl_module.model, self.folder, trainer.is_global_zero)
+        export_hugging_face(pl_module, self.folder, adapter_only=bool(pl_module.lora_rank))
         say(trainer, f"\nPrompt:\n{indent(SAMPLE_PROMPT, '    ')}\nAfter:\n{indent(completion, '    ')}\n")
         before, after = self.losses[0], self.losses[-1]
         say(trainer, f"Validation loss: {before:.3f} -> {after:.3f} nats per token, {trainer.global_step} steps")
@@ -163,6 +146,7 @@ def main() -> None:
         enable_checkpointing=False,
         callbacks=[
             StepMonitor(),
+            EvaluationLoss(),
             TrainingReport(),
             BeforeAndAfter(args.output_dir / ("adapter" if args.lora else "model")),
             TQDMProgressBar(refresh_rate=ACCUMULATE),

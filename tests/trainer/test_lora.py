@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_automodel import AutomodelStrategy, torch_internals
+from lightning_automodel.checkpoint import export_hugging_face
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, full_weights, micro_batches, relative_error, weight_error
 from tests.trainer.hugging_face import ACCUMULATE, CAUSAL, OwnLoss, lora_llama, tied_llama, train_plainly
@@ -19,7 +19,6 @@ from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_t
 
 ENGINES = {name: STRATEGIES[name] for name in ("kept", "resharded", "ddp")}
 CLIP_NORM = 0.3
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 class Adapted(OwnLoss):
@@ -45,10 +44,7 @@ class Adapted(OwnLoss):
 
     def on_train_end(self) -> None:
         self.generated = generate(self.model)
-        sys.path.insert(0, str(EXAMPLES))
-        from finetune_smollm2 import save_trained
-
-        save_trained(self.model, self.adapter, self.trainer.is_global_zero)
+        export_hugging_face(self, self.adapter, adapter_only=True)
 
 
 def generate(model: Any) -> list[int]:
