@@ -108,8 +108,8 @@ def _take_part(found: Rendezvous, backend: str, store: dist.Store, timeout: time
             counter.add("round", 1)
             keys.set("result", f"={problem}")
 
-    is_twin = keys.add(f"claims/{found.rank}", 1) > 1
-    if is_twin:
+    is_duplicate = keys.add(f"claims/{found.rank}", 1) > 1
+    if is_duplicate:
         settle(
             f"Two processes joined at {found.place} as rank {found.rank} of {found.world_size} (backend {backend}):"
             f" {_read(keys, f'rank/{found.rank}', deadline)}, and {me}; give each process a RANK of its own, and each"
@@ -139,8 +139,8 @@ def _take_part(found: Rendezvous, backend: str, store: dist.Store, timeout: time
                 " waited: check that each process runs and has the same address, or raise the timeout."
             )
     if problem := _read(keys, "result", time.monotonic() + LINGER_S).removeprefix("="):
-        if not is_twin:
-            # Not for a twin: the store's host must wait for the process that came first, which may not have read this.
+        if not is_duplicate:
+            # Not for a duplicate: the store's host must wait for the first process, which may still have to read it.
             join_round.leave()
         raise RuntimeError(problem)
     return join_round

@@ -38,11 +38,11 @@ def export_hugging_face(
     adapter_only: bool = False,
     prefix: str | None = None,
 ) -> None:
-    """Write the model of a run as it stands: safetensors, and what ``from_pretrained`` needs beside them.
+    """Write a run's model in its present state: safetensors, and what ``from_pretrained`` needs besides.
 
     A collective over the default group, if there is one: every rank must call it, with the same arguments, between two
     optimizer steps (in a callback's hook, or after ``fit`` while the strategy is set up). Files are gathered tensor by
-    tensor and written by the ranks in turn, to a file system that all of them share: beside its own state a rank holds
+    tensor and written by the ranks in turn, to a file system that all of them share: besides its own state a rank holds
     at most one file in host memory, and one tensor on its device. If one rank fails to write, all raise and nothing
     is left; the strategy detects a rank that dies. A tokenizer that is an attribute of ``module`` is written too.
 
