@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_automodel.data.sequence_slices import SHIFTED_LABELS
+from lightning_automodel.distributed.mesh import DATA, REPLICATE, SHARD
 from lightning_automodel.gradients.token_loss import (
     Count,
     TokenWeighting,
@@ -98,11 +99,14 @@ class Advice:
 
 def summary(described: dict[str, Any]) -> str:
     """What ``describe()`` says, in one line."""
-    ranks = ", ".join(f"{name}={size}" for name, size in described["mesh"].items() if size > 1) or "one rank"
+    sizes = {name: size for name, size in described["mesh"].items() if size > 1}
+    if sizes.keys() & {REPLICATE, SHARD}:
+        sizes.pop(DATA, None)  # their product
+    ranks = ", ".join(f"{name}={size}" for name, size in sizes.items()) or "one rank"
     units = described.get("units")
     parts = [f"{described['data_parallel']} over {ranks}"]
     if isinstance(units, list):
-        parts.append(f"{len(units)} FSDP units")
+        parts.append(f"{len(units)} FSDP units beside the root" if units else "one FSDP unit")
     if described["activation_checkpointing"]:
         parts.append(f"{len(described['activation_checkpointing'])} blocks checkpointed")
     parts.append(f"precision {described['precision'].get('trainer', 'unknown')}")
