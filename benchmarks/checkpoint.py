@@ -1,8 +1,8 @@
-"""Bytes a second of a save, what a save in the background costs the steps around it, and memory, on CPU ranks.
+"""Speed of a save, what a save in the background costs the steps around it, and memory, on CPU ranks.
 
-One run trains a model of which nothing matters but its size. Between its steps it takes turns: as many bytes written
-raw by each rank, a save that training waits for, a save in the background. Every turn ends with what it wrote on disk,
-and what it wrote is removed before the next.
+One run trains a model of which only the size matters. Between its steps it takes turns: each rank writes as many raw
+bytes, a save that training waits for, a save in the background. Every turn ends when its files are on disk, and they
+are removed before the next turn.
 
     python benchmarks/checkpoint.py --megabytes 1200 --rounds 6 --output report.md
 """
@@ -159,7 +159,7 @@ class Turns(pl.Callback):
 
 @contextmanager
 def high_water() -> Iterator[list[int]]:
-    """Bytes by which this process grew inside at most, in the list that it gives."""
+    """Gives a list that holds, after the block, the bytes by which this process grew at most inside it."""
     Path("/proc/self/clear_refs").write_text("5")
     before, used = _status("VmRSS"), [0]
     yield used
@@ -219,9 +219,9 @@ def run(rank: int, folder: str, ranks: int, megabytes: int, rounds: int, results
 
 
 def consolidate(path: Path) -> int:
-    """Bytes that the command line's process holds at most while it makes one file, above those of an idle one.
+    """Peak bytes of the command line's process while it makes one file, above those of an idle one.
 
-    Mapped temporary files count, which the system takes out of memory only where it needs to.
+    Mapped temporary files count, though the system can evict them from memory.
     """
     measure = (
         "import sys, resource, runpy; import lightning_automodel.checkpoint.__main__ as m;"
@@ -238,7 +238,7 @@ def main() -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=1200, help="state of model and optimizer, all ranks together")
-    parser.add_argument("--ranks", type=int, default=2, help="with one a core, the writers have none of their own")
+    parser.add_argument("--ranks", type=int, default=2, help="with one per core, background saves compete for it")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each kind, after one to warm up")
     parser.add_argument("--folder", type=Path, help="where to write; default: the folder for temporary files")
     parser.add_argument("--output", type=Path, help="file for the report; default: standard output")

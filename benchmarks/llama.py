@@ -1,4 +1,4 @@
-"""Training a Llama of one shape or another in one way or another, and what an optimizer step of it takes.
+"""Trains a Llama of a given shape in one of several ways, and measures its optimizer steps.
 
 Shapes: b = rows of a micro-batch, s = tokens of a row, d = model width, v = vocabulary.
 """
@@ -51,10 +51,10 @@ class Case:
 
     Attributes:
         way: "automodel", "model-parallel" (Lightning's strategy) or "loop" (FSDP2 by hand).
-        shape: Of the model, a key of `SHAPES`.
+        shape: Shape of the model, a key of `SHAPES`.
         device: "cpu" or "cuda".
-        length: s
-        rows: b
+        length: Tokens of a row, s.
+        rows: Rows of a micro-batch, b.
         accumulate: Micro-batches of an optimizer step, of each rank.
         warm_up: Optimizer steps before those that are measured.
         steps: Optimizer steps that are measured.
@@ -89,11 +89,11 @@ class Case:
         return LlamaConfig(**SHAPES[self.shape], max_position_embeddings=self.length, attn_implementation="sdpa")
 
     def batches(self) -> DataLoader:
-        """Random rows whose first tokens carry no labels; the first windows are short where steps are long."""
+        """Random rows whose first tokens carry no labels; on a CPU, those of the warm-up are short."""
         generator = torch.Generator().manual_seed(0)
         batches = []
         for index in range((self.warm_up + self.steps) * self.accumulate):
-            # What warms up on a CPU are imports, buffers and code, not kernels that are chosen by shape.
+            # On a CPU, imports, buffers and code have to warm up, but no kernels that are chosen by shape.
             is_short = self.device == "cpu" and index < self.warm_up * self.accumulate
             length = min(self.length, 256) if is_short else self.length
             tokens = torch.randint(self.config().vocab_size, (self.rows, length + 1), generator=generator)
@@ -115,7 +115,7 @@ class Case:
 
 
 class ByteCounter(CollectiveCounter):
-    """Also adds up the bytes of the largest tensor of each collective: what all ranks of its group send or get."""
+    """Also adds up the bytes of each collective's largest tensor: the larger of what a rank gives and what it gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,12 +132,12 @@ class Meter:
     """Measures the optimizer steps after the warm-up.
 
     Args:
-        case: What is measured.
+        case: The case that is measured.
     """
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        # A CPU's time is blind to waiting, for other ranks as well as for what else the machine does.
+        # Processor time leaves out waiting, for other ranks as well as for other processes.
         self.clock = process_time if case.device == "cpu" else perf_counter
         self.before = start_peak(case.device)
         self.counter = ByteCounter()
@@ -177,7 +177,7 @@ class Meter:
 
 
 class StepMeter(L.Callback):
-    """The meter of a run of the Trainer."""
+    """Starts and stops the meter in a run of the Trainer."""
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
@@ -206,7 +206,7 @@ def build_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
 
 
 def losses(model: LlamaForCausalLM, case: Case, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The sum over label tokens, and their number, both []."""
+    """The sum of the losses over the label tokens, and their number, both []."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     labels = batch["labels"]  # [b, s]
     if case.is_chunked:
@@ -217,7 +217,7 @@ def losses(model: LlamaForCausalLM, case: Case, batch: dict[str, Tensor]) -> tup
 
 
 def shard_by_hand(model: LlamaForCausalLM, case: Case, mesh: DeviceMesh) -> None:
-    """As the strategy does it: recomputation, compiling, then the blocks and the rest as units."""
+    """Shard as the strategy does: recomputation, compiling, then the blocks and the rest as FSDP units."""
     if case.recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for block in model.model.layers:
@@ -251,7 +251,7 @@ class LlamaModule(L.LightningModule):
 
 
 def run(case: Case) -> None:
-    """Trains the case in this process, and those that the Trainer starts, and prints what it took."""
+    """Trains the case in this process, and those that the Trainer starts, and prints the measurements."""
     warnings.filterwarnings("ignore")
     if case.device == "cpu":
         torch.set_num_threads(1)
@@ -312,7 +312,7 @@ def _run_loop(case: Case, meter: Meter) -> None:
 
 
 def main_or_case(main: Callable[[], None]) -> None:
-    """Runs the case that the command line gives to a process that `Case.measure` has started, or else `main`."""
+    """Runs the case of `--case`, in a process that `Case.measure` has started, or else `main`."""
     if "--case" in sys.argv:
         fields = json.loads(sys.argv[sys.argv.index("--case") + 1])
         run(Case(**{**fields, "options": tuple(map(tuple, fields["options"]))}))

@@ -1,8 +1,8 @@
-"""Seconds, memory and communication of an optimizer step by length of the sequence, as switches are added.
+"""Seconds, memory and communication of an optimizer step by sequence length, as options are added.
 
-Each case is a run of its own, of two CPU ranks that train on two sequences an optimizer step: without context
-parallelism one each, with it both share one after the other. Memory is the most that a rank held in a step, beyond what
-it held before the model was built. Seconds are of the first rank's processor, which leave out all waiting.
+Each case is a run of its own, of two CPU ranks that train on two sequences per optimizer step: without context
+parallelism one each, with it they share first one, then the other. Memory is the peak of a rank in a step, above what
+it held before the model was built. Seconds are processor time of the first rank, which leaves out all waiting.
 
     python benchmarks/long_context.py --output report.md
     python benchmarks/long_context.py --lengths 2048 4096
@@ -68,7 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32_768])
     parser.add_argument("--shape", choices=SHAPES, default="narrow", help="of the model (%(default)s)")
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps that are measured (%(default)s)")
-    parser.add_argument("--gibibytes", type=float, default=16, help="logits beyond this are not tried (%(default)s)")
+    parser.add_argument("--gibibytes", type=float, default=16, help="cases with more logits are not run (%(default)s)")
     parser.add_argument("--output", type=Path, help="also write the report to this file")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""The most memory that a process has held: on a CPU from `/proc` (Linux), on CUDA from torch's allocator.
+"""Peak memory of a process: on a CPU from `/proc` (Linux), on CUDA from torch's allocator.
 
 `MALLOC` in the environment of the process makes blocks of a megabyte go back to the system when they are freed, so that
 what the process holds is what its tensors hold.

@@ -1,4 +1,4 @@
-"""Where a benchmark ran, and Markdown tables of what it gave."""
+"""The environment of a benchmark, and Markdown tables of its results."""
 
 import os
 import platform

@@ -1,9 +1,8 @@
-"""One device: what the strategy costs beside a plain loop, and what each switch costs and saves.
+"""One device: what the strategy costs compared with a plain loop, and what each option costs and saves.
 
 The first table compares the strategy with FSDP2 by hand and with Lightning's `ModelParallelStrategy`, all with full
-recomputation, by turns: a round runs each once, in a process of its own, and ratios are taken within a round. The
-second adds one switch a row. Seconds are of the processor's time on a CPU (one thread), so that what else the machine
-does counts less.
+recomputation: a round runs each once, in a process of its own, and ratios are taken within a round. The second table
+adds one option per row. On a CPU, seconds are processor time (one thread), so that other load counts less.
 
     python benchmarks/single_gpu.py --output report.md                   # a small model on a CPU
     python benchmarks/single_gpu.py --device cuda --output report.md     # Llama 3 8B's shape in bfloat16
@@ -101,7 +100,7 @@ def figures(case: Case, measured: dict[str, float], peak_tflops: float) -> list[
 
 
 def flops_per_token(case: Case) -> float:
-    """Of forward and backward: six for each weight that multiplies, and half of attention's products."""
+    """FLOPs of forward and backward: six for each weight of a matrix product, and half of attention's products."""
     config = case.config()
     head = config.hidden_size // config.num_attention_heads
     attention = 2 * config.hidden_size * head * (config.num_attention_heads + config.num_key_value_heads)

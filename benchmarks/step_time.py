@@ -1,9 +1,9 @@
-"""Seconds an optimizer step takes, by strategy, on CPU ranks that talk gloo over loopback.
+"""Seconds per optimizer step, by strategy, on CPU ranks with gloo over loopback.
 
 Every variant trains the same model on the same micro-batches in the same processes. All of them are set up first; then
-they take turns of a few optimizer steps, in an order that rotates from round to round, and ratios are taken inside a
-round, so that what else the machine does weighs on both sides. In the end, variants whose gradients are exact must have
-the weights of the plain loop.
+they take turns of a few optimizer steps, in an order that rotates from round to round. Ratios are taken inside a round,
+so that other load on the machine affects both sides. In the end, variants whose gradients are exact must have the
+weights of the plain loop.
 
     python benchmarks/step_time.py --batch-tokens 64 256 --count --output report.md
 """
@@ -55,10 +55,10 @@ gradients are exact it must stay below {TOLERANCE:g}."""
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one variant gave.
+    """Results of one variant.
 
     Attributes:
-        seconds: For each round, seconds an optimizer step.
+        seconds: For each round, seconds per optimizer step.
         cpu_seconds: Likewise, CPU time of this rank.
         collectives: Collectives of one optimizer step on this rank, by operator.
         weights: All weights at the end.
@@ -78,14 +78,14 @@ def measure(
     A collective over the world.
 
     Args:
-        variants: What to train.
-        workload: Its number of optimizer steps is that of all turns, the warm-up, and one.
+        variants: The variants to train.
+        workload: Its number of optimizer steps must be that of the warm-up, of all turns, and one.
         rounds: Turns of each variant.
         steps: Optimizer steps of a turn.
         warm_up: Optimizer steps before the first turn.
 
     Returns:
-        By key of the variant.
+        Measurements by key of the variant.
     """
     trainings = {variant.key: PausedTraining(partial(variant.train, workload)) for variant in variants}
     keys = list(trainings)
@@ -114,7 +114,7 @@ def measure(
 def find_deviations(
     variants: Sequence[Variant], workload: Workload, measured: dict[str, Measurement]
 ) -> dict[str, float]:
-    """Distance of each variant's weights from the reference's, relative to how far those have moved, by key.
+    """Distance of each variant's weights from the reference's, relative to how far the reference's moved, by key.
 
     Raises:
         RuntimeError: If a variant whose gradients are exact deviates by more than ``TOLERANCE``.
@@ -165,7 +165,7 @@ def find_quiet_rounds(measured: dict[str, Measurement]) -> list[int]:
 
 
 def summarise(wall: Sequence[float], cpu: Sequence[float], quiet: Sequence[int], digits: int) -> list[str]:
-    """The ``STATISTICS`` of one number a round."""
+    """The ``STATISTICS`` of one number per round."""
     values = (median(wall), median(wall[i] for i in quiet), min(wall), max(wall), median(cpu))
     return [f"{value:.{digits}f}" for value in values]
 
@@ -209,7 +209,7 @@ def run_rank(rank: int, meeting_point: str, arguments: argparse.Namespace, comma
 
 
 def format_head(arguments: argparse.Namespace, workload: Workload, command: str) -> str:
-    """Title, circumstances, and how to read the numbers."""
+    """Title, environment, and how to read the numbers."""
     parameters = sum(p.numel() for p in workload.build_model().parameters())
     environment = describe_environment() | {
         "command": f"`{command}`",

@@ -1,8 +1,8 @@
 """Peak memory and seconds of a head's forward and backward: `token_loss` against `F.cross_entropy` over all logits.
 
 Each case is a process of its own: it holds hidden states, the head's weight and nothing else, runs once to warm up on
-a few positions, and then once on all of them. Its peak is what that run held beyond what was there before. Seconds are
-of the processor's time where that is what computes (one thread), so that what else the machine does counts less.
+a few positions, and then once on all of them. Its peak is the most that this second run held, above what was there
+before. On a CPU, seconds are processor time (one thread), so that other load on the machine counts less.
 
     python benchmarks/token_loss.py --output report.md
     python benchmarks/token_loss.py --device cuda --positions 16384 --width 4096 --dtype bfloat16
@@ -36,7 +36,7 @@ def main() -> None:
     ways = [ALL_LOGITS, *(str(2**power) for power in args.chunk_powers)]
     rows = []
     for vocabulary in args.vocabularies:
-        # The weight itself was there before.
+        # The peak includes the weight's gradient; the weight itself was there before.
         gradient = vocabulary * args.width * getattr(torch, args.dtype).itemsize / MEBIBYTE
         for way in ways:
             command = [sys.executable, *sys.argv, "--case", way, str(vocabulary)]

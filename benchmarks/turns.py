@@ -1,4 +1,4 @@
-"""Running several trainings in one process by turns, one optimizer step at a time."""
+"""Runs several trainings in one process in turn, one optimizer step at a time."""
 
 import threading
 from collections import Counter
@@ -27,9 +27,9 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 class PausedTraining:
-    """A training in a thread of its own, which stands still but for one optimizer step after another.
+    """A training in a thread of its own, which waits after each optimizer step until :meth:`step` is called.
 
-    Only one thread of a process moves at a time, in the same order on all ranks, so that trainings can share a process
+    Only one thread of a process runs at a time, in the same order on all ranks, so that trainings can share a process
     group.
 
     Args:
@@ -62,12 +62,12 @@ class PausedTraining:
             self._counter.__enter__()
 
     def step(self, counter: CollectiveCounter | None = None) -> None:
-        """Run to the end of the next optimizer step on all ranks; the first time, set-up comes before it.
+        """Run to the end of the next optimizer step on all ranks; the first call includes the set-up.
 
         A collective over the default group. Whatever the training raises is raised here.
 
         Args:
-            counter: Counts the collectives of the step, not at the first step.
+            counter: Counts the collectives of the step; not for the first step.
         """
         self._counter = counter
         self._move()

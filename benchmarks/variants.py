@@ -1,4 +1,4 @@
-"""The ways to train the workload that are compared: plain PyTorch loops, and Lightning with one strategy or another."""
+"""The ways to train the workload that are compared: plain PyTorch loops, and Lightning with several strategies."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -43,7 +43,7 @@ class Variant:
 
 
 def shard(model: Decoder, mesh: DeviceMesh) -> None:
-    """The units that AutomodelStrategy finds by itself: each block, and the rest with the root."""
+    """Shard the units that AutomodelStrategy finds by itself: each block, and the rest with the root."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -72,7 +72,7 @@ def train_ddp_loop(workload: Workload, on_step: OnStep) -> Tensor:
 
 
 def _train_loop(model: nn.Module, parallel: nn.Module, sync: Sync, workload: Workload, on_step: OnStep) -> Tensor:
-    """Follow the mean over all label tokens of the window and the ranks: sum, then scale by ranks / tokens."""
+    """Train with the mean over all label tokens of the window and the ranks: sum, then scale by ranks / tokens."""
     optimizer = workload.build_optimizer(model)
     batches = iter(workload.build_loader(dist.get_rank()))
     for _ in range(workload.steps):
@@ -92,7 +92,7 @@ def _train_loop(model: nn.Module, parallel: nn.Module, sync: Sync, workload: Wor
 
 
 class HandShardedModule(DecoderModule):
-    """What ModelParallelStrategy asks of its users."""
+    """Shards in ``configure_model``, as ModelParallelStrategy leaves it to its users."""
 
     @override
     def configure_model(self) -> None:
@@ -116,7 +116,7 @@ class CallAfterStep(pl.Callback):
 
 
 class Stream:
-    """The batches of a loader, without their number."""
+    """The batches of a loader, without a length."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._batches = batches

@@ -79,7 +79,7 @@ class Workload:
                 raise ValueError(f"{name} must be a multiple of {multiple}, got {getattr(self, name)}.")
 
     def build_model(self) -> Decoder:
-        """The same weights whenever and wherever it is called."""
+        """Build the model, with the same weights in each call on each rank."""
         torch.manual_seed(0)
         return Decoder(self.width, self.layers)
 
@@ -119,6 +119,6 @@ class DecoderModule(pl.LightningModule):
 
 
 def whole_weights(parameters: list[Parameter]) -> Tensor:
-    """All weights as one plain vector. A collective where they are sharded."""
+    """All weights as one plain vector. A collective if they are sharded."""
     whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in parameters)
     return torch.cat([tensor.detach().reshape(-1) for tensor in whole])

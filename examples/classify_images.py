@@ -3,7 +3,7 @@
     python examples/classify_images.py
 
 `count="samples"` is all that the strategy needs to know: each image weighs the same, in a short last batch too. At the
-end stands the accuracy on images of fonts that the model has not seen; guessing would have 10 %.
+end it prints the accuracy on images in fonts that the model has not seen; guessing gives 10 %.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_automodel import AutomodelStrategy
 
 SIDE = 20  # pixels
-FONTS = ("DejaVu*[!y].ttf", "STIXGeneral*.ttf", "cm[brt]*.ttf")  # those of matplotlib's that have digits
+FONTS = ("DejaVu*[!y].ttf", "STIXGeneral*.ttf", "cm[brt]*.ttf")  # matplotlib's fonts that have digits
 
 
 def draw_digits(fonts: Sequence[Path], copies: int) -> TensorDataset:

@@ -46,7 +46,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.num_heads, -1))  # [b, s, 3, h, e]
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [b, h, s, e]
-        # Padding stands at the end, where a causal mask already hides it from every real position.
+        # Padding is at the end, where a causal mask already hides it from every real position.
         attended = F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).flatten(-2))
         return x + self.feed_forward(x)
@@ -70,7 +70,7 @@ class ByteTransformer(nn.Module):
 
 
 class DocstringWriter(L.LightningModule):
-    """Trains on the docstring bytes alone, and runs unchanged under any strategy.
+    """Trains only on the docstring bytes, and runs unchanged under any strategy.
 
     Args:
         width: Channels of the residual stream.

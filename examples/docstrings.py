@@ -1,6 +1,6 @@
 """Supervised fine-tuning data from the Python standard library: a function is the prompt, its docstring the completion.
 
-Every function of the library that has a docstring becomes one byte sequence, with no two lengths forced to agree:
+Every function of the library that has a docstring becomes one byte sequence of its own length:
 
     signature and first lines of the body, START, docstring, END
 
@@ -72,7 +72,7 @@ def examples_of_file(path: Path, file: str, max_prompt_bytes: int, max_docstring
     """Yields an example for each function of one file that has a docstring; see `build_corpus` for the limits."""
     with tokenize.open(path) as opened:  # honours the file's encoding declaration
         source = opened.read()
-    lines = source.split("\n")  # as `ast` counts them: form feeds, at which `splitlines` splits too, end no line
+    lines = source.split("\n")  # as `ast` counts lines; `splitlines` would split at form feeds too
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -84,7 +84,7 @@ def examples_of_file(path: Path, file: str, max_prompt_bytes: int, max_docstring
 
 
 def prompt_of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str], max_bytes: int) -> str:
-    """Returns the signature and as many whole lines of the body as fit, or "" where the signature does not fit."""
+    """Returns the signature and as many whole lines of the body as fit, or "" if the signature does not fit."""
     first_statement = node.body[0]
     signature = lines[node.lineno - 1 : first_statement.lineno - 1]
     body = lines[first_statement.end_lineno : node.end_lineno]
@@ -136,8 +136,8 @@ class DocstringData(L.LightningDataModule):
         batch_size: Examples in a micro-batch of one rank.
         max_prompt_bytes: Longest prompt, see `build_corpus`.
         max_docstring_bytes: Longest docstring, see `build_corpus`.
-        num_val_examples: Examples to validate on, a multiple of the number of ranks: the sampler of Lightning
-            repeats examples to fill up the last round, and repeated ones would count twice.
+        num_val_examples: Examples to validate on, a multiple of the number of ranks: Lightning's own strategies
+            repeat examples until all ranks have as many, and repeated ones would count twice.
     """
 
     def __init__(

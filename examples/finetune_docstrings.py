@@ -2,12 +2,12 @@
 
     python examples/finetune_docstrings.py
     python examples/finetune_docstrings.py --strategy automodel_ddp  # replicated: the same losses
-    python examples/finetune_docstrings.py --ckpt-path outputs/finetune_docstrings/step=60.ckpt  # goes on from there
+    python examples/finetune_docstrings.py --ckpt-path outputs/finetune_docstrings/step=60.ckpt  # resumes from it
 
 The data is the Python standard library of this machine: a function is the prompt, its docstring has the labels. Lengths
-differ, so micro-batches and ranks hold different numbers of label tokens. The run closes with what it has measured: the
-loss on held-back files before and after, and how far the first steps are from one process that takes each window as
-one batch, for this strategy and for Lightning's DDP. It leaves checkpoints, a report with all curves, and a picture.
+differ, so micro-batches and ranks hold different numbers of label tokens. At the end the run prints the loss on
+held-back files before and after training, and how far the first steps under this strategy and under Lightning's DDP are
+from one process that takes each window as one batch. It saves checkpoints, a report with all curves, and a picture.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="automodel", help="name of any Lightning strategy (%(default)s)")
     parser.add_argument("--max-steps", type=int, default=120, help="optimizer steps, a multiple of 4 (%(default)s)")
-    parser.add_argument("--ckpt-path", help="checkpoint to go on from")
+    parser.add_argument("--ckpt-path", help="checkpoint to resume from")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/finetune_docstrings"), help="(%(default)s)")
     return parser.parse_args()
 

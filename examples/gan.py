@@ -1,10 +1,10 @@
-"""Trains a GAN by manual optimization: two optimizers that step by turns on the same batch.
+"""Trains a GAN by manual optimization: two optimizers that step one after the other on the same batch.
 
     python examples/gan.py
 
 `manual_backward(loss, num_label_tokens=n)` tells how many samples a loss is the mean of; gradients are final when it
-returns. The data is a ring of radius 1, 0.05 wide. At the end stands how far from the centre generated points lie, and
-how many of the ring's eight sectors they reach.
+returns. The data is a ring of radius 1, 0.05 wide. At the end it prints the distance of generated points from the
+centre, and how many of the ring's eight sectors they reach.
 """
 
 import argparse

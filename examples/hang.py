@@ -1,9 +1,9 @@
-"""Hangs on purpose, for `docs/debugging.md`: rank 0 gathers a tensor, and rank 1 has gone on to its backward.
+"""Hangs on purpose, for `docs/debugging.md`: rank 0 waits in an all-gather, and rank 1 is already in its backward.
 
     python examples/hang.py                                            # ends by itself when the timeout has passed
     TORCH_DISTRIBUTED_DEBUG=DETAIL python examples/hang.py             # ends at once, and says why
     python examples/hang.py --flight-recorder                          # writes what `torchfrtrace` reads
-    python examples/hang.py --debug-server 25999 --timeout 40          # shows where every rank stands, meanwhile
+    python examples/hang.py --debug-server 25999 --timeout 40          # meanwhile shows what every rank is doing
 
 Everything is written below `outputs/hang`.
 """
@@ -57,7 +57,7 @@ class FlightRecorder(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         recorded = pickle.loads(_dump_fr_trace())
-        recorded["pg_config"] = self.groups  # gloo's are recorded without names and ranks: `torchfrtrace` needs both
+        recorded["pg_config"] = self.groups  # gloo records no names and ranks; `torchfrtrace` needs both
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / f"rank_{trainer.global_rank}").write_bytes(pickle.dumps(recorded))
 

@@ -1,10 +1,10 @@
 """Fine-tunes a Hugging Face model, validates its perplexity, and exports it for `from_pretrained`.
 
     python examples/hugging_face.py                                        # a small Llama with random weights
-    python examples/hugging_face.py --model outputs/hugging_face/model --lora 8  # adapters on what that has exported
+    python examples/hugging_face.py --model outputs/hugging_face/model --lora 8  # adapters on that exported model
 
 The loss is the model's own: `label_shift=1` says that it drops the first label of each row. At the end the export is
-loaded in one process, without this package, and its perplexity stands beside the one that the ranks have computed.
+loaded in one process, without this package, and its perplexity is printed beside the one that the ranks computed.
 `finetune_smollm2.py` trains real weights.
 """
 
@@ -58,7 +58,7 @@ class Writer(L.LightningModule):
 
 @torch.no_grad()
 def perplexity_alone(args: argparse.Namespace, documents: list[Document]) -> float:
-    """Loads what was exported, and computes its perplexity one document at a time."""
+    """Loads the exported model, and computes its perplexity one document at a time."""
     model = PeftModel.from_pretrained(load(args.model), args.output) if args.lora else load(args.output)
     counts = [int((document["labels"][1:] != IGNORE_INDEX).sum()) for document in documents]
     losses = [float(model.eval()(**padded([document])).loss) for document in documents]
@@ -68,7 +68,7 @@ def perplexity_alone(args: argparse.Namespace, documents: list[Document]) -> flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of the model to start from")
-    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank alone")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train only adapters, of this rank")
     parser.add_argument("--max-steps", type=int, default=60)
     parser.add_argument("--output", type=Path, help="folder of the export, which is replaced")
     args = parser.parse_args()

@@ -3,9 +3,9 @@
     python examples/finetune_docstrings.py                                           # trains and saves
     python examples/load_checkpoint.py outputs/finetune_docstrings/step=120.ckpt
 
-A checkpoint of a sharded model is a directory. `torch.distributed.checkpoint` fills a model from it in place; what else
-can be done with the directory stands in its README.txt. The loss printed is that on the held-back functions: the
-training has printed the same.
+A checkpoint of a sharded model is a directory. `torch.distributed.checkpoint` fills a model from it in place; its
+README.txt says what else can be done with it. The printed loss is on the held-back functions, and equals the one that
+the training has printed.
 """
 
 import argparse

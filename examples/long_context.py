@@ -1,13 +1,13 @@
-"""Fine-tunes SmolLM2-135M-Instruct on whole files of the standard library, at lengths that do not fit without.
+"""Fine-tunes SmolLM2-135M-Instruct on whole files of the standard library, at lengths that would not fit otherwise.
 
     python examples/long_context.py
     python examples/long_context.py --length 8192 --max-steps 2
-    python examples/long_context.py --plain  # for comparison: each rank a sequence of its own, and everything kept
+    python examples/long_context.py --plain  # for comparison: a sequence for each rank, without the three things below
 
 Three things make the sequences fit. Two ranks share each sequence and hold a slice of it (`context_parallel_size=2`);
 the loss never holds all logits (`token_loss`); and the activations of each block are computed again in the backward
-(`activation_checkpointing=True`). The gradients are those of one process that has everything. The run ends with the
-memory that a rank has taken at most.
+(`activation_checkpointing=True`). The gradients equal those of one process that holds the whole sequence. At the end it
+prints the peak memory of a rank.
 """
 
 import argparse
@@ -70,7 +70,7 @@ class LongContextModel(L.LightningModule):
 
     Args:
         cache_dir: Folder of the unpacked model.
-        keeps_logits: Whether it holds them all the same, for comparison.
+        keeps_logits: Whether it holds all of them after all, for comparison.
     """
 
     def __init__(self, cache_dir: Path, keeps_logits: bool) -> None:
@@ -97,7 +97,7 @@ class LongContextModel(L.LightningModule):
 
 
 class Progress(L.Callback):
-    """Prints each optimizer step, and at the end the memory that the hungriest rank has taken."""
+    """Prints each optimizer step, and at the end the largest peak memory of a rank."""
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
         self.started = time.perf_counter()

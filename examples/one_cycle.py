@@ -1,4 +1,4 @@
-"""The optimizer and learning-rate schedule of both fine-tuning examples."""
+"""The optimizer and learning-rate schedule of the fine-tuning examples."""
 
 import lightning as L  # noqa: N812
 import torch
@@ -6,7 +6,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
 
 def adamw_one_cycle(module: L.LightningModule, learning_rate: float) -> OptimizerLRScheduler:
-    """Returns what `configure_optimizers` of `module` is to return: AdamW on everything that is trainable.
+    """Returns AdamW on all trainable parameters, with a schedule, for `configure_optimizers` of `module`.
 
     Args:
         module: LightningModule whose Trainer knows the number of optimizer steps.

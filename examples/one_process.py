@@ -1,6 +1,6 @@
-"""How far a training under a strategy is from the same training in one process: its gradients and its weights.
+"""How far a training under a strategy is from the same training in one process, in gradients and in weights.
 
-The truth is a plain PyTorch loop in one process, which takes all micro-batches of all ranks of a window as one batch.
+"The truth" is a plain PyTorch loop in one process, which takes all micro-batches of all ranks of a window as one batch.
 Both start from the same weights, see the same windows in the same order, and minimise the usual mean cross-entropy.
 """
 
@@ -27,9 +27,9 @@ class Writer(DocstringWriter):
     """A model with a schedule that needs no Trainer, as the truth has none.
 
     Args:
-        seed: Of the initial weights.
+        seed: Seed of the initial weights.
         num_steps: Optimizer steps after which the learning rate is zero.
-        **size: Of the model, see `DocstringWriter`.
+        **size: Size of the model, see `DocstringWriter`.
     """
 
     def __init__(self, seed: int, num_steps: int, **size: int) -> None:
@@ -56,7 +56,7 @@ def draw_windows(seed: int, num_steps: int, num_examples: int) -> Tensor:
 
 
 def whole(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns all of them as one vector; shards are gathered, which is a collective."""
+    """Returns all `tensors` as one vector. A collective if they are sharded."""
     return torch.cat([(t.full_tensor() if isinstance(t, DTensor) else t).detach().flatten() for t in tensors])
 
 
@@ -83,12 +83,12 @@ def train_alone(writer: Writer, dataset: DocstringDataset, windows: Tensor) -> T
 
 
 class Measure(L.Callback):
-    """Compares gradients with the truth's, of each step that a window is given for, and keeps the trained weights.
+    """Compares gradients with the truth's in as many steps as there are windows, and keeps the trained weights.
 
     Attributes:
-        errors: On rank 0, |g - g*| / |g*| by step: g is the whole gradient when the optimizer is about to take it, and
-            g* the truth's at the same weights.
-        weights: All of them, when training has ended.
+        errors: On rank 0, |g - g*| / |g*| by step: g is the whole gradient just before the optimizer step, and g* the
+            truth's at the same weights.
+        weights: All weights when training has ended.
     """
 
     def __init__(self, truth: Writer, dataset: DocstringDataset, windows: Iterable[Tensor]) -> None:
@@ -117,7 +117,7 @@ class Measure(L.Callback):
 def train(
     strategy: Strategy | str, writer: Writer, dataset: DocstringDataset, windows: Tensor, rank: int, measure: bool
 ) -> Measure:
-    """Trains under a strategy, every rank on its share of the windows; errors are known where `measure` is true."""
+    """Trains under a strategy, every rank on its share of the windows; measures errors if `measure` is true."""
     measured = Measure(deepcopy(writer), dataset, windows if measure else [])
     trainer = L.Trainer(
         accelerator="cpu",

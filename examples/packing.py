@@ -5,10 +5,10 @@
 `Packer` is a `collate_fn` for Hugging Face causal language models, whose labels are not shifted. Three things keep the
 documents of a row apart:
 
-- position ids start at 0 for each, from which transformers makes block-diagonal masks. It does so with
-  `use_cache=False` and without an `attention_mask` alone: otherwise documents attend to those before them, silently;
+- position ids start at 0 for each, from which transformers makes block-diagonal masks. It does so only with
+  `use_cache=False` and without an `attention_mask`: otherwise documents attend to those before them, silently;
 - the first label of each is -100: no document's end predicts the beginning of the next;
-- so the label tokens are those of the documents one by one, and `label_shift=1` counts them as ever.
+- so the label tokens are the same as without packing, and `label_shift=1` counts them as usual.
 
 Shapes: b = rows, s = longest row.
 """
@@ -37,7 +37,7 @@ class Packer:
         self.pad_token = pad_token
 
     def __call__(self, documents: Sequence[Document]) -> dict[str, Tensor]:
-        """Packs.
+        """Packs a batch of documents.
 
         Args:
             documents: `input_ids` and `labels` of each, both [length of the document].
@@ -77,21 +77,21 @@ def joined(rows: list[list[Tensor]]) -> Tensor:
 
 
 def without_first(labels: Tensor) -> Tensor:
-    """The labels of a document of which nothing predicts the first token."""
+    """A document's labels without the first, which nothing predicts."""
     labels = labels.clone()
     labels[:1] = IGNORE_INDEX
     return labels
 
 
 def document_of(example: Example) -> Document:
-    """A function with its docstring; labels stand where their tokens do."""
+    """A function with its docstring; each label is at the position of its token."""
     prompt, answer = encode_prompt(example.prompt), [*example.docstring.encode(), END]
     labels = [IGNORE_INDEX] * len(prompt) + answer
     return {"input_ids": torch.tensor(prompt + answer), "labels": torch.tensor(labels)}
 
 
 def padded(documents: Sequence[Document]) -> dict[str, Tensor]:
-    """One document a row."""
+    """One document per row."""
     return {
         key: pad_sequence([document[key] for document in documents], batch_first=True, padding_value=value)
         for key, value in (("input_ids", 0), ("labels", IGNORE_INDEX))

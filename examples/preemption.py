@@ -1,12 +1,12 @@
-"""A job that may be stopped at any time, and goes on bit for bit when its command runs again.
+"""A job that may be stopped at any time, and resumes bit for bit when its command runs again.
 
     python examples/preemption.py --preempt-at 12  # plays the scheduler: SIGTERM to one rank after 12 steps
-    python examples/preemption.py                  # the same job again: it goes on from the newest checkpoint
+    python examples/preemption.py                  # the same job again: it resumes from the newest checkpoint
     python examples/preemption.py --output-dir outputs/undisturbed  # for comparison: the same weights
 
-SIGTERM, to whichever rank, stops all ranks after the same step, a moment later. They save nothing then:
-`ModelCheckpoint` has saved every fifth step. `ckpt_path="last"` finds the newest checkpoint, if there is one. At the
-end stands a checksum of the weights.
+SIGTERM to any rank stops all ranks after the same step, a moment later. They save nothing then: `ModelCheckpoint` has
+saved every fifth step. `ckpt_path="last"` finds the newest checkpoint, if there is one. At the end it prints a checksum
+of the weights.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from lightning_automodel import AutomodelStrategy
 
 
 class Scheduler(L.Callback):
-    """Sends SIGTERM to the last rank after a step, and says where training began and what came out."""
+    """Sends SIGTERM to the last rank after a step, and prints where training began and the weights' checksum."""
 
     def __init__(self, preempt_at: int | None) -> None:
         self.preempt_at = preempt_at
@@ -39,7 +39,7 @@ class Scheduler(L.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        weights = whole(pl_module.parameters())  # shards are gathered: on all ranks
+        weights = whole(pl_module.parameters())  # gathers shards: a collective
         if trainer.is_global_zero:
             checksum = hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:16]
             print(f"Weights after step {trainer.global_step}: {checksum}", flush=True)

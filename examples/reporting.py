@@ -1,4 +1,4 @@
-"""What the main job closes with: losses before and after, the first steps against one process, and a picture."""
+"""What the main job prints at its end: losses before and after, the first steps against one process, and a picture."""
 
 import os
 import time
@@ -18,7 +18,7 @@ OURS, DDP = "AutomodelStrategy", "Lightning DDPStrategy"
 COMPARED_STEPS = 3
 
 FirstSteps = dict[str, tuple[float, float]]
-"""By strategy, the median gradient error, and the distance of the weights as a share of the way that they went."""
+"""By strategy, the median gradient error, and the distance of the weights relative to how far they moved."""
 
 
 class Summary(L.Callback):
@@ -38,7 +38,7 @@ class Summary(L.Callback):
             )
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # With the one before training, at step 0.
+        # The validation before training is step 0.
         self.val_losses[trainer.global_step] = float(trainer.callback_metrics["val/loss"])
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -53,9 +53,9 @@ class Summary(L.Callback):
 
 
 def compare_first_steps(dataset: DocstringDataset, rank: int) -> FirstSteps:
-    """Trains a few steps from the same weights under both strategies and in one process, and prints how far they are.
+    """Trains a few steps from the same weights under both strategies and in one process, and prints the distances.
 
-    Every rank must call this, after any Trainer of its own has ended. The first rank knows the result.
+    Every rank must call this, after any other Trainer has ended. Only rank 0 returns the result.
     """
     windows = draw_windows(0, COMPARED_STEPS, len(dataset))
     found = {
@@ -87,7 +87,7 @@ def draw_picture(
 ) -> None:
     """Draws the loss by step, and beside it how far the first steps are from one process."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", width_ratios=[3, 2])
-    steps = [step for step in history if "train/loss" in step]  # none under strategies of Lightning's
+    steps = [step for step in history if "train/loss" in step]  # none under Lightning's own strategies
     left.plot([step["step"] for step in steps], [step["train/loss"] for step in steps], alpha=0.5, label="training")
     left.plot(list(val_losses), list(val_losses.values()), "o-", label="held-back files")
     left.set(title="Loss", xlabel="optimizer step", ylabel="nats a byte")

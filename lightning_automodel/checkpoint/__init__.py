@@ -1,4 +1,4 @@
-"""Checkpoints that always resume: saved whole or not at all, checked before they load, of any shape into any other."""
+"""Checkpoints: saved whole or not at all, checked before they load, and loaded on any number of ranks."""
 
 from lightning_automodel.checkpoint.cli.export import export_hugging_face
 from lightning_automodel.checkpoint.errors import CheckpointError

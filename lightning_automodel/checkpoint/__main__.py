@@ -20,10 +20,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: What follows the program's name; None for those of this process.
+        arguments: Command-line arguments; None for those of this process.
 
     Returns:
-        The exit status: 0, or 1 where something is wrong with a checkpoint.
+        The exit status: 0, or 1 if something is wrong with a checkpoint.
     """
     parsed = _parser().parse_args(arguments)
     try:
@@ -45,17 +45,17 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=_inspect)
 
-    command = commands.add_parser("consolidate", help="a directory of shards becomes one file")
+    command = commands.add_parser("consolidate", help="write a directory of shards as one file")
     _add_path(command, "the checkpoint")
-    command.add_argument("out", help="the file to write; local, not there yet")
+    command.add_argument("out", help="the file to write; a local path that does not exist yet")
     command.set_defaults(run=_consolidate)
 
-    command = commands.add_parser("export", help="safetensors, as Hugging Face's from_pretrained reads them")
+    command = commands.add_parser("export", help="write safetensors, as Hugging Face's from_pretrained reads them")
     _add_path(command, "the checkpoint")
-    command.add_argument("out", help="the directory to write; local, not there yet")
-    command.add_argument("--max-shard-size", default="5GB", help="of a file; the default is 5GB")
-    command.add_argument("--dtype", choices=_DTYPES, help="of floating-point tensors; the default: as they are")
-    command.add_argument("--adapter-only", action="store_true", help="the adapters of a PEFT model alone")
+    command.add_argument("out", help="the directory to write; a local path that does not exist yet")
+    command.add_argument("--max-shard-size", default="5GB", help="largest size of a file; the default is 5GB")
+    command.add_argument("--dtype", choices=_DTYPES, help="of floating-point tensors; the default is each tensor's own")
+    command.add_argument("--adapter-only", action="store_true", help="export only the adapters of a PEFT model")
     command.add_argument("--key", metavar="PREFIX", help="prefix of the model in the LightningModule, such as model.")
     command.set_defaults(run=_export)
     return parser

@@ -1,7 +1,7 @@
-"""Atomic writes: a checkpoint is written beside its place under a temporary name, then renamed into it in one step.
+"""Atomic writes: a checkpoint is written beside its target under a temporary name, then renamed to it in one step.
 
-A temporary name is taken for no checkpoint, and says which process writes it. So a crash leaves either the old
-checkpoint or the new one in place, and beside it leftovers that are known as such.
+What has a temporary name is never taken for a checkpoint, and the name says which process writes it. So a crash leaves
+either the old checkpoint or the new one, and leftovers that can be recognised.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 TEMPORARY = ".unfinished-"
-"""What the names of directories and files begin with that are being written or removed."""
+"""Prefix of the names of directories and files that are being written or removed."""
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -29,14 +29,14 @@ def temporary_name() -> str:
 
 
 def replace(temporary: Path, target: Path) -> None:
-    """Let ``temporary`` take the place of ``target``, in the same directory, in one step; then remove what was there.
+    """Rename ``temporary`` to ``target``, in the same directory, in one step; then remove what was there.
 
-    Called by one rank, with the content of ``temporary`` on disk.
+    Called by one rank, when the content of ``temporary`` is on disk.
     """
     if temporary.is_dir():
         sync(temporary)
     if (temporary.is_dir() and os.path.lexists(target)) or target.is_dir():
-        # rename(2) replaces files, but no directory that holds anything.
+        # rename(2) replaces files and empty directories only.
         replaced = _exchange(temporary, target) or _swap_names(temporary, target)
         sync(target.parent)
         discard(replaced)
@@ -62,7 +62,7 @@ def remove(target: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove what is no checkpoint (any more), if it is there."""
+    """Remove a file or directory that is not a checkpoint, or no longer one, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -70,7 +70,7 @@ def discard(path: Path) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Report and remove what saves of processes of this host that have ended left in ``folder``. Called by one rank."""
+    """Remove unfinished saves in ``folder`` by ended processes of this host, with a warning. Called by one rank."""
     for path in folder.glob(f"{TEMPORARY}{glob.escape(socket.gethostname())}-*-*"):
         process = path.name.split("-")[-2]
         if process.isdecimal() and not _is_running(int(process)):
@@ -102,7 +102,7 @@ def sync(path: str | Path) -> None:
 
 
 def _exchange(temporary: Path, target: Path) -> Path | None:
-    """Swap two names in one step (``renameat2``, Linux): where the old content is; None where that is impossible."""
+    """Swap two names in one step (``renameat2``, Linux); returns the path of the old content, None if impossible."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return None
@@ -116,7 +116,7 @@ def _exchange(temporary: Path, target: Path) -> Path | None:
 
 
 def _swap_names(temporary: Path, target: Path) -> Path:
-    """The same in two steps: a crash between them leaves no ``target``, and two temporary names that are whole."""
+    """The same in two steps: a crash between them leaves no ``target``, but both contents under temporary names."""
     aside = target.with_name(temporary_name())
     os.rename(target, aside)
     os.rename(temporary, target)

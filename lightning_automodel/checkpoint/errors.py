@@ -1,4 +1,4 @@
-"""What goes wrong with a checkpoint, raised on every rank at once."""
+"""Errors of checkpoints, raised on every rank."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or is not what it should be. Nothing was loaded, no older one was touched."""
+    """A checkpoint could not be saved or loaded. Nothing was loaded, and no older checkpoint was changed."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -28,11 +28,11 @@ RankError = tuple[str, bool]
 def on_every_rank(what: str, group: dist.ProcessGroup | None = None, alone: bool = False) -> Iterator[None]:
     """Raise on every rank what the block raises on any of them.
 
-    A collective over ``group``, else the default group, if there is one: every rank must come here, whatever happened
-    inside, so the block must hold no collective that another rank's failure would leave waiting.
+    A collective over ``group``, else the default group, if there is one: every rank must reach the block's end, so the
+    block must hold no collective that would wait for a rank that has failed in it.
 
-    The :class:`CheckpointError` says ``what`` failed, on which ranks, and why. Where a process acts ``alone``, whatever
-    groups it is in, this is no collective.
+    The :class:`CheckpointError` says ``what`` failed, on which ranks, and why. With ``alone`` this is not a collective,
+    whatever groups the process is in.
     """
     error: Exception | None = None
     try:
@@ -44,14 +44,14 @@ def on_every_rank(what: str, group: dist.ProcessGroup | None = None, alone: bool
         if own is not None:
             raise _kind([own])(f"{what}: {own[0]}") from error
         return
-    # Ranks that succeeded come here too: nobody else could tell them of the others.
+    # Ranks that succeeded take part too: they have to learn of the others' errors.
     errors = {rank: each for rank, each in enumerate(gather(own, group)) if each is not None}
     if errors:
         raise _combined(what, errors) from error
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """``value`` of every rank, in their order; a collective over ``group``, else the default group, if there is one."""
+    """``value`` of every rank, by rank; a collective over ``group``, else the default group, if there is one."""
     values = [value]
     if dist.is_available() and dist.is_initialized():
         values = values * dist.get_world_size()
@@ -74,9 +74,9 @@ def translated(what: str) -> Iterator[None]:
 
 
 def _described(error: BaseException) -> RankError:
-    """Describe ``error``; of a chain, the operating system's error that began it.
+    """Describe ``error``, or the earliest ``OSError`` in its chain, if there is one.
 
-    ``torch.save`` lets an ``OSError`` be followed by a ``RuntimeError`` of its own, which explains nothing.
+    After an ``OSError``, ``torch.save`` raises a ``RuntimeError`` of its own, which explains nothing.
     """
     if isinstance(error, CheckpointError):
         return str(error).strip(), isinstance(error, FileNotFoundError)
@@ -88,7 +88,7 @@ def _described(error: BaseException) -> RankError:
 
 
 def _combined(what: str, errors: Mapping[int, RankError]) -> CheckpointError:
-    """One error of several ranks; equal ones are listed once."""
+    """One error for several ranks; equal messages are listed once."""
     ranks: dict[str, list[str]] = {}
     for rank, (text, _) in sorted(errors.items()):
         ranks.setdefault(text, []).append(str(rank))

@@ -1,6 +1,6 @@
-"""What a checkpoint tells of the Hugging Face models in a LightningModule, so that they can be exported without it.
+"""Describes the Hugging Face models in a LightningModule, so that they can be exported from a checkpoint alone.
 
-Nothing here imports transformers: whoever trains such a model has it, and whoever exports a checkpoint need not.
+Nothing here imports transformers: exporting a checkpoint must not need it.
 """
 
 import json
@@ -13,21 +13,21 @@ from torch import nn
 from lightning_automodel.sharding.param_names import without_wrappers
 
 KEY = "hugging_face"
-"""Where in a checkpoint the descriptions are, a list."""
+"""Key of the list of descriptions in a checkpoint."""
 
 Description = dict[str, Any]
-"""Of one model, plain data.
+"""Description of one model, plain data.
 
 - ``prefix``: of its names in the LightningModule, with a dot at the end
 - ``class``: name of its class
-- ``config``, and ``generation_config`` where it has one: content of the JSON files
+- ``config``, and ``generation_config`` if it has one: content of the JSON files
 - ``tied``: names below ``prefix`` of parameters that ``from_pretrained`` sets from others
-- ``peft``, where it has adapters: ``config``, and ``names``: those below ``prefix`` by name in an adapter file
+- ``peft``, if it has adapters: their ``config``, and ``names``: from names in an adapter file to names below ``prefix``
 """
 
 
 def describe_models(module: nn.Module) -> dict[str, list[Description]]:
-    """What to add to a checkpoint of ``module``; empty where it has no Hugging Face model. Not a collective."""
+    """What to add to a checkpoint of ``module``; empty if it has no Hugging Face model. Not a collective."""
     found = [_described(prefix, model) for prefix, model in _models(module)]
     return {KEY: found} if found else {}
 
@@ -45,7 +45,7 @@ def _models(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _described(prefix: str, model: Any) -> Description:
     with_adapters = bool(getattr(model, "peft_config", None))
     base = model.get_base_model() if with_adapters and hasattr(model, "get_base_model") else model
-    # FSDP2 gives each module that it shards a subclass of its class, called so.
+    # FSDP2 gives each module that it shards a subclass of its class, with this prefix in its name.
     name = type(base).__name__.removeprefix("FSDP")
     described: Description = {
         "prefix": prefix,
@@ -68,7 +68,7 @@ def _plain(config: Any) -> Any:
 
 
 def _parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
-    """By name as checkpoints have it; tied ones under each of their names."""
+    """Parameters by their names in checkpoints; tied ones under each of their names."""
     return {without_wrappers(name): value for name, value in model.named_parameters(remove_duplicate=False)}
 
 
@@ -82,14 +82,14 @@ def _tied(model: nn.Module) -> list[str]:
 
 
 def _adapters(model: Any) -> dict[str, Any]:
-    """Of the active adapter. PEFT itself says which entries are its own, and what they are called in a file."""
+    """Describe the active adapter. PEFT itself says which entries belong to it, and their names in a file."""
     from_transformers = not hasattr(model, "get_base_model")
     adapter = model.active_adapters()[0] if from_transformers else model.active_adapter
     config = model.peft_config[adapter]
     names = {name: name for name in _parameters(model)}
     own: dict[str, Any] = {}
     if not config.is_prompt_learning:
-        # Adapters that sit on embeddings bring those along; to find out by itself, PEFT would ask the network.
+        # Adapters of embeddings are saved with the embeddings; to find out by itself, PEFT would use the network.
         targets = getattr(config, "target_modules", None) or ()
         own = sys.modules["peft"].get_peft_model_state_dict(
             model, names, adapter, save_embedding_layers="embed_tokens" in targets or "lm_head" in targets

@@ -1,4 +1,4 @@
-"""The table of a directory of shards, as this package, Lightning's own strategies and plain torch write it."""
+"""``.metadata`` of a directory of shards, as this package, Lightning's own strategies and plain torch write it."""
 
 import dataclasses
 import io
@@ -18,7 +18,7 @@ _MODEL_OF_FSDP_STRATEGY = "model"
 
 
 def parse_metadata(content: bytes) -> Metadata:
-    """What the shards in a directory are; names are this package's own, whichever strategy has saved them."""
+    """Parse ``.metadata``; the names become this package's own, whichever strategy has saved the shards."""
     try:
         metadata = MetadataUnpickler(io.BytesIO(content)).load()
         if not isinstance(metadata, Metadata):
@@ -58,8 +58,7 @@ def sizes_needed(metadata: Metadata) -> dict[str, int]:
 def _under_own_names(metadata: Metadata) -> Metadata:
     """``metadata`` with the model's state where ``ModelParallelStrategy`` and this package keep it.
 
-    Lightning's ``FSDPStrategy`` keeps it under ``"model"``. Names address entries in the metadata alone, so the files
-    need not know.
+    Lightning's ``FSDPStrategy`` keeps it under ``"model"``. Only the metadata holds names, so the files stay valid.
     """
     old = f"{_MODEL_OF_FSDP_STRATEGY}."
     entries = metadata.state_dict_metadata

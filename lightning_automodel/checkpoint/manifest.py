@@ -1,4 +1,4 @@
-"""What makes a directory of shards complete: the names, sizes and checksums of its files, written last."""
+"""The manifest, written last, makes a directory of shards complete: names, sizes and checksums of its files."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file: its bytes, and the checksum of its content, eight hexadecimal digits."""
+    """One file: its size in bytes, and the checksum of its content, eight hexadecimal digits."""
 
     size: int
     crc32: str
@@ -35,7 +35,7 @@ class Manifest:
         save_id: Different for each save.
         world_size: Ranks that wrote it.
         folder: Where the files are within the directory; empty for the directory itself.
-        files: By name, relative to ``folder``.
+        files: Records by file name, relative to ``folder``.
     """
 
     save_id: str
@@ -44,7 +44,7 @@ class Manifest:
     files: dict[str, FileRecord]
 
     def to_bytes(self) -> bytes:
-        """As it is written, with a checksum of its own."""
+        """Encode the manifest, with a checksum of its own."""
         content = {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(self)}
         return json.dumps({**content, "crc32": checksum_of_json(content)}, indent=1).encode()
 
@@ -69,12 +69,12 @@ class Manifest:
     def check(
         self, filesystem: AbstractFileSystem, folder: str, needed: Collection[str], share: int, shares: int
     ) -> None:
-        """Compare the files in ``folder`` with what was written: all sizes, and the content of one in ``shares``.
+        """Compare the files in ``folder`` with what was written: all sizes, and the content of one file in ``shares``.
 
-        This process reads share number ``share``; with 0 shares, sizes alone are compared. Raises
+        This process reads share number ``share``; with 0 shares, only sizes are compared. Raises
         :class:`CheckpointError`, which names files that are missing, cut off, changed, or ``needed`` and not listed.
         """
-        # Every so many-th of the files in the order of their sizes: about as much for each rank.
+        # One file in `shares`, in the order of their sizes: about the same number of bytes for each rank.
         by_size = sorted(self.files, key=lambda name: (self.files[name].size, name))
         mine = set(by_size[share::shares]) if shares else set()
         defects = [
@@ -90,7 +90,7 @@ class Manifest:
 
 def checksum(filesystem: AbstractFileSystem, path: str) -> str:
     """CRC-32 of a file's content, eight hexadecimal digits."""
-    # Local files are read in blocks as large as asked for; elsewhere the file system knows best.
+    # Without a buffer, local files are read in blocks of this size; other file systems choose their own.
     unbuffered = {"buffering": 0} if isinstance(filesystem, LocalFileSystem) else {}
     value = 0
     with filesystem.open(path, "rb", **unbuffered) as stream:
@@ -100,7 +100,7 @@ def checksum(filesystem: AbstractFileSystem, path: str) -> str:
 
 
 def checksum_of_json(content: dict[str, Any]) -> str:
-    """CRC-32 of what a JSON file says, however it is laid out."""
+    """CRC-32 of the content of a JSON file, whatever its layout."""
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 

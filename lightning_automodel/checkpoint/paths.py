@@ -1,4 +1,4 @@
-"""Where checkpoints are: local paths, which are replaced in one step, and whatever else fsspec knows."""
+"""Paths of checkpoints: local ones, which are replaced in one step, and URLs that fsspec knows."""
 
 import os
 import stat
@@ -12,7 +12,7 @@ from lightning_automodel.checkpoint import atomic
 from lightning_automodel.checkpoint.errors import CheckpointError
 
 _OF_CHECKPOINTS = (".metadata", "meta.pt")
-"""Files that tell a directory of shards, this package's or another's, also where some are missing."""
+"""Files that show that a directory holds shards, this package's or another's, even if some are missing."""
 
 
 def normalize(path: str | Path) -> str:
@@ -40,15 +40,15 @@ def is_directory(path: str) -> bool:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether ``name`` is that of something directly in a folder, on any system."""
+    """Whether ``name`` names something directly in a folder, on any operating system."""
     return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
 
 
 def size_of_file(filesystem: AbstractFileSystem, folder: str, name: str) -> int:
     """Bytes of the regular file ``name`` below ``folder``.
 
-    Names come from files that anybody may have written. Followed blindly, one could lead out of the checkpoint, and
-    reading a fifo or a device would never end: both raise :class:`CheckpointError`.
+    Names come from files that anybody may have written. A name could lead out of the checkpoint, and reading a fifo or
+    a device would never end: both raise :class:`CheckpointError`.
     """
     if not is_file_name(name):
         raise CheckpointError(f"it refers to {name!r}, which is not the name of a file in the checkpoint")
@@ -71,7 +71,7 @@ def read_file(filesystem: AbstractFileSystem, folder: str, name: str) -> bytes:
 
 
 def refuse_to_replace(path: str) -> None:
-    """Raise CheckpointError if there is a local directory at ``path`` that holds other things than a checkpoint."""
+    """Raise CheckpointError if ``path`` is a local directory that holds something other than a checkpoint."""
     folder = Path(path)
     if not is_local(path) or folder.is_symlink() or not folder.is_dir():
         return
@@ -90,12 +90,12 @@ def parent(path: str) -> str:
 
 
 def new_folder(path: str) -> str:
-    """A new folder for the files of what is to become ``path``: beside it, or within it where nothing is renamed."""
+    """A new folder to write the files of ``path`` to: beside a local path, within a URL, where nothing is renamed."""
     return f"{parent(path) if is_local(path) else path}/{atomic.temporary_name()}"
 
 
 def new_local_target(path: str | Path) -> Path:
-    """A local path that is still free, else CheckpointError, in a directory that exists from now on."""
+    """The local ``path``, whose parent folder is made; CheckpointError if it is not local or exists."""
     if not is_local(str(path)):
         raise CheckpointError(f"{path} is not local: write to a local path, and upload that")
     target = Path(normalize(path))
@@ -116,7 +116,7 @@ def remove(path: str) -> None:
 
 
 def discard(path: str) -> None:
-    """Remove what was written of a checkpoint that is not to be. Called by one rank."""
+    """Remove the files of a save that failed. Called by one rank."""
     if is_local(path):
         atomic.discard(Path(path))
     else:

@@ -21,12 +21,12 @@ from lightning_automodel.sharding.param_names import without_wrappers
 
 
 class SavedModel(NamedTuple):
-    """The model's part of a checkpoint, of which this process reads one tensor or many by itself.
+    """The model in a checkpoint; this process alone can read any of its tensors.
 
     Attributes:
         rest: The checkpoint without the states of model and optimizers.
-        tensors: By name, perhaps without values; wrappers leave no trace in the names.
-        read: ``names -> tensors``, whole and in host memory; from a file they may be mapped, so leave them as they are.
+        tensors: By name, perhaps without values; names are without wrappers.
+        read: ``names -> tensors``, whole and in host memory; those of a file may be mapped, so do not change them.
     """
 
     rest: Mapping[str, Any]
@@ -35,7 +35,7 @@ class SavedModel(NamedTuple):
 
 
 def open_model(path: str, weights_only: bool | None) -> SavedModel:
-    """Check a checkpoint of either form, whole, and open its model. Not a collective.
+    """Check all of a checkpoint of either form, and open its model. Not a collective.
 
     Raises :class:`CheckpointError` if it is damaged, missing, or holds code, unless ``weights_only`` is False.
     """
@@ -55,9 +55,9 @@ def open_model(path: str, weights_only: bool | None) -> SavedModel:
 
 @cache
 def load_directories() -> None:
-    """Let ``load_from_checkpoint`` of LightningModules and LightningDataModules take directories of shards too.
+    """Patch ``load_from_checkpoint`` of LightningModules and LightningDataModules to take directories of shards too.
 
-    Lightning (2.6) has no setting for it. Its own function loads whatever is none. Doing it again changes nothing.
+    Lightning (2.6) has no setting for it. Anything else is loaded by its own function. A second call does nothing.
     """
     load = lightning_internals.saving.pl_load
 
@@ -70,14 +70,14 @@ def load_directories() -> None:
 
 
 def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any] | None:
-    """Read a checkpoint without the states of its optimizers, as a file would hold it; None if it is no directory."""
+    """Read a directory, without optimizer states, as one file would hold it; None if ``path`` is not a directory."""
     if not isinstance(path, str | Path) or str(path).startswith(("http://", "https://")):
         return None
     place = paths.normalize(path)
     if not paths.is_directory(place):
         return None
     shards = ShardDirectory(place, weights_only, alone=True)
-    # Loading an empty tensor tells where `map_location`, whatever it is, puts one in host memory.
+    # `map_location` can be of many kinds: loading an empty tensor shows to which device it maps the host's tensors.
     stream = io.BytesIO()
     torch.save(torch.empty(0), stream)
     stream.seek(0)

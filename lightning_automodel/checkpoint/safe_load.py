@@ -15,13 +15,13 @@ from typing_extensions import override
 from lightning_automodel.checkpoint.errors import CheckpointError
 
 Source = str | io.BytesIO
-"""A local file, which is mapped where possible so that only what is used is read, or content that was read."""
+"""A local file, which is memory-mapped if possible so that only what is used is read, or a file's content."""
 
 
 def load_plain_data(source: Source, what: str, weights_only: bool) -> Any:
-    """``torch.load`` to host memory, with an error that says what to do about objects that are no plain data.
+    """``torch.load`` to host memory, with an error that says what to do about objects that are not plain data.
 
-    Where ``weights_only`` is False, it runs code that the file holds. ``what`` it is, is for the message.
+    If ``weights_only`` is False, it runs code that the file holds. ``what`` names the source in the message.
     """
     try:
         return _load(source, weights_only)
@@ -47,7 +47,7 @@ def _load(source: Source, weights_only: bool) -> Any:
 
 
 def classes_and_functions(source: Source) -> list[str]:
-    """Names of what loading ``source``, written by ``torch.save``, would need beside plain data."""
+    """Names of what loading ``source``, written by ``torch.save``, would need besides plain data."""
     if isinstance(source, io.BytesIO):
         source.seek(0)
     return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(source))
@@ -70,13 +70,13 @@ _PATHS: dict[str, type[PurePath]] = {
     "WindowsPath": PureWindowsPath,
     "PureWindowsPath": PureWindowsPath,
 }
-"""Lightning's strategies note where they saved; the path may be one of another system."""
+"""Lightning's strategies store the path of the save, which may be of another operating system."""
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes that describe shards, and no others, since others could run code.
+    """Loads only the classes that describe shards, since others could run code.
 
-    Those are the data classes and enumerations of torch's modules, whatever else a release of torch puts there.
+    Those are the data classes and enumerations of torch's modules, and nothing else that torch may put there.
     """
 
     @override
@@ -84,7 +84,7 @@ class MetadataUnpickler(pickle.Unpickler):
         if module in _METADATA_MODULES:
             found = super().find_class(module, name)
             is_data = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
-            # A name with dots could have led to something that the module has only imported.
+            # A name with dots could lead to something that the module only imports.
             if is_data and found.__module__ == module:
                 return found
         if module in ("pathlib", "pathlib._local") and name in _PATHS:

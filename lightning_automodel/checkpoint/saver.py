@@ -25,7 +25,7 @@ from lightning_automodel.distributed.process_group import group_rank, group_size
 Write = Callable[[dist.ProcessGroup | None], None]
 """Writes what was prepared: a collective over the group (None: the default one), which every rank must call.
 
-If any rank fails, all raise :class:`CheckpointError`, and what was there before is as it was.
+If any rank fails, all raise :class:`CheckpointError`, and the older checkpoint is unchanged.
 """
 
 
@@ -33,8 +33,8 @@ def prepare_shards(checkpoint: dict[str, Any], path: str, stager: DefaultStager 
     """Prepare a directory: shards of model and optimizers by every rank, the rest by rank 0. A collective.
 
     Args:
-        checkpoint: As Lightning makes it, with shards in place of tensors; it is taken apart.
-        path: Of the checkpoint, the same on every rank.
+        checkpoint: Lightning's checkpoint, with shards instead of whole tensors; states are popped from it.
+        path: Path of the checkpoint, the same on every rank.
         stager: Copies the state to host memory, so that it may change before it is written; None for no copy.
     """
     what = f"Cannot save {path}"
@@ -69,7 +69,7 @@ def prepare_file(
     save: Callable[[dict[str, Any], str], None],
     stager: DefaultStager | None = None,
 ) -> Write:
-    """Prepare a file, which rank 0 lets ``save`` write. A collective; see :func:`prepare_shards`."""
+    """Prepare a file, which ``save`` writes on rank 0. A collective; see :func:`prepare_shards`."""
     what = f"Cannot save {path}"
     with on_every_rank(what):
         if group_rank() == 0:
@@ -87,7 +87,7 @@ def prepare_file(
 
 
 def prepare_place(path: str) -> None:
-    """Make the directory that ``path`` is to be in, and clear it of what crashed saves have left there."""
+    """Make the directory of ``path``, and remove what crashed saves have left in it. Called by one rank."""
     paths.refuse_to_replace(path)
     filesystem, parent = url_to_fs(paths.parent(path))
     filesystem.makedirs(parent, exist_ok=True)
@@ -96,7 +96,7 @@ def prepare_place(path: str) -> None:
 
 
 def _take_shards(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Shards by where they belong, and the rest of ``checkpoint``, which loses the states of model and optimizers."""
+    """Shards by place, and the rest of ``checkpoint``, from which the states of model and optimizers are popped."""
     shards: dict[str, Any] = {MODEL: checkpoint.pop(MODEL)}
     for index, state in enumerate(filter(None, checkpoint.pop("optimizer_states", []))):
         shards[optimizer_key(index)] = state
@@ -107,7 +107,7 @@ def _take_shards(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 
 def make_stager(device: torch.device) -> DefaultStager:
-    """What copies states of tensors on ``device`` to host memory, each time into the same."""
+    """A stager that copies states from ``device`` to host memory, each time into the same buffers."""
     from_device = device.type != "cpu"
     return DefaultStager(
         StagingOptions(
@@ -120,10 +120,10 @@ def make_stager(device: torch.device) -> DefaultStager:
 
 
 def _copied(states: dict[str, Any], stager: DefaultStager) -> dict[str, Any]:
-    """``states`` in host memory, which training does not change any more.
+    """A copy of ``states`` in host memory, which training does not change.
 
-    Torch's stager (2.13 to 2.15) copies storages: it loses that a tensor is a conjugate or negative view of its own,
-    and knows no tensors without one (sparse, on the meta device) and no quantised ones.
+    Torch's stager (2.13 to 2.15) copies storages: it loses that a tensor is a conjugate or negative view of its
+    storage, and cannot copy tensors without a storage (sparse, on the meta device) or quantised ones.
     """
 
     def has_plain_storage(tensor: Tensor) -> bool:
@@ -133,14 +133,14 @@ def _copied(states: dict[str, Any], stager: DefaultStager) -> dict[str, Any]:
     tensors: list[Tensor] = []
     apply_to_collection(states, Tensor, tensors.append)
     if all(map(has_plain_storage, tensors)):
-        return stager.stage(states)  # type: ignore[return-value]  # it is no asynchronous one
+        return stager.stage(states)  # type: ignore[return-value]  # the stager is not asynchronous
     return apply_to_collection(
         states, Tensor, lambda each: each if each.is_meta else each.detach().to("cpu", copy=True)
     )
 
 
 def _through_a_file(tree: dict[str, Any]) -> dict[str, Any]:
-    """A copy of anything of moderate size, as it will be when it was saved and loaded."""
+    """A copy of ``tree``, as saving and loading it gives; for moderate sizes."""
     stream = io.BytesIO()
     torch.save(tree, stream)
     stream.seek(0)

@@ -39,7 +39,7 @@ class RunCheckpoints:
     """Saves and loads the checkpoints of one strategy. Its methods are collectives unless they say otherwise.
 
     Args:
-        is_sharded: Whether the model is.
+        is_sharded: Whether the model is sharded.
         as_directory: Whether to write a directory of shards; otherwise one file.
         in_background: Whether to write while training goes on.
     """
@@ -59,11 +59,11 @@ class RunCheckpoints:
 
     @property
     def names_parameters(self) -> bool:
-        """Whether states are saved under the names of parameters; plain files hold what the modules give themselves."""
+        """Whether states are saved by parameter name; a replicated model's file holds its own state dicts."""
         return self.is_sharded or self.as_directory
 
     def patch_callbacks(self, trainer: "pl.Trainer", patches: PatchStack) -> None:
-        """Let each ``ModelCheckpoint`` of ``trainer`` wait for what is written in the background."""
+        """Make each ``ModelCheckpoint`` of ``trainer`` wait for saves in the background."""
         lightning_internals.patch_model_checkpoints(patches, trainer, self._link, self._is_pending)
 
     def _is_pending(self, path: _PATH) -> bool:
@@ -82,13 +82,13 @@ class RunCheckpoints:
     ) -> None:
         """Write a checkpoint at rank 0's ``path``, where it appears in one step or not at all.
 
-        If that fails on any rank, every rank raises :class:`CheckpointError`, and older checkpoints are as they were.
-        So they do for a save in the background, in :meth:`check` or the next save. Such a save makes sense where
-        training ``goes_on``; ``io`` is the Trainer's plugin for files.
+        If that fails on any rank, every rank raises :class:`CheckpointError`, and older checkpoints are unchanged. A
+        save in the background raises it in :meth:`check` or the next save. Only where training ``goes_on`` is there
+        such a save. ``io`` is the Trainer's plugin for files.
         """
         # Names may hold a time, or a version that is counted by looking for files: ranks may disagree.
         target = paths.normalize(collectives.broadcast_object(path, 0))
-        # One save at a time: copies of two would be in host memory at once, and the later one could be overtaken.
+        # One save at a time: two would need host memory for two copies, and the later one could be on disk first.
         self._finish()
         in_background = self.in_background and goes_on
         if in_background and self._stager is None:
@@ -105,7 +105,7 @@ class RunCheckpoints:
             write = prepare_shards(checkpoint, target, stager)
         else:
             if self.is_sharded:
-                # One file holds whole tensors: what was sharded is listed, to become shards again.
+                # One file holds whole tensors: it lists what was sharded, so that loading can shard it again.
                 rest = {key: value for key, value in checkpoint.items() if key != state_dict.MODEL}
                 checkpoint[state_dict.SHARDED_STATES] = list(state_dict.sharded_states(rest))
                 checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
@@ -118,12 +118,12 @@ class RunCheckpoints:
             return
         write(None)
         if not goes_on:
-            self._finish()  # no step follows that would do what waits for this save
+            self._finish()  # no later step would link and remove what waits for this save
 
     def save_alone(self, checkpoint: dict[str, Any], path: _PATH, io: CheckpointIO) -> None:
-        """Let rank 0 save a replicated model after a failure, when ranks no longer act together. Not a collective.
+        """Save a replicated model on rank 0 after a failure, when ranks no longer act together. Not a collective.
 
-        For a sharded one an error is logged rather than raised, since it would hide the failure.
+        For a sharded model an error is logged, not raised, since raising would hide the failure.
         """
         if self.names_parameters:
             log.error(
@@ -137,7 +137,7 @@ class RunCheckpoints:
             _files_by(io).save_checkpoint(checkpoint, target)
 
     def _background_group(self) -> dist.ProcessGroup | None:
-        """A gloo group that training does not use, so that collectives of two threads do not meet."""
+        """A gloo group that training does not use, so that collectives of two threads do not mix."""
         world = dist.group.WORLD if dist.is_initialized() else None
         if world is None:
             return None
@@ -147,7 +147,7 @@ class RunCheckpoints:
         return self._group[1]
 
     def remove(self, path: _PATH, io: CheckpointIO) -> None:
-        """Remove a checkpoint by rank 0, once what replaces it is on disk. Not a collective."""
+        """Remove a checkpoint on rank 0, once the one that replaces it is on disk. Not a collective."""
         target = paths.normalize(path)
         self._pending_path = None if self._pending_path == target else self._pending_path
         self._removals.append(partial(_files_by(io).remove_checkpoint, target))
@@ -155,13 +155,13 @@ class RunCheckpoints:
             self._link_and_remove()
 
     def _link(self, path: str, link: str) -> None:
-        """Let ``link`` lead to the checkpoint at ``path``, by rank 0, once that is on disk. Not a collective."""
+        """Link ``link`` to the checkpoint at ``path``, on rank 0, once the checkpoint is on disk. Not a collective."""
         self._links.append(partial(atomic.link, Path(path), Path(link)))
         if not self._defers:
             self._link_and_remove()
 
     def _link_and_remove(self) -> None:
-        # Until the new checkpoint is on disk, and links lead to it, the old one is the newest.
+        # Links first: until they lead to the new checkpoint, the old one is the newest.
         actions, self._links, self._removals = [*self._links, *self._removals], [], []
         if group_rank() == 0:
             for action in actions:
@@ -173,16 +173,16 @@ class RunCheckpoints:
             self._finish()
 
     def _finish(self) -> None:
-        """Wait until no save is pending; then do what was to be done afterwards. Raises CheckpointError if it failed.
+        """Wait for the pending save, then link and remove what waits for it. Raises CheckpointError if it failed.
 
-        Not a collective, but every rank hears of a failure, from the thread that writes.
+        Not a collective, but every rank learns of a failure, from its thread that writes.
         """
         pending, self._pending = self._pending, None
         try:
             if pending is not None:
                 pending.result()
         except BaseException:
-            self._links, self._removals = [], []  # the older one stays the newest
+            self._links, self._removals = [], []  # the older checkpoint stays the newest
             raise
         self._link_and_remove()
 
@@ -203,7 +203,7 @@ class RunCheckpoints:
             self._stager = self._thread = None
 
     def wait_for_pending_save(self) -> None:
-        """Before this rank tells the others that it failed: let a pending save end, which needs them. Bounded."""
+        """Wait, with a limit, for a pending save, which needs the other ranks; before this rank reports its failure."""
         if self._pending is not None:
             concurrent.futures.wait([self._pending], PENDING_SAVE_LIMIT_S)
 
@@ -217,8 +217,8 @@ class RunCheckpoints:
     def open(self, path: _PATH, weights_only: bool | None, io: CheckpointIO, is_first_on_node: bool) -> dict[str, Any]:
         """Check the checkpoint at rank 0's ``path``, and load what Lightning restores of it: all but shards.
 
-        Nothing is changed yet. If any rank cannot read it, every rank raises :class:`CheckpointError`. Of one file, the
-        first rank of each node compares the content with its checksums.
+        Nothing is changed yet. If any rank cannot read it, every rank raises :class:`CheckpointError`. For one file,
+        the first rank of each node compares the content with its checksums.
         """
         self._path, self._opened = paths.normalize(collectives.broadcast_object(path, 0)), None
         kinds: list[bool] = []
@@ -253,7 +253,7 @@ class RunCheckpoints:
     ) -> None:
         """Fill the model from the ``checkpoint`` that :meth:`open` returned; optimizers too where Lightning does not.
 
-        Where it does not fit, every rank raises :class:`CheckpointError` before anything was changed.
+        If it does not fit, every rank raises :class:`CheckpointError` before anything was changed.
         """
         optimizers = [each for each in optimizers if state_dict.has_state(each.state_dict())]
         if not self.fills_optimizers:
@@ -269,13 +269,13 @@ class RunCheckpoints:
         state_dict.load_state(saved, module, optimizers, strict)
         own = state_dict.model_state(module)
         state_dict.restore_shards(saved, checkpoint, own)
-        # The callback takes the average from where the weights were saved, and puts it there itself.
+        # Lightning's callback reads the weights from this entry, and loads the average into its copy itself.
         if weight_averaging.averaged_models(module):
             checkpoint[state_dict.MODEL] = own
 
 
 def _files_by(io: CheckpointIO) -> CheckpointIO:
-    """The plugin to use for files: the Trainer's, but ours where it is Lightning's own, which nobody has chosen."""
+    """The plugin to use for files: the Trainer's, or ours if the Trainer has Lightning's default."""
     return FileCheckpointIO() if type(io) is TorchCheckpointIO else io
 
 

@@ -38,7 +38,7 @@ from lightning_automodel.checkpoint.safe_load import load_plain_data
 from lightning_automodel.checkpoint.state_dict import EXTRA_STATE, MODEL
 
 REST = "meta.pt"
-"""File of everything that is no shard (loops, callbacks, hyperparameters), in Lightning's strategies too."""
+"""File of everything besides shards (loops, callbacks, hyperparameters), in Lightning's strategies too."""
 
 README = "README.txt"
 README_TEXT = """\
@@ -76,9 +76,9 @@ class _FileResult(WriteResult):
 
 
 class ShardWriter(FileSystemWriter):
-    """Writes one directory, which appears when it is complete: all by ``dcp.save`` or ``dcp.async_save``.
+    """Writes one directory, which appears when it is complete; for ``dcp.save`` and ``dcp.async_save``.
 
-    Every rank makes one for each save. A local directory is written beside its place and then takes it. Elsewhere
+    Every rank makes one for each save. A local directory is written beside its target and then renamed. Elsewhere
     nothing can be renamed in one step: there the manifest, one object, says which folder within the directory is valid.
 
     Args:
@@ -112,15 +112,15 @@ class ShardWriter(FileSystemWriter):
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, when all ranks have written: complete the directory, and move it into its place."""
+        """On the coordinator, when all ranks have written: complete the directory, and move it to its target."""
         everything = [result for of_rank in results for result in of_rank]
         files = {result.index.fqn: result.storage_data for result in everything if isinstance(result, _FileResult)}
         super().finish(metadata, [[result for result in everything if not isinstance(result, _FileResult)]])
         self._write(f"{self.path}/{REST}", self._rest)
         files = {**files, **self._files.records}
-        # Not listed in the manifest: a checkpoint that lost it, or whose owner wrote notes into it, is as good.
+        # Not listed in the manifest: a checkpoint whose README was lost or edited is still valid.
         self._write(f"{self.path if self._is_local else self._target}/{README}", README_TEXT.encode())
-        # The manifest comes last: a directory without it, or without a file that it lists, is no checkpoint.
+        # The manifest comes last: a directory without it, or without a file that it lists, is not a checkpoint.
         if self._is_local:
             self._write(f"{self.path}/{MANIFEST}", self._manifest("", files))
             atomic.replace(Path(self.path), Path(self._target))
@@ -179,7 +179,7 @@ class _Files(FileSystem):
 
 
 class _RecordedStream:
-    """A binary stream for writing from its start to its end, with size and checksum of what was written so far."""
+    """A binary stream for sequential writing, with size and checksum of what was written so far."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -204,9 +204,9 @@ class _RecordedStream:
 class ShardDirectory:
     """A directory of shards, open for loading.
 
-    Opening is a collective over the default group, if there is one, unless a process is to act ``alone``. All files
-    are read once, each rank a share; where any is missing, damaged, or holds code (unless ``weights_only`` is False),
-    every rank raises :class:`CheckpointError` before anything was loaded.
+    Opening is a collective over the default group, if there is one, unless ``alone``. All files are read once, each
+    rank a share; if any is missing, damaged, or holds code (unless ``weights_only`` is False), every rank raises
+    :class:`CheckpointError` before anything was loaded.
     """
 
     def __init__(self, path: str, weights_only: bool | None, alone: bool = False) -> None:
@@ -239,14 +239,14 @@ class ShardDirectory:
         return {n.removeprefix(f"{MODEL}."): entry for n, entry in self.entries.items() if n.startswith(f"{MODEL}.")}
 
     def read_model(self, names: Iterable[str]) -> dict[str, Any]:
-        """Of the model's state what has one of these ``names``, tensors whole and in host memory."""
+        """The entries of the model's state with these ``names``, tensors whole and in host memory."""
         entries = self.model
         found = {name: None if (e := entries[name]) is None else torch.empty_like(e, device="cpu") for name in names}
         self.read_into({MODEL: found})
         return found
 
     def read_into(self, targets: dict[str, Any]) -> None:
-        """Overwrite the tensors in ``targets`` in place, and replace what else is in it. A collective like opening.
+        """Overwrite the tensors in ``targets`` in place, and replace its other values. A collective like opening.
 
         ``targets`` is nested as it was saved, or flat. Each rank reads what its own shards need.
         """
@@ -263,9 +263,9 @@ class ShardDirectory:
 
     @contextmanager
     def _unreplaced(self) -> Generator[None, None, None]:
-        """Raise CheckpointError if another checkpoint took the place of this one, as a run's ``last.ckpt`` does.
+        """Raise CheckpointError if another checkpoint has replaced this one, as happens to a run's ``last.ckpt``.
 
-        Entries have the same names and sizes from save to save: a newer one would go unnoticed, or look damaged.
+        Entries have the same names and sizes from save to save: a newer save would go unnoticed, or look damaged.
         """
         try:
             yield
@@ -288,7 +288,7 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Refuses objects that are no plain data, which torch's own planner would load with ``weights_only=False``."""
+    """Refuses objects that are not plain data, which torch's own planner would load with ``weights_only=False``."""
 
     def __init__(self, weights_only: bool) -> None:
         super().__init__()
@@ -303,9 +303,9 @@ class _Planner(DefaultLoadPlanner):
 
 
 def open_tables(path: str) -> tuple[AbstractFileSystem, str, Manifest | None, Metadata]:
-    """File system, folder of the files, list of them (None where another program wrote them), and of the shards.
+    """File system, folder of the files, manifest (None if another program wrote them), and metadata of the shards.
 
-    Raises :class:`CheckpointError` if ``path`` is no directory of shards, or either list is damaged.
+    Raises :class:`CheckpointError` if ``path`` is not a directory of shards, or manifest or metadata are damaged.
     """
     filesystem, folder = url_to_fs(path)
     manifest = read_manifest(filesystem, folder)
@@ -323,7 +323,7 @@ def open_tables(path: str) -> tuple[AbstractFileSystem, str, Manifest | None, Me
 
 
 def read_manifest(filesystem: AbstractFileSystem, folder: str) -> Manifest | None:
-    """The manifest of a directory, None where there is none; raises CheckpointError if it is damaged."""
+    """The manifest of a directory, None if there is none; raises CheckpointError if it is damaged."""
     try:
         return Manifest.from_bytes(paths.read_file(filesystem, folder, MANIFEST))
     except FileNotFoundError:
@@ -331,7 +331,7 @@ def read_manifest(filesystem: AbstractFileSystem, folder: str) -> Manifest | Non
 
 
 def save_id(path: str) -> str:
-    """What tells one save to ``path`` from the next; empty where nothing does."""
+    """Id of the save at ``path``, which differs from save to save; empty if there is none."""
     try:
         manifest = read_manifest(*url_to_fs(path))
     except (CheckpointError, OSError):
@@ -347,10 +347,10 @@ def check_files(
     share: int,
     shares: int,
 ) -> None:
-    """Compare the files with the manifest, or, where another program wrote them, with what the shards need.
+    """Compare the files with the manifest, or, if another program wrote them, with what the shards need.
 
-    Raises :class:`CheckpointError` if any is missing, damaged, or no regular file of the checkpoint. For ``share`` and
-    ``shares`` see :meth:`.Manifest.check`.
+    Raises :class:`CheckpointError` if any is missing, damaged, or not a regular file of the checkpoint. For ``share``
+    and ``shares`` see :meth:`.Manifest.check`.
     """
     needed = sizes_needed(metadata)
     if manifest is not None:

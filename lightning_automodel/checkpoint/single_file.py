@@ -1,6 +1,6 @@
 """One file with whole tensors, as ``torch.save`` writes it, whose checksums are checked before anything is loaded.
 
-Such a file is a zip archive: torch notes a checksum for each of its records, but does not look at them when it loads.
+Such a file is a zip archive: torch writes a checksum for each of its records, but does not check them when it loads.
 """
 
 import io
@@ -35,7 +35,7 @@ from lightning_automodel.sharding.param_names import without_wrappers
 
 
 class FileCheckpointIO(TorchCheckpointIO):
-    """Lightning's plugin for files, of checkpoints that are written atomically and checked before they load."""
+    """Lightning's plugin for files, with atomic writes; :class:`.RunCheckpoints` checks a file before it loads."""
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -65,7 +65,7 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
             torch.save(checkpoint, stream)
         warn_about_code(stream)
         filesystem, place = url_to_fs(path)
-        # On an object store, a directory can stand beside it, and would be taken for the checkpoint.
+        # On an object store, a directory of the same name can exist too, and would be taken for the checkpoint.
         below = filesystem.find(place) if filesystem.isdir(place) else []
         filesystem.pipe_file(place, stream.getvalue())
         for name in below:
@@ -86,13 +86,13 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
 
 
 def readable(path: str) -> Source:
-    """A local file, or all that one elsewhere holds, since not every server sends parts."""
+    """The path of a local file, or the content of any other, since not every server sends parts."""
     filesystem, place = url_to_fs(path)
     return path if paths.is_local(path) else io.BytesIO(filesystem.cat_file(place))
 
 
 def check_file(path: str) -> None:
-    """Read a file once and compare it with its checksums; raises CheckpointError if it is damaged, or no file."""
+    """Read a file once and compare it with its checksums; raises CheckpointError if it is damaged, or not a file."""
     filesystem, place = url_to_fs(path)
     if not filesystem.exists(place):
         raise FileNotFoundError("there is no such file or directory")
@@ -125,9 +125,9 @@ class WholeCheckpoint:
     """A checkpoint of whole tensors, open for loading; see :class:`~lightning_automodel.checkpoint.state_dict.Saved`.
 
     Args:
-        path: Where it comes from, for messages.
-        checkpoint: As Lightning loads it. The list of sharded states is taken out.
-        parameter_names: Those of each optimizer of the run, in its order, since plain optimizers number parameters.
+        path: Path of the checkpoint, for messages.
+        checkpoint: As Lightning loads it. The list of sharded states is popped from it.
+        parameter_names: Parameter names of each of the run's optimizers; plain optimizers only number parameters.
         own: The state of the run's model.
     """
 
@@ -146,7 +146,7 @@ class WholeCheckpoint:
         sharded = checkpoint.pop(SHARDED_STATES, None)
         rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
         for place, tensors in _states_in(rest):
-            # A file of another strategy does not list them: whatever could be a state of the model is taken for one.
+            # A file of another strategy does not list sharded states: a dict that fits the model is taken for one.
             is_like_model = all(
                 isinstance(own.get(name), Tensor) and own[name].size() == each.size() for name, each in tensors.items()
             )
@@ -158,7 +158,7 @@ class WholeCheckpoint:
         self._values = values
 
     def read_into(self, targets: Any, prefix: str = "") -> None:
-        """Overwrite the tensors in ``targets`` in place, and replace what else is in it. Not a collective."""
+        """Overwrite the tensors in ``targets`` in place, and replace its other values. Not a collective."""
         items = targets.items() if isinstance(targets, dict) else enumerate(targets)
         for key, target in list(items):
             name = f"{prefix}{key}"
@@ -172,16 +172,16 @@ class WholeCheckpoint:
 
 
 def fill_module(module: nn.Module, checkpoint: Mapping[str, Any], optimizers: list[Optimizer], strict: bool) -> None:
-    """Let ``module``, a replicated model, load its state as its own hooks want it. Not a collective.
+    """Load the state of ``module``, a replicated model, with its own hooks. Not a collective.
 
-    Raises :class:`CheckpointError` if it is the state of another model, whose tensors are then as they were, or not
-    that of ``optimizers``, which Lightning fills afterwards.
+    Raises :class:`CheckpointError` if the state is another model's (the tensors are then unchanged), or does not fit
+    ``optimizers``, which Lightning fills afterwards.
     """
     everything = module.state_dict()
     state = _under_own_names(checkpoint[MODEL], everything)
     own = {name: value for name, value in everything.items() if isinstance(value, Tensor)}
     shapes_fit = all(getattr(state.get(name), "shape", None) == value.shape for name, value in own.items())
-    # Where it does not fit, hooks of the module may rename or reshape entries: only its own loading can tell.
+    # Names and shapes that differ may still load: the module's hooks may rename or reshape entries.
     fits = shapes_fit and state.keys() <= everything.keys()
     if fits:
         _check_optimizers(optimizers, checkpoint)
@@ -209,14 +209,14 @@ def _check_optimizers(optimizers: list[Optimizer], checkpoint: Mapping[str, Any]
     check_number("optimizers", len(states), len(optimizers))
     for index, (optimizer, saved) in enumerate(zip(optimizers, states, strict=True)):
         if not has_state(saved):
-            continue  # it has a form of its own, and checks that
+            continue  # the optimizer has a form of its own, and checks it
         check_groups(optimizer, saved["param_groups"], index)
         for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
             check_number(f"parameters in a group of optimizer {index}", len(group["params"]), len(own["params"]))
 
 
 def _under_own_names(state: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """``state`` of a model under the ``names`` that this run's has, where only wrappers make them differ."""
+    """A model's ``state`` under this run's ``names``, if they differ only by wrappers."""
     own = {without_wrappers(name): name for name in names}
     renamed = {own.get(without_wrappers(name), name): value for name, value in state.items()}
     return state if renamed.keys() == state.keys() else renamed
@@ -234,7 +234,7 @@ def _by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def _flattened(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves with names as torch.distributed.checkpoint gives them: lists are opened where dicts or tensors are in."""
+    """Leaves with torch.distributed.checkpoint's names: lists are flattened only if they hold dicts or tensors."""
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
     for key, value in items:
         opened = isinstance(value, Mapping) or (

@@ -20,22 +20,22 @@ from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 MODEL = "state_dict"
 
 EXTRA_STATE = "lightning_automodel_extra_state"
-"""Where the rest of a directory keeps what is no tensor in the model's state (``get_extra_state``), by name.
+"""Key in ``meta.pt`` of the non-tensors in the model's state (``get_extra_state``), by name.
 
-torch.distributed.checkpoint keeps it too, but takes dicts apart and loses empty ones.
+torch.distributed.checkpoint keeps them too, but flattens dicts and loses empty ones.
 """
 
 SHARDED_STATES = "lightning_automodel_shards"
-"""Where one file tells which of its dicts were shards of the model when it was saved: a list of places."""
+"""Key in one file of a list: the places of its dicts whose tensors were sharded when it was saved."""
 
 
 def optimizer_key(index: int) -> str:
-    """Under what the state of the ``index``-th optimizer is kept."""
+    """Key of the state of the ``index``-th optimizer."""
     return f"optimizer_{index}"
 
 
 def is_optimizer_key(key: str) -> bool:
-    """Whether the state of an optimizer is kept under ``key``."""
+    """Whether ``key`` is the key of an optimizer's state."""
     start, _, index = key.rpartition("_")
     return start == "optimizer" and index.isdecimal()
 
@@ -50,19 +50,19 @@ class Saved(Protocol):
     """Tensors, with or without values, by flattened name; None for other objects."""
 
     def read_into(self, targets: dict[str, Any]) -> None:
-        """Overwrite the tensors in ``targets`` in place, and replace what else is in it."""
+        """Overwrite the tensors in ``targets`` in place, and replace its other values."""
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """State dict of a model's very own tensors, which change as it trains. Every rank must call it."""
+    """State dict of the model's own tensors, which are not copied. Every rank must call it."""
     return get_model_state_dict(model)
 
 
 def whole(state: Any, keep: bool) -> Any:
-    """``state``, nested dicts and lists, with whole tensors on the CPU. Every rank must call it where any is sharded.
+    """``state``, nested dicts and lists, with whole tensors on the CPU. Every rank must call it if any is sharded.
 
-    Gathers one tensor at a time: beside the shards, a rank holds one whole tensor on its device, and one that is to
-    ``keep`` them the whole state in host memory. The others get empty dicts and lists.
+    Gathers one tensor at a time: besides the shards, a rank holds one whole tensor on its device. A rank with ``keep``
+    also holds the whole state in host memory; the others get empty dicts and lists.
     """
     if isinstance(state, Mapping):
         gathered = {name: whole(value, keep) for name, value in state.items()}
@@ -77,11 +77,11 @@ def whole(state: Any, keep: bool) -> Any:
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Optimizer state by parameter name, of its very own tensors. Every rank must call it.
+    """Optimizer state by parameter name, with the optimizer's own tensors. Every rank must call it.
 
-    Torch initialises the state of an optimizer that has not stepped yet by stepping it (with zero gradients and
-    learning rate), which would count as a step for the next real one; such a state is restored to empty and comes
-    empty. What :func:`has_state` is false for comes as an empty dict.
+    Torch initialises the state of an optimizer that has not stepped yet by a step with zero gradients and learning
+    rate, which later steps would count. This state is cleared again, and an empty one returned. If :func:`has_state`
+    is false, the result is an empty dict.
     """
     if not has_state(optimizer.state_dict()):
         return {}
@@ -98,13 +98,13 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def has_state(state: Mapping[str, Any]) -> bool:
     """Whether ``state``, the state dict of an optimizer, has torch's form.
 
-    That of Lightning's stand-in, where ``configure_optimizers`` returns None, is empty.
+    Lightning's stand-in for an optimizer, where ``configure_optimizers`` returns None, has an empty one.
     """
     return "param_groups" in state
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What each group of parameters is set to."""
+    """Copies of the options of each parameter group."""
     return [
         {
             name: value.clone() if isinstance(value, Tensor) else value
@@ -127,13 +127,13 @@ def _restore(groups: list[dict[str, Any]], settings: list[dict[str, Any]]) -> No
 
 
 def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], strict: bool) -> None:
-    """Fill a model and its optimizers, after all of it was checked. Every rank must call it.
+    """Fill a model and its optimizers, once everything was checked. Every rank must call it.
 
     What had no state when it was saved (an optimizer that had not stepped, a parameter without gradients so far) starts
-    without. Gradients are dropped: where an earlier fit has left some, torch (2.13) would not initialise the state.
+    without state. Gradients are dropped: if an earlier fit has left some, torch (2.13) would not initialise the state.
 
-    Raises :class:`CheckpointError`, and nothing was loaded, if entries are missing, left over (``strict`` only), or
-    have other shapes, or the optimizers are others than those that were saved.
+    Raises :class:`CheckpointError`, and loads nothing, if entries are missing, left over (``strict`` only), or have
+    other shapes, or the optimizers differ from the saved ones.
     """
     model.zero_grad()
     of_model = model_state(model)
@@ -158,7 +158,7 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
 def _fill_optimizer(
     model: nn.Module, optimizer: Optimizer, state: dict[str, Any], read: dict[str, Any], before: list[dict[str, Any]]
 ) -> None:
-    """Let an optimizer, which torch has initialised by a step, have what was read, and else the settings ``before``."""
+    """Fill an optimizer, which torch has initialised by a step, with what was read; other options become ``before``."""
     for group, settings in zip(state["param_groups"], read["param_groups"], strict=True):
         group.update(settings)
     state["state"] = read["state"]
@@ -188,7 +188,7 @@ def _check_model(entries: Mapping[str, Tensor | None], targets: dict[str, Any], 
 
 
 def no_optimizer_state(index: int) -> CheckpointError:
-    """What to raise where nothing was saved of an optimizer."""
+    """The error for an optimizer of which nothing was saved."""
     return CheckpointError(
         f"it holds no state of optimizer {index}: it was saved with save_weights_only=True, or with fewer"
         " optimizers; validate, test and predict can load it"
@@ -202,7 +202,7 @@ def check_number(what: str, saved: int, own: int) -> None:
 
 
 def check_groups(optimizer: Optimizer, saved: Sequence[Collection[str]], index: int) -> None:
-    """Raise CheckpointError unless as many groups were ``saved``, each with the settings of such an optimizer.
+    """Raise CheckpointError unless as many groups were ``saved``, each with the options of this optimizer's type.
 
     Flags may be missing: newer releases of torch have added some.
     """
@@ -222,7 +222,7 @@ _AS_SAVED = "configure the optimizers that the run was saved with"
 def _optimizer_targets(
     entries: Mapping[str, Tensor | None], optimizer: Optimizer, state: dict[str, Any], index: int
 ) -> dict[str, Any]:
-    """What of an optimizer's ``state`` was saved; raises CheckpointError unless it was saved of such an optimizer."""
+    """The part of an optimizer's ``state`` that was saved; CheckpointError if it was saved of another kind."""
     settings: dict[int, set[str]] = {}
     found: dict[str, set[str]] = {name: set() for group in state["param_groups"] for name in group["params"]}
     for entry in entries:
@@ -260,7 +260,7 @@ def _some(names: list[str]) -> str:
 
 
 def sharded_states(tree: Mapping[str, Any], place: str = "") -> Iterator[str]:
-    """Where in ``tree`` there are dicts that hold shards, such as the averages of the weights that callbacks keep."""
+    """Places of the dicts in ``tree`` that hold shards, such as callbacks' averages of the weights."""
     for key, value in tree.items():
         if isinstance(value, dict):
             if any(isinstance(leaf, DTensor) for leaf in value.values()):
@@ -272,9 +272,9 @@ def sharded_states(tree: Mapping[str, Any], place: str = "") -> Iterator[str]:
 def split_shards(
     tree: dict[str, Any], names: Collection[str], place: str = ""
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Separate ``tree``, left as it is, into what is whole on every rank and the tensors of sharded states, by place.
+    """Split ``tree``, left unchanged, into what is whole on every rank and the tensors of sharded states, by place.
 
-    Raises ValueError if there are shards in a list, or under other ``names`` than those of the model's state.
+    Raises ValueError if there are shards in a list, or under names that are not in the model's state's ``names``.
     """
     rest, shards = dict(tree), {}
     for key, value in tree.items():
@@ -304,9 +304,9 @@ _NOT_LOADABLE = (
 
 
 def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, Any], place: str = "") -> None:
-    """Fill the places of ``tree``, part of ``saved.rest``, that states of the model were taken out of. A collective.
+    """Put sharded states back into ``tree``, part of ``saved.rest``: the inverse of :func:`split_shards`. A collective.
 
-    ``model_state`` tells shapes and shards.
+    ``model_state`` gives shapes and sharding.
     """
     entries = saved.entries
     for key, value in tree.items():

@@ -1,4 +1,4 @@
-"""A device mesh that the caller built: which of its dimensions means what."""
+"""Adopts a device mesh that the caller built: each dimension's role is found by its name."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -24,26 +24,26 @@ NAMES = {
     DATA: (DATA, "dp", "data"),
     TENSOR: (TENSOR, "tp", "tensor"),
 }
-"""What a dimension may be called. FSDP2 shards over the last data-parallel one; under DDP all of them hold copies."""
+"""Accepted names of each role. FSDP2 shards over the last data-parallel dimension; under DDP all of them replicate."""
 
 SHARDED = ((REPLICATE, SHARD), (SHARD,), (DATA,))
-"""The data-parallel dimensions that a mesh may have for FSDP2; for DDP, there may also be replicas alone."""
+"""The data-parallel dimensions that FSDP2 accepts; DDP also accepts the replicate dimension alone."""
 
 
 def adopt_mesh(
     mesh: DeviceMesh, device_type: str, data_parallel: Literal["fsdp2", "ddp"], told: Mapping[str, Any]
 ) -> RunMesh:
-    """Take a mesh that the caller built, and tell its dimensions apart by their names.
+    """Check a mesh that the caller built, and find the role of each dimension by its name.
 
     A mesh has ``data_parallel_replicate`` and ``data_parallel_shard``, or one of them, or only ``data_parallel``, and
     may have ``tensor_parallel``; :data:`NAMES` lists the other names of each. A 1-D mesh needs no names. Dimensions of
     other names must have size 1. The mesh's groups keep their timeouts, and are neither destroyed nor aborted.
 
-    A collective over the world: where two data-parallel dimensions have to be flattened, that makes a group.
+    A collective over the world where there are two data-parallel dimensions: flattening them makes a group.
 
     Raises:
-        ValueError: If the mesh does not fit, or contradicts what the user has ``told`` as well, by keyword; the message
-            says what would do.
+        ValueError: If the mesh does not fit this run, or contradicts ``told``, the sizes that the user passed by
+            keyword; the message says what is valid.
     """
     forget_former_world()
     if mesh.device_type != device_type:
@@ -54,7 +54,7 @@ def adopt_mesh(
     ranks = mesh.mesh
     ascend = all(bool((ranks.diff(dim=dimension) > 0).all()) for dimension in range(ranks.ndim))
     if not ascend or sorted(ranks.flatten().tolist()) != list(range(dist.get_world_size())):
-        # Torch sorts the ranks of each group, so that others would hold what the mesh says.
+        # Torch sorts the ranks of each group: in another order, a rank would not have its coordinate in the mesh.
         raise ValueError(
             f"device_mesh holds the ranks {ranks.tolist()}, but must hold each of the {dist.get_world_size()} ranks of"
             " the world once, ascending along each dimension: init_device_mesh lays them out so."
@@ -80,7 +80,7 @@ def adopt_mesh(
 
 
 def _names_by_role(mesh: DeviceMesh, data_parallel: str) -> dict[str, str]:
-    """The names of the dimensions, by what they mean and in that order."""
+    """The mesh's name of each dimension by role, in the mesh's order."""
     if mesh.mesh_dim_names is None and mesh.ndim == 1:
         return {DATA: ""}
     found = []

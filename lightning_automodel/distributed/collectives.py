@@ -1,4 +1,4 @@
-"""Collectives beside the training step: barriers, broadcast objects, reduced values."""
+"""Collectives outside the training step: barriers, object broadcasts, reductions."""
 
 import logging
 import weakref
@@ -25,8 +25,8 @@ def barrier_and_log(message: str = "", *, string: str = "") -> None:
     group's timeout ends. Without an initialised process group it only logs.
 
     Args:
-        message: What rank 0 logs, at level INFO, once everybody has arrived.
-        string: The same, by the name that NeMo Automodel gives it.
+        message: What rank 0 logs, at level INFO, once every rank has arrived.
+        string: NeMo Automodel's name for ``message``.
     """
     if group_size() > 1:
         dist.barrier()
@@ -35,9 +35,9 @@ def barrier_and_log(message: str = "", *, string: str = "") -> None:
 
 
 def named_barrier(name: str, timeout: timedelta) -> None:
-    """Wait for every rank of the default group; nothing without one. A collective on the host, not the device.
+    """Wait for every rank of the default group, if there is one. A collective, on the host and not the device.
 
-    If a rank does not come, the others raise when the timeout ends; rank 0 says which ranks are missing.
+    If a rank does not call it, the others raise when the timeout ends; rank 0's error names the missing ranks.
 
     Raises:
         RuntimeError: If ranks are missing, or one failed meanwhile.
@@ -63,11 +63,11 @@ def everybody_comes(timeout: timedelta) -> bool:
 
 
 def host_group(timeout: timedelta) -> dist.ProcessGroup:
-    """The default group if it is gloo's, else a gloo group beside it.
+    """The default group if its backend is gloo, else a separate gloo group.
 
     The first call after joining is a collective over the world. With TORCH_DISTRIBUTED_DEBUG=DETAIL it is always a
-    group beside it: a monitored barrier counts as more operations on rank 0 than on the others, and of more than two
-    ranks the next collective would be refused for its sequence number (torch 2.13).
+    separate group: a monitored barrier counts as more operations on rank 0 than on the others, so that with more than
+    two ranks the group's next collective would be refused for its sequence number (torch 2.13).
     """
     world = dist.group.WORLD
     assert world is not None
@@ -80,7 +80,7 @@ def host_group(timeout: timedelta) -> dist.ProcessGroup:
 
 
 def broadcast_object(value: Any, src: int) -> Any:
-    """Rank ``src``'s picklable value, on every rank. A collective on the default group; without one, the value."""
+    """Rank ``src``'s picklable ``value``, on every rank. A collective on the default group, if there is one."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -91,10 +91,10 @@ def broadcast_object(value: Any, src: int) -> Any:
 def reduce_tensor(
     tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.ReduceOp | str | None, device: torch.device
 ) -> Tensor:
-    """Reduce ``tensor`` over ``group`` into a new one. A collective on the group: one all-reduce.
+    """Reduce ``tensor`` over ``group`` into a new tensor. A collective on the group: one all-reduce.
 
     ``reduce_op`` is ``"mean"``, ``"avg"``, ``"sum"`` or a ``ReduceOp``; the mean of integers is taken in float64. The
-    group can reduce on ``device``; the result is on that of ``tensor``.
+    group's backend must support ``device``; the result is on the device of ``tensor``.
     """
     op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
     averages = is_mean(op)

@@ -1,9 +1,9 @@
-"""The connections of this process's process groups, so that a rank that leaves can abort them.
+"""The TCP connections of this process's process groups, recorded so that a rank that leaves can abort them.
 
 Destroying or aborting a gloo group closes nothing while anything refers to it, and torch's caches refer to many meshes.
-Without this, ranks that wait in a collective for a failed one would have to be killed: no ``on_exception`` hook, no
-logger and no checkpoint callback of theirs would run. Shutting the TCP connections down ends every collective at once,
-on both sides of each connection.
+Without this, ranks that wait in a collective for a failed rank would have to be killed, and their ``on_exception``
+hooks, loggers and checkpoint callbacks would not run. Shutting a connection down ends its collectives at once, on both
+sides.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Note the sockets that appear inside, for :func:`abort_connections`, also if the block raises. Not a collective.
+    """Record the sockets that the block opens, also if it raises, for :func:`abort_connections`. Not a collective.
 
-    To be put around ``init_process_group``, ``new_group`` and ``init_device_mesh``. Sockets that another thread opens
-    meanwhile are noted too. Does nothing on systems without ``/dev/fd``.
+    Put it around ``init_process_group``, ``new_group`` and ``init_device_mesh``. Sockets that another thread opens
+    meanwhile are recorded too. Does nothing on systems without ``/dev/fd``.
     """
     before = _open_sockets()
     try:
@@ -39,10 +39,10 @@ def recording() -> Iterator[None]:
 
 
 def abort_connections(store: dist.Store | None = None) -> None:
-    """Shut down every recorded connection that is still open: collectives that wait on one raise, here and there.
+    """Shut down every recorded connection that is still open: collectives that wait on one raise on both ranks.
 
-    Callable from any thread and more than once; not a collective. The groups are of no use afterwards. Connections to
-    ``store`` are left alone: through it the ranks still tell each other what happened.
+    Callable from any thread and more than once; not a collective. The groups are unusable afterwards. Connections to
+    ``store`` stay open: through it the ranks still report what happened.
     """
     with _lock:
         recorded = _recorded & _open_sockets()
@@ -58,7 +58,7 @@ def abort_connections(store: dist.Store | None = None) -> None:
 
 
 def _open_sockets() -> set[tuple[int, int]]:
-    """Descriptor and inode of every socket of this process; the inode tells a descriptor that is used anew."""
+    """Descriptor and inode of every socket of this process; the inode shows when a descriptor was reused."""
     found = set()
     with contextlib.suppress(OSError):
         for descriptor in map(int, os.listdir(DESCRIPTORS)):

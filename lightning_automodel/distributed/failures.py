@@ -1,4 +1,4 @@
-"""A rank that fails tells the others: what a failure is, and how it travels through the store of the process group."""
+"""What one rank reports of its failure, and how that is written to the process group's store for the other ranks."""
 
 import json
 import socket
@@ -19,12 +19,12 @@ class RankFailure:
     """What went wrong on one rank, as every other rank reports it.
 
     Attributes:
-        rank: Rank in the default group; ``LAUNCHER`` for what started the processes.
-        host: Name of its machine.
-        where: The hook or block that it was in.
-        error: Type of the exception, ``MISSED_HEARTBEATS``, or ``STUCK`` for a rank that is alive and does not go on.
+        rank: Rank in the default group; ``LAUNCHER`` for the process that started the ranks.
+        host: Host name of the rank.
+        where: The hook or block that the rank was in.
+        error: Type of the exception, ``MISSED_HEARTBEATS``, or ``STUCK`` for a rank that is alive but does not go on.
         message: The exception's message, cut after some thousand characters.
-        line: File and number of the line that raised it, to tell whether ranks failed alike.
+        line: File and number of the line that raised it; shows whether ranks failed with the same error.
     """
 
     rank: int
@@ -36,7 +36,7 @@ class RankFailure:
 
     @classmethod
     def from_exception(cls, exception: BaseException, rank: int, where: str) -> "RankFailure":
-        """Describe ``exception``, raised by this process, which is ``rank``, in ``where``."""
+        """Describe ``exception``, which this process, rank ``rank``, raised in ``where``."""
         message = f"exit status {exception.code}" if isinstance(exception, SystemExit) else _text(exception)
         frames = traceback.extract_tb(exception.__traceback__)
         line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
@@ -48,11 +48,11 @@ class RankFailure:
         return cls(**json.loads(data))
 
     def to_bytes(self) -> bytes:
-        """As it is written to a store."""
+        """Encode the failure for the store."""
         return json.dumps(asdict(self)).encode()
 
     def is_like(self, other: "RankFailure") -> bool:
-        """Whether both ranks raised one error in one line, as all do where the mistake is in the code or the data."""
+        """Whether both ranks raised the same error in the same line, as for a mistake in the code or the data."""
         return (self.error, self.message, self.line) == (other.error, other.message, other.line)
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class RankFailure:
 
 
 class RankFailedError(RuntimeError):
-    """Raised on every rank that has to leave because another one failed.
+    """Raised on every rank that has to stop because another rank failed.
 
     Attributes:
         failure: What happened, and where.
@@ -82,12 +82,12 @@ class RankFailedError(RuntimeError):
 
 
 def failure_of(error: BaseException, rank: int, where: str) -> RankFailure:
-    """What to tell the others: the failure that ``error`` brought to this rank, else ``error`` itself."""
+    """The failure to post for the other ranks: another rank's, if ``error`` reports one, else ``error`` itself."""
     return error.failure if isinstance(error, RankFailedError) else RankFailure.from_exception(error, rank, where)
 
 
 def is_communication_error(exception: BaseException) -> bool:
-    """Whether ``exception``, or one that it came from, says that another rank did not answer."""
+    """Whether ``exception``, or one in its chain of causes, says that another rank did not answer."""
     seen: set[int] = set()
     current: BaseException | None = exception
     while current is not None and id(current) not in seen:

@@ -1,16 +1,16 @@
-"""First-rank blocks: the first rank of each node goes first, and a failure reaches every rank.
+"""First-rank blocks: the first rank of each node runs a block before the others, and a failure reaches every rank.
 
-Everything travels through the store channel: no group is made and no collective is called, so nothing is created late
-and no collective's timeout applies. Within a run that is the run's channel, else one for the outermost block. Below
-``first_rank/<group>/<number of the block>`` the store holds
+The ranks communicate through the store channel: no group is made and no collective is called, so nothing is created
+late and no collective's timeout applies. Within a run it is the run's channel, else one made for the outermost block.
+Below ``first_rank/<group>/<number of the block>`` the store holds
 
-    node/...          where each rank is
-    outcome/<rank>    how the block ended there; a block inside it goes below its number
-    left/...          it ended well on each rank
-    failure, known    the first failure that left it, and how many ranks know it or the good end
+    node/...          the node of each rank
+    outcome/<rank>    how the block ended on the rank; an inner block's key is below the inner block's number
+    left/...          the ranks that left the block without an error
+    failure, known    the first failure that left the block, and how many ranks know of it or of the good end
 
-A wait at an entry is for a lower rank, and only outermost blocks wait at their exit, by when no rank needs this one at
-an entry any more: so blocks that all ranks enter in the same order cannot deadlock, whatever their scopes.
+At an entry a rank waits only for a lower rank. Only outermost blocks wait at their exit, where no rank waits for this
+one at an entry any more. So blocks that all ranks enter in the same order cannot deadlock, whatever their scopes.
 """
 
 import contextlib
@@ -43,33 +43,33 @@ class FirstRankPerNode(ContextDecorator):
 
     A context manager and a decorator. ``with ... as is_first`` tells whether this rank goes first. One object serves
     any number of blocks, also nested ones. All ranks of the group must enter the same blocks in the same order, from
-    one thread. Ranks outside the group take no part; there is no collective in it.
+    one thread. Ranks outside the group take no part. It calls no collective.
 
-    An outermost block starts when all ranks have entered it, within ``timeout`` of each other. The others wait as long
-    as the first rank works, then run the same block. It ends when it has ended on all ranks; blocks inside another
-    block wait at their entry only, for their first rank. An exception (``KeyboardInterrupt`` and ``SystemExit`` count)
-    leaves the block unchanged where it was raised, and every other rank raises ``RankFailedError``: at the entry,
-    without running the block, if it waits there, else at the exit of the outermost block. One that is caught inside an
-    outer block concerns only ranks that wait for the failed rank at the inner one.
+    An outermost block starts when all ranks have entered it, within ``timeout`` of each other, and ends when it has
+    ended on all ranks. The others wait while the first rank works, then run the same block. An inner block waits only
+    at its entry, for its first rank. An exception (also ``KeyboardInterrupt`` and ``SystemExit``) leaves the block
+    unchanged on the rank that raised it. Every other rank raises ``RankFailedError``: at the entry, without running the
+    block, if it waits there, else at the exit of the outermost block. An exception that is caught inside an outer block
+    reaches only ranks that wait for the failed rank at the inner one.
 
     Without a process group the block just runs. With ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in
     the environment and more than one rank, a gloo group is made for the block and destroyed after it.
 
-    Ranks are on one node if they have the same host name and, where ``LOCAL_RANK`` is set, the same rank less local
+    Ranks are on one node if they have the same host name and, where ``LOCAL_RANK`` is set, the same rank minus local
     rank, since the ranks of a node are consecutive.
 
     Args:
-        group: Ranks that take part, None for the default group. Blocks inside another one are for the same group.
+        group: Group of the ranks that take part; None is the default group. An inner block has the outer one's group.
         scope: Who goes first: the lowest rank of the group on each ``"node"`` (for local disks), or the lowest rank of
             the group, ``"global"`` (for a shared file system).
-        timeout: Within which all ranks come to an outermost block, and how long a rank that others wait for, or the
-            store, may miss heartbeats: a ``timedelta`` or minutes. It bounds no work: a rank inside a block sends
-            heartbeats as long as its threads can run, and is waited for up to a day. An outermost block's holds for
-            the blocks inside it too.
+        timeout: Within which all ranks must enter an outermost block, and how long a rank that others wait for, or the
+            store, may miss heartbeats: a ``timedelta`` or minutes. It does not limit the work: a rank inside a block
+            sends heartbeats as long as its threads can run, and the others wait for it up to a day. Inner blocks use
+            the outermost block's timeout.
 
     Raises:
-        ValueError: If ``scope`` is neither, ``timeout`` is not positive, or this rank is not in ``group``.
-        TypeError: If ``group`` is no process group, or ``timeout`` neither a ``timedelta`` nor a number.
+        ValueError: If ``scope`` is neither value, ``timeout`` is not positive, or this rank is not in ``group``.
+        TypeError: If ``group`` is not a process group, or ``timeout`` neither a ``timedelta`` nor a number.
     """
 
     def __init__(
@@ -87,16 +87,16 @@ class FirstRankPerNode(ContextDecorator):
         self._group = None if group is None else weakref.ref(_checked(group))
 
     def __enter__(self) -> bool:
-        """Wait for this rank's turn.
+        """Wait until this rank may run the block.
 
         Returns:
             Whether this rank is the first of its node, or of the group for scope ``"global"``.
 
         Raises:
             RankFailedError: If another rank failed, a rank that is waited for was silent, or the store was lost.
-            RuntimeError: If the first rank left a block around this one without entering it, or if ranks did not come
-                to the group that is made from the environment: who, where, and how long was waited.
-            ValueError: If the group was destroyed, or is another one than that of the enclosing block.
+            RuntimeError: If the first rank left an outer block without entering this one, or ranks did not join the
+                group that is made from the environment: the message names ranks, address and waiting time.
+            ValueError: If the group was destroyed, or is not the enclosing block's group.
         """
         block = self._open()
         stack = _active_blocks()
@@ -113,10 +113,10 @@ class FirstRankPerNode(ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Tell the others how the block ended; after an outermost one, wait until it has ended everywhere.
+        """Report how the block ended; after an outermost one, wait until it has ended on all ranks.
 
         Raises:
-            RankFailedError: As on entering; not if the block itself raised.
+            RankFailedError: As on entering, but not if the block itself raised.
         """
         block = _active_blocks().pop()
         if block is not None:
@@ -162,7 +162,7 @@ def _checked(group: object) -> dist.ProcessGroup:
 
 
 def _make_group_from_environment(timeout: timedelta) -> bool:
-    """Make the default group, over gloo, if there is none and the environment tells of more than one rank."""
+    """Join a gloo default group if there is none and the environment has several ranks; return whether it did."""
     if dist.is_initialized() or not all(os.environ.get(name) for name in ENVIRONMENT):
         return False
     if rendezvous.number_in_environment("WORLD_SIZE", at_least=1) == 1:
@@ -172,7 +172,7 @@ def _make_group_from_environment(timeout: timedelta) -> bool:
 
 
 run_channel: StoreChannel | None = None
-"""Channel of the run that this process is in; its owner sets it."""
+"""Channel of the run that this process is in; the run's supervisor sets it."""
 
 _num_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _this_thread = threading.local()
@@ -188,17 +188,17 @@ def _active_blocks() -> "list[_Block | None]":
 
 
 def node_of(rank: int) -> str:
-    """Which node this process is on; only ranks of one node say the same.
+    """Name of this process's node, the same only for ranks of one node.
 
     Raises:
-        ValueError: If ``LOCAL_RANK`` is no number.
+        ValueError: If ``LOCAL_RANK`` is not a number.
     """
     local_rank = rendezvous.number_in_environment("LOCAL_RANK")
     return socket.gethostname() + ("" if local_rank is None else f" from rank {rank - local_rank}")
 
 
 def first_rank(rank: int, nodes: dict[int, str], scope: Scope) -> int:
-    """The lowest rank that is on the node of ``rank``, or of all for scope ``"global"``; ``nodes`` by rank."""
+    """The lowest rank on the node of ``rank``, or of all ranks for scope ``"global"``; ``nodes`` by rank."""
     return min(other for other, node in nodes.items() if scope == "global" or node == nodes[rank])
 
 
@@ -208,14 +208,15 @@ def first_rank(rank: int, nodes: dict[int, str], scope: Scope) -> int:
 class _Meeting:
     """The ranks of a group in an outermost block, and what they share until it has ended on all of them.
 
-    All must come within ``timeout_s``. Failures call the block ``where``. A group that was made for it ends with it.
+    All must enter within ``timeout_s``. ``where`` names the block in failures. If ``made_group``, the group was made
+    for the block and is destroyed with it.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, where: str, made_group: bool) -> None:
         self.group, self.members = group, dist.get_process_group_ranks(group)
         self._where, self._made_group = where, made_group
-        # Every member counts its blocks on this group, and all enter the same ones. The lowest rank belongs to the
-        # name, as torch may give one name to groups that share no rank.
+        # Each member counts its blocks on this group; all enter the same blocks, so the numbers agree. The lowest rank
+        # is in the path, as torch may give one name to groups that share no rank.
         _num_blocks[group] = _num_blocks.get(group, 0) + 1
         self.path = f"first_rank/{group.group_name}.{min(self.members)}/{_num_blocks[group]}"
         self._own_channel = None
@@ -231,15 +232,15 @@ class _Meeting:
             mine = node_of(channel.rank)
             nodes = channel.gather(f"{self.path}/node", self.members, mine, self.path, timeout_s)
         except BaseException as error:
-            # Who comes too late is told that it was missed, in place of waiting for those that have left.
+            # A rank that comes too late then reads the failure, and does not wait for ranks that have left.
             self.end(error, 2 * channel.interval_s)
             raise
         self.nodes = dict(zip(self.members, nodes, strict=True))
 
     def end(self, error: BaseException | None, linger_s: float = LINGER_S) -> None:
-        """Tell the others how it ended here, and free what was made for it.
+        """Report how the block ended on this rank, and free what was made for it.
 
-        Rank 0, which may host the store, stays until the others know, for ``linger_s`` seconds at most.
+        Rank 0, which may host the store, waits until the others know, for ``linger_s`` seconds at most.
         """
         channel = self.channel
         try:
@@ -267,9 +268,9 @@ class _Block:
     Attributes:
         meeting: The ranks that take part.
         scope: Who goes first.
-        where: How failures call it.
-        paths: Below which its keys are and those of the blocks around it, innermost first; the same on all ranks.
-        num_inner: Blocks inside it so far.
+        where: Name of the block in failures.
+        paths: Key prefixes of this block and of the blocks around it, innermost first; the same on all ranks.
+        num_inner: Number of inner blocks so far.
     """
 
     meeting: _Meeting
@@ -288,7 +289,7 @@ class _Block:
 
         def look(store: dist.Store) -> tuple[bytes, bool] | None:
             """How the first rank left this block, or else a block around it; and whether it was this one."""
-            # That rank posts the innermost outcome first, so the innermost is looked at last, and counts.
+            # The first rank posts inner outcomes first. Inner keys are checked last, so none is missed in between.
             posted = [path for path in reversed(self.paths) if store.check([f"{path}/outcome/{first}"])]
             return (store.get(f"{posted[-1]}/outcome/{first}"), posted[-1] == self.paths[0]) if posted else None
 
@@ -303,7 +304,7 @@ class _Block:
         return False
 
     def leave(self, error: BaseException | None) -> None:
-        """Post how the block ended on this rank; where it is the outermost, wait until it has ended on all."""
+        """Post how the block ended on this rank; if it is the outermost, wait until it has ended on all ranks."""
         meeting, channel = self.meeting, self.meeting.channel
         is_outermost = len(self.paths) == 1
         outcome = DONE if error is None else failure_of(error, channel.rank, self.where).to_bytes()

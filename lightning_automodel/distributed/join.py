@@ -1,4 +1,4 @@
-"""Every rank waits in the store for all others, and all of them get one error that names the culprit."""
+"""Joining: every rank waits in the store for all others, and if that fails, all raise the same error."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ KEYS = "lightning_automodel/joining"
 
 @dataclass(frozen=True)
 class JoinRound:
-    """One round in which the ranks of a world join: a store, below the run's secret, serves one after the other."""
+    """One attempt of all ranks to join. A store serves several rounds, one after the other, below the run's secret."""
 
     found: Rendezvous
     store: dist.Store
@@ -39,7 +39,7 @@ class JoinRound:
         return dist.PrefixStore("group", self.keys)
 
     def leave(self, linger_s: float = LINGER_S) -> None:
-        """Tell that this rank needs the store no longer; its host waits up to ``linger_s`` until all have told."""
+        """Post that this rank no longer needs the store; its host waits up to ``linger_s`` for all ranks to post."""
         if self.found.world_size == 1:
             return
         with contextlib.suppress(RuntimeError):
@@ -50,14 +50,14 @@ class JoinRound:
 
 
 def meet(found: Rendezvous, backend: str, timeout: timedelta) -> JoinRound:
-    """Wait until every rank is there. A collective over the world, through the store alone.
+    """Wait until every rank has joined. A collective over the world, through the store alone.
 
-    A thread does it, as a call to a store whose host is stopped, or is no store, would never return.
+    It runs in a thread, as a call to a store whose host is stopped, or to something else than a store, never returns.
 
     Raises:
-        RuntimeError: On every rank that is there, with one text: ranks that did not come within ``timeout``, two
-            processes with one rank, ranks that disagree about world size or backend. Also where the store cannot be
-            used.
+        RuntimeError: On every rank that has arrived, with the same message: if ranks did not arrive within
+            ``timeout``, two processes have the same rank, or ranks disagree about world size or backend. Also if the
+            store cannot be used.
     """
     if found.world_size == 1:
         return JoinRound(found, found.store if found.store is not None else dist.HashStore(), 0)
@@ -74,7 +74,7 @@ def meet(found: Rendezvous, backend: str, timeout: timedelta) -> JoinRound:
     with contextlib.suppress(TimeoutError):
         return outcome.result(timeout.total_seconds())
     if has_store.is_set() or outcome.done():
-        # The ranks that came are about to agree on who did not.
+        # The ranks that arrived are about to agree on the missing ones.
         with contextlib.suppress(TimeoutError):
             return outcome.result(2 * LINGER_S)
     raise RuntimeError(no_store(found, timeout, "what listens there does not answer as a store"))
@@ -90,26 +90,26 @@ def _meet(found: Rendezvous, backend: str, timeout: timedelta, has_store: thread
         try:
             return _take_part(found, backend, store, timeout, deadline)
         except (dist.DistError, TimeoutError) as error:
-            # This rank may have met the store of an earlier group in its last moment.
+            # It may have been the store of an earlier group, just before it closed: connect again.
             is_renewed = found.address is not None and not found.hosts_store
             if not is_renewed or time.monotonic() > deadline:
                 raise RuntimeError(no_store(found, timeout, str(error).splitlines()[0])) from error
 
 
 def _take_part(found: Rendezvous, backend: str, store: dist.Store, timeout: timedelta, deadline: float) -> JoinRound:
-    """Enter this rank into the store's newest round, and wait until all are there, or something is wrong."""
+    """Enter this rank into the store's newest round, and wait until all have arrived or something is wrong."""
     counter = dist.PrefixStore(KEYS, store)
     join_round = JoinRound(found, store, counter.add("round", 0))
     keys, me = join_round.keys, f"{socket.gethostname()} pid {os.getpid()}"
 
     def settle(problem: str) -> None:
-        """End the round, unless somebody else has; who comes from now on is in the next one."""
+        """End the round, unless another rank has; ranks that arrive later are in the next one."""
         if keys.add("settled", 1) == 1:
             counter.add("round", 1)
             keys.set("result", f"={problem}")
 
-    is_twin = keys.add(f"claims/{found.rank}", 1) > 1
-    if is_twin:
+    is_duplicate = keys.add(f"claims/{found.rank}", 1) > 1
+    if is_duplicate:
         settle(
             f"Two processes joined at {found.place} as rank {found.rank} of {found.world_size} (backend {backend}):"
             f" {_read(keys, f'rank/{found.rank}', deadline)}, and {me}; give each process a RANK of its own, and each"
@@ -139,8 +139,8 @@ def _take_part(found: Rendezvous, backend: str, store: dist.Store, timeout: time
                 " waited: check that each process runs and has the same address, or raise the timeout."
             )
     if problem := _read(keys, "result", time.monotonic() + LINGER_S).removeprefix("="):
-        if not is_twin:
-            # The store's host waits for the rank that came first, which may not have read this yet.
+        if not is_duplicate:
+            # Not for a duplicate: the store's host must wait for the first process, which may still have to read it.
             join_round.leave()
         raise RuntimeError(problem)
     return join_round
@@ -160,7 +160,7 @@ def _read(store: dist.Store, key: str, deadline: float) -> str:
 def _wait(store: dist.Store, keys: list[str], deadline: float) -> bool:
     """Whether all ``keys`` were there by the deadline.
 
-    It polls: a wait of the store cannot be interrupted, and floods the log when it times out.
+    It polls: ``Store.wait`` cannot be interrupted, and floods the log when it times out.
     """
     started_at = time.monotonic()
     while not store.check(keys):

@@ -21,7 +21,7 @@ TOKENS = "data_parallel_context"
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """How many ranks stand along each dimension.
+    """Number of ranks along each dimension.
 
     Attributes:
         replicate: Ranks that hold copies of the same shard.
@@ -55,13 +55,13 @@ def resolve_sizes(
     num_nodes: int,
     context_parallel_size: int = 1,
 ) -> MeshSizes:
-    """Settle the sizes once the world is known.
+    """Resolve ``"auto"`` and check the sizes, once the world size is known.
 
-    Data-parallel ranks include replicas, and ``"auto"`` is what tensor and context parallelism leave. ``"auto"``
-    replicas are as many as nodes; under DDP all data-parallel ranks are replicas.
+    ``data_parallel_size`` includes replicas; ``"auto"`` is the world size over the tensor and context sizes. For
+    replicas ``"auto"`` is the number of nodes; under DDP all data-parallel ranks are replicas.
 
     Raises:
-        ValueError: If the sizes do not multiply to the world size, with the values that would.
+        ValueError: If the sizes do not multiply to the world size; the message gives values that do.
     """
     tensor, context = tensor_parallel_size, context_parallel_size
     told = {"tensor_parallel_size": tensor, "context_parallel_size": context}
@@ -91,7 +91,7 @@ def resolve_sizes(
 
 
 def refuse_tensor_parallel_ddp(tensor_parallel_size: int) -> None:
-    """Raise ValueError unless each rank computes its micro-batches alone, as ``DistributedDataParallel`` needs it."""
+    """Raise ValueError for more than one tensor-parallel rank."""
     if tensor_parallel_size > 1:
         raise ValueError(
             f"Tensor parallelism (size {tensor_parallel_size}) does not work with data_parallel='ddp', which copies"
@@ -105,11 +105,11 @@ def _divisors(size: int) -> str:
 
 @dataclass(frozen=True)
 class RunMesh:
-    """The mesh of a run and the views of it that the other rooms need.
+    """The mesh of a run and the views of it that other modules use.
 
     Attributes:
         mesh: All dimensions.
-        sizes: How many ranks stand along them.
+        sizes: Number of ranks along each.
         data_parallel: 1-D view over the ranks that are given different batches.
         tokens: 1-D view over the ranks that hold different tokens: data-parallel ranks times context peers.
         fsdp: What ``fully_shard`` takes: 1-D, or 2-D (replicate, shard) where there are replicas. Parameters are
@@ -128,12 +128,12 @@ class RunMesh:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Group of the ranks that hold different tokens: over which they are counted and gradients averaged."""
+        """Group of the ranks that hold different tokens; tokens are counted and gradients averaged over it."""
         return self.tokens.get_group()
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """Groups that together span the world: that of this rank's :attr:`group`, then its tensor-parallel one."""
+        """This rank's groups that together span the world: :attr:`group`, then :attr:`tensor_group`, if any."""
         return [self.group] if self.tensor_group is None else [self.group, self.tensor_group]
 
     @property
@@ -160,10 +160,10 @@ def _forget() -> None:
 
 
 def forget_former_world() -> None:
-    """Where the default group is another than before, drop its meshes and what DTensor remembers of them.
+    """If the default group has changed, drop the meshes over the old one and DTensor's caches of them.
 
-    A mesh that is laid over the new group equals the old one to DTensor's caches, which then lead to groups that are
-    gone. Not a collective.
+    To those caches a mesh over the new group equals the old mesh, so they would return destroyed groups. Not a
+    collective.
     """
     global _built_over
     if _built_over is not dist.group.WORLD:
@@ -173,14 +173,14 @@ def forget_former_world() -> None:
 
 
 def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMesh:
-    """Lay the mesh over the default group, or take the equal one that was laid over it before.
+    """Build the mesh over the default group, or return the equal one that was built before.
 
     Every mesh has process groups of its own, with threads and connections that last as long as the default group: a
     process that fits often must not pile them up. A collective over the world: every rank must call it, with the same
-    arguments and after the same calls before.
+    arguments and after the same earlier calls.
 
     Tensor-parallel peers are neighbours, then context peers, then the shards of one replica. There is a dimension for
-    context peers only where there are any. ``timeout`` is for collectives on its groups.
+    context peers only if there are any. ``timeout`` is for collectives on the mesh's groups.
     """
     forget_former_world()
     if (device_type, sizes) not in _built:
@@ -197,9 +197,9 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
 
 
 def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor: str | None) -> RunMesh:
-    """The views of a mesh by the names of its dimensions: those that hold different data, and the tensor-parallel one.
+    """Make the views of a mesh; ``data`` names its data-parallel dimensions and ``tensor`` its tensor-parallel one.
 
-    A collective over the world where there are two of the first, or context peers: these are to be flattened.
+    A collective over the world if there are two data-parallel dimensions or context peers: flattening makes groups.
     """
 
     def view(*names: str) -> DeviceMesh:

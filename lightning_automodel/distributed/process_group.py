@@ -1,4 +1,4 @@
-"""Joining and leaving the process group, and asking where in it this process stands."""
+"""Joining and leaving the process group, and this process's rank in it."""
 
 import contextlib
 import gc
@@ -27,7 +27,7 @@ BEFORE_CHILDREN_ARE_JOINED = 0
 
 @dataclass(frozen=True)
 class DistInfo:
-    """Where this process stands in the default process group.
+    """Rank, device and backend of this process in the default process group.
 
     Attributes:
         backend: Backend or mixed backends, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
@@ -44,31 +44,31 @@ class DistInfo:
     is_main: bool
 
 
-# --- Where this process stands ----------------------------------------------------------------------------------------
+# --- Rank and world size ----------------------------------------------------------------------------------------------
 
 
 def get_rank_safe() -> int:
-    """Rank of this process: in the default group, before joining by RANK, SLURM_PROCID or LOCAL_RANK; else 0.
+    """Rank of this process in the default group; before joining, from RANK, SLURM_PROCID or LOCAL_RANK, else 0.
 
     Not a collective.
 
     Raises:
-        ValueError: If the variable is no whole number.
+        ValueError: If the variable is not a whole number.
     """
     return group_rank() if dist.is_initialized() else _first_number("RANK", "SLURM_PROCID", "LOCAL_RANK")
 
 
 def get_world_size_safe() -> int:
-    """Number of ranks: of the default group, before joining by WORLD_SIZE or, in a step of SLURM, SLURM_NTASKS; else 1.
+    """Number of ranks of the default group; before joining, from WORLD_SIZE or, in a SLURM step, SLURM_NTASKS, else 1.
 
     Not a collective.
 
     Raises:
-        ValueError: If the variable is no whole number.
+        ValueError: If the variable is not a whole number.
     """
     if dist.is_initialized():
         return group_size()
-    # An interactive allocation has tasks, but what runs there outside of a step is none of them.
+    # An interactive allocation sets SLURM_NTASKS too, but a process that runs there outside of a step is not a task.
     return _first_number("WORLD_SIZE", *(["SLURM_NTASKS"] if "SLURM_PROCID" in os.environ else []), default=1)
 
 
@@ -88,7 +88,7 @@ def get_local_rank_preinit() -> int:
     Not a collective.
 
     Raises:
-        ValueError: If the variable is no whole number.
+        ValueError: If the variable is not a whole number.
     """
     return _first_number("LOCAL_RANK", "SLURM_LOCALID")
 
@@ -99,7 +99,7 @@ def get_local_world_size_preinit() -> int:
     Not a collective.
 
     Raises:
-        ValueError: If the variable is no whole number.
+        ValueError: If the variable is not a whole number.
     """
     return _first_number("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", default=1)
 
@@ -133,7 +133,7 @@ def parse_timeout(timeout: timedelta | float) -> timedelta:
 
 
 def choose_backend(device: torch.device, requested: str | None, cpu_offload: bool) -> str:
-    """Backend of the default group: the requested one, else the device's own, with gloo beside it for CPU offload."""
+    """Backend of the default group: the requested one, else the device's, with gloo for the CPU under CPU offload."""
     if requested is not None:
         return requested
     backend = dist.get_default_backend_for_device(device)
@@ -141,7 +141,7 @@ def choose_backend(device: torch.device, requested: str | None, cpu_offload: boo
 
 
 def check_backend(backend: str) -> None:
-    """Raise ValueError for a backend that this build of torch cannot run, with the names that it can."""
+    """Raise ValueError for a backend that this build of torch cannot run; the message lists those that it can."""
     pairs = [pair.split(":") for pair in backend.lower().split(",")]
     devices = [pair[0] for pair in pairs]
     if ":" in backend and (any(len(pair) != 2 for pair in pairs) or len(set(devices)) != len(pairs)):
@@ -159,9 +159,9 @@ def check_backend(backend: str) -> None:
 
 
 def choose_device(backend: str, local_rank: int) -> torch.device:
-    """Device that ``backend`` communicates for, of this process: the CPU, or an accelerator by local rank.
+    """This process's device that ``backend`` communicates for: the CPU, or an accelerator by local rank.
 
-    A process that sees one device takes that, whatever its local rank. Not a collective.
+    A process that sees one accelerator takes it, whatever its local rank. Not a collective.
 
     Raises:
         ValueError: If there is no device for this local rank.
@@ -191,7 +191,7 @@ def choose_device(backend: str, local_rank: int) -> torch.device:
 
 @dataclass(frozen=True)
 class _Membership:
-    """A group that this package made, and what has to be undone."""
+    """The default group that this package made, and what is needed to leave it."""
 
     process_id: int
     join_round: join.JoinRound
@@ -225,19 +225,19 @@ def initialize_distributed(
         timeout_minutes: How long joining may take, and a collective on the group may wait: ``timedelta`` or minutes.
         init_method: ``env://``, ``tcp://address:port`` or ``file:///path``. None: ``env://``, that is, MASTER_ADDR and
             MASTER_PORT.
-        store: Where the ranks meet, in place of ``init_method``. The same store can serve several joins.
+        store: Where the ranks meet, instead of ``init_method``. The same store can serve several joins.
         rank: Rank of this process. None: RANK.
         world_size: Number of ranks. None: WORLD_SIZE.
         device_id: Bind the group to this rank's accelerator now, which connects NCCL eagerly; without effect on the
             CPU. Some systems hang with it and some without.
 
     Returns:
-        Where this process stands. The current accelerator device is set to its device.
+        Rank and device of this process. The current accelerator device is set to its device.
 
     Raises:
         ValueError: If an argument or environment variable is missing or out of range, or a backend is not available.
         RuntimeError: On every rank that has joined, if others are missing, two have the same rank, or the address
-            cannot be used. It says which ranks, where, and how long was waited.
+            cannot be used. The message names ranks, address and waiting time.
     """
     timeout = parse_timeout(timeout_minutes)
     check_backend(backend)
@@ -258,10 +258,10 @@ def join_process_group(
     device: torch.device,
     init_method: str | None = None,
 ) -> None:
-    """Join the default process group, or use the one that exists, and bind the device to it unless that is the CPU.
+    """Join the default process group, or use the one that exists, and bind ``device`` to it unless that is the CPU.
 
-    As :func:`initialize_distributed`, but Lightning's environment tells who this process is, and where the ranks meet
-    unless ``init_method`` does.
+    Like :func:`initialize_distributed`, but rank, world size and, without ``init_method``, the address come from
+    Lightning's cluster environment.
     """
     lightning_internals.reset_seed()
     check_backend(backend)
@@ -320,9 +320,9 @@ def _join(found: rendezvous.Rendezvous, backend: str, timeout: timedelta, device
 
 
 def forget_inherited_groups() -> None:
-    """In a forked process: be in no group of its parent, such as that of an earlier run. Not a collective.
+    """In a forked process: leave the parent's groups, for instance those of an earlier run. Not a collective.
 
-    They are kept, unused, since destroying them would wait for threads that a fork does not copy.
+    The objects are kept, unused, since destroying them would wait for threads that a fork does not copy.
     """
     global _membership
     _inherited.extend((_membership, torch_internals.forget_process_groups()))
@@ -331,7 +331,7 @@ def forget_inherited_groups() -> None:
 
 
 def at_leaving(hook: Callable[[], None]) -> Callable[[], None]:
-    """Have ``hook`` called before this package destroys a group: to drop references to what it made upon the group.
+    """Have ``hook`` called before this package destroys a group, to drop references to the group and its meshes.
 
     Also a decorator. A group that is still referred to keeps its threads and connections.
     """
@@ -340,7 +340,7 @@ def at_leaving(hook: Callable[[], None]) -> Callable[[], None]:
 
 
 def call_leaving_hooks() -> None:
-    """Drop references to what was made upon the default group, as after a failure, when it is of no use any more."""
+    """Drop references to the default group and its meshes; also called after a failure, when they are unusable."""
     for hook in _leaving_hooks:
         hook()
 
@@ -365,7 +365,7 @@ def destroy_global_state(linger_s: float = join.LINGER_S) -> None:
             if membership.group() is not None and dist.group.WORLD is membership.group():
                 _destroy_groups()
             if membership.group() is not None:
-                # A mesh that was in use until now refers to it, in a cycle with other meshes.
+                # A mesh that was in use until now refers to the group, in a cycle with other meshes.
                 gc.collect()
         finally:
             membership.join_round.leave(linger_s)
@@ -373,7 +373,7 @@ def destroy_global_state(linger_s: float = join.LINGER_S) -> None:
 
 def _destroy_groups() -> None:
     call_leaving_hooks()
-    # Models that the caller has dropped and meshes refer to each other in cycles, and fill the caches once more.
+    # Dropped models and meshes refer to each other in cycles. First, as collecting them fills the caches again.
     gc.collect()
     torch_internals.forget_meshes()
     try:
@@ -385,7 +385,7 @@ def _destroy_groups() -> None:
 
 @contextlib.contextmanager
 def patched_signal(signum: int, handler: Any) -> Iterator[None]:
-    """Have ``handler`` for a signal, then the one that was found: in the main thread alone, and unless that is in C."""
+    """Patch a signal's handler, then restore it; only in the main thread, and unless the former one was set in C."""
     can_patch = threading.current_thread() is threading.main_thread() and signal.getsignal(signum) is not None
     previous = signal.signal(signum, handler) if can_patch else None
     try:

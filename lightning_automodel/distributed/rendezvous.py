@@ -1,4 +1,4 @@
-"""Where the ranks of a world meet: rank, world size and address, checked, and the store that they find there."""
+"""Where the ranks of a world meet: rank, world size and address, checked, and the store at that address."""
 
 import contextlib
 import errno
@@ -23,10 +23,10 @@ SECRET = "LIGHTNING_AUTOMODEL_RUN_SECRET"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Who this process is and where it meets the others.
+    """Rank and world size of this process, and where it meets the others.
 
-    ``method`` is ``env://``, ``tcp://address:port``, ``file:///path`` or another registered scheme; "" where the caller
-    made a ``store``.
+    ``method`` is ``env://``, ``tcp://address:port``, ``file:///path`` or another registered scheme; "" if the caller
+    passed a ``store``.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class Rendezvous:
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """Host and port of the ``TCPStore``; None where none is made."""
+        """Host and port of the ``TCPStore``; None if no ``TCPStore`` is made."""
         url = urlsplit(self.method)
         if self.store is not None or self.world_size == 1 or url.scheme not in ("env", "tcp"):
             return None
@@ -77,21 +77,21 @@ def launcher_hosts_store() -> bool:
 
 
 def run_secret() -> str:
-    """What the keys of this run begin with, so that no stranger who reaches the store writes what its ranks read.
+    """Prefix of this run's keys, so that an outsider who reaches the store cannot write what the ranks read.
 
     The environment variable ``LIGHTNING_AUTOMODEL_RUN_SECRET``, which :func:`share_secret` sets, else torchrun's run
-    id; "" where neither is known.
+    id; "" without either.
     """
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return os.environ.get(SECRET) or ("" if run_id == "none" else run_id)
 
 
 def share_secret() -> None:
-    """Let the processes that this one is about to start as all ranks of a run have one secret; it is kept if set."""
+    """Set a run secret for the processes that this one is about to start, all ranks of a run, unless one is set."""
     os.environ.setdefault(SECRET, secrets.token_hex(16))
 
 
-# --- Who this process is ----------------------------------------------------------------------------------------------
+# --- Rank, world size and address -------------------------------------------------------------------------------------
 
 
 def locate(
@@ -100,12 +100,12 @@ def locate(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Rendezvous:
-    """Settle rank, world size and place: from the arguments, else from the environment.
+    """Find rank, world size and meeting place: from the arguments, else from the environment.
 
-    A world of one where nothing says otherwise. Not a collective.
+    A world of one if neither says otherwise. Not a collective.
 
     Raises:
-        ValueError: If something is missing, out of range or no number; the message names it and its value.
+        ValueError: If a value is missing, out of range or not a number; the message names it.
     """
     if init_method is not None and store is not None:
         raise ValueError(f"Pass either init_method={init_method!r} or store={store!r}, not both.")
@@ -126,10 +126,10 @@ def locate(
             "and the same WORLD_SIZE (or world_size=), at least 1, must be given to every process."
         )
     found = Rendezvous(rank, world_size, "" if store is not None else init_method or ENVIRONMENT, store)
-    _ = found.address
+    _ = found.address  # raises if the address is not valid
     url = urlsplit(found.method)
     if url.scheme == "file" and world_size > 1 and not Path(url.path).parent.is_dir():
-        # A `FileStore` would wait minutes for it.
+        # A `FileStore` would wait minutes for the folder.
         raise ValueError(
             f"init_method={found.method!r}: the folder {Path(url.path).parent} does not exist; name a file, which need "
             "not exist, in a folder that every rank can write to."
@@ -141,7 +141,7 @@ def number_in_environment(name: str, at_least: int = 0) -> int | None:
     """The environment variable ``name`` as a number; None where it is unset or empty.
 
     Raises:
-        ValueError: If it is no whole number that is at least ``at_least``.
+        ValueError: If it is not a whole number of at least ``at_least``.
     """
     value = os.environ.get(name, "")
     if value and (not value.strip().isdecimal() or int(value) < at_least):
@@ -171,14 +171,14 @@ def _address_in_environment() -> tuple[str, int]:
 def open_store(found: Rendezvous, timeout: timedelta, deadline: float) -> dist.Store:
     """The store in which the ranks meet: the caller's, or a new one, which lives in rank 0 or in the launcher.
 
-    May hang, in spite of the deadline on the monotonic clock, where something else listens at the address.
+    May hang past the deadline (on the monotonic clock) if something else listens at the address.
 
     Raises:
         RuntimeError: If rank 0 cannot be reached, or cannot host the store, e.g. on a port in use.
     """
     if found.store is not None:
         return found.store
-    # An unknown world size: with a known one, rank 0 would not return before all have come, nor say who has not.
+    # -1 is an unknown world size: with a known one, rank 0 would wait here for all ranks, and not name missing ones.
     world_size = found.world_size if found.address is None else -1
     try:
         if found.address is not None and found.hosts_store:
@@ -194,10 +194,10 @@ def open_store(found: Rendezvous, timeout: timedelta, deadline: float) -> dist.S
 
 
 def _host_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Host the store, on the interface of ``address`` alone where that is certain.
+    """Host the store, only on the interface of ``address`` if that is an IP address of this machine.
 
     A name may mean another interface on other machines (Debian maps a machine's own name to 127.0.1.1), and an address
-    that is none of this machine's belongs to a proxy: both are served on all interfaces, as torch always does.
+    that is not this machine's belongs to a proxy: then it listens on all interfaces, as torch always does.
     """
     listener = None
     # `ip_address` raises ValueError for a name.
@@ -208,7 +208,7 @@ def _host_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
                 (address, port), family=socket.AF_INET6 if ip.version == 6 else socket.AF_INET
             )
         except OSError as error:
-            # In use: by a store of this process, which serves the next group as well, else torch tells.
+            # In use: if by a store of this process, that one serves the next group as well, else torch raises below.
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
                 raise
     return dist.TCPStore(
@@ -223,7 +223,7 @@ def _host_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def _await_host(address: tuple[str, int], deadline: float) -> None:
-    """Wait until something listens: a ``TCPStore`` would go on for more than twice the timeout, and flood the log."""
+    """Wait until something listens: a ``TCPStore`` would try for more than twice the timeout, and flood the log."""
     while True:
         remaining = deadline - time.monotonic()
         try:
@@ -236,7 +236,7 @@ def _await_host(address: tuple[str, int], deadline: float) -> None:
 
 
 def no_store(found: Rendezvous, timeout: timedelta, cause: str) -> str:
-    """What to tell where the store cannot be used: whose fault that is, and what to do."""
+    """Message for a store that cannot be used: which process is the cause, and what to do."""
     if "EADDRINUSE" in cause and found.address is not None:
         return (
             f"Rank 0 of {found.world_size} cannot host the store at {found.place}: port {found.address[1]} is in use "

@@ -1,12 +1,12 @@
-"""The one channel between ranks beside their collectives: heartbeats, failures and waits, through a store.
+"""The one channel between ranks besides collectives: heartbeats, failures and waits, through the process group's store.
 
-Below its prefix the store of the default process group holds
+Below the channel's prefix the store holds
 
-    heartbeat/<rank>    a number that grows, the rank's host and what it is in; at the end "finished"
-    <path>/failure      the first failure of what goes by that path: the whole run, or one first-rank block
+    heartbeat/<rank>    a counter, the rank's host and the hook or block that it is in; at the end "finished"
+    <path>/failure      the first failure of the whole run, or of one first-rank block
     <path>/known        how many ranks know of that failure
 
-and what coordinated stops, the end of a run and first-rank blocks add, each under a path of its own.
+Coordinated stops, the end of a run and first-rank blocks add keys, each below its own path.
 """
 
 import contextlib
@@ -45,10 +45,10 @@ FINISHED = b"finished"
 
 
 class AwakeClock:
-    """Seconds that this process has been running, for owners that ask at least every second or so.
+    """Seconds that this process has been running; must be read at least every second or so.
 
-    A longer gap means that the process was suspended (SIGSTOP, a laptop's lid, a debugger): while it sleeps, no other
-    rank's heartbeat can be missed, and ranks that were suspended together must go on together.
+    A longer gap means that the process was suspended (SIGSTOP, a laptop's lid, a debugger). That time must not count
+    as missed heartbeats of other ranks: ranks that were suspended together must go on together.
     """
 
     def __init__(self) -> None:
@@ -65,24 +65,24 @@ class AwakeClock:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A rank's newest heartbeat: ``value`` as it stands in the store, and when this process first saw it."""
+    """A rank's newest heartbeat: ``value`` as read from the store, and when this process first saw it."""
 
     value: bytes
     changed_at: float
 
     @property
     def finished(self) -> bool:
-        """Whether the rank said that it is done."""
+        """Whether the rank has finished."""
         return self.value == FINISHED
 
     @property
     def host(self) -> str:
-        """The machine of the rank."""
+        """Host name of the rank."""
         return self._parts()[1] or "an unknown host"
 
     @property
     def where(self) -> str:
-        """What the rank was in, such as a hook."""
+        """The hook or block that the rank was in."""
         return self._parts()[2] or "set-up"
 
     def _parts(self) -> list[str]:
@@ -91,32 +91,32 @@ class Heartbeat:
 
 
 def post_failure(store: dist.Store, path: str, failure: RankFailure) -> RankFailure:
-    """Post ``failure`` for those who watch ``path``, unless there is one already; returns the one that counts."""
+    """Post ``failure`` at ``path`` unless there is one already; returns the first one."""
     return RankFailure.from_bytes(store.compare_set(f"{path}/failure", "", failure.to_bytes().decode()))
 
 
 class StoreChannel:
     """A connection to the store of the default group, and the one thread that uses it; :meth:`close` ends both.
 
-    Only the thread touches the connection, because a call to a store whose host is stopped may block for ever, and a
-    client of a ``TCPStore`` is blocked for all threads while one of them waits in it. A few times a second, the thread
-    writes this rank's heartbeat and reads the failures of the paths that are watched, since the store may be gone by
-    the time that the rank asks for them.
+    Only the thread uses the connection, because a call to a store whose host is stopped may block forever, and a
+    ``TCPStore`` client is blocked for all threads while one of them waits in it. A few times a second, the thread
+    writes this rank's heartbeat and reads the failures of the watched paths, since the store may be gone by the time
+    that the rank asks for them.
 
     Args:
-        prefix: Of all keys; the same on all ranks that are to hear of each other.
+        prefix: Prefix of all keys; the same on all ranks of the channel.
         timeout_s: How long the store, or a rank that is waited for, may be silent.
-        where: Tells what this rank is in; called by the thread.
+        where: Returns the hook or block that this rank is in; called by the thread.
         exchange: Called by the thread after each heartbeat.
 
     Attributes:
         interval_s: Seconds between two heartbeats.
-        beats: How many heartbeats the store has taken.
+        beats: Number of heartbeats written.
         is_open: Set once the store has answered.
-        has_ended: Set once the thread has.
-        watched: Paths whose failures this rank notices, and the failure that was posted there, as far as it knows.
-        heartbeats: Those of other ranks, as far as they were read.
-        lost: Why the store cannot be used any more.
+        has_ended: Set once the thread has ended.
+        watched: For each path whose failures this rank reads, the failure that was found there, or None.
+        heartbeats: Newest heartbeats of other ranks, as far as they were read.
+        lost: Why the store cannot be used any more, or None.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class StoreChannel:
                 raise RankFailedError(failure)
 
     def wait_until_known(self, path: str, num_ranks: int, limit_s: float = LINGER_S) -> None:
-        """Stay some seconds until ``num_ranks`` know how ``path`` ended: the store may end with this process."""
+        """Wait at most ``limit_s`` until ``num_ranks`` know how ``path`` ended: the store may end with this process."""
         clock, limit_s = AwakeClock(), min(limit_s, self.timeout_s)
         while clock() < limit_s and self.call(lambda store: store.add(f"{path}/known", 0), limit_s) < num_ranks:
             time.sleep(self._pause(clock()))
@@ -166,7 +166,7 @@ class StoreChannel:
     # --- Waiting ------------------------------------------------------------------------------------------------------
 
     def call(self, function: Callable[[dist.Store], T], patience_s: float = float("inf")) -> T:
-        """Run ``function`` on the thread and return its result. It must not wait for a key.
+        """Run ``function`` on the thread and return its result. The function must not wait for a key.
 
         Raises:
             RankFailedError: If the store is lost, or silent for the timeout or for ``patience_s`` seconds.
@@ -190,12 +190,12 @@ class StoreChannel:
         path: str,
         limit_s: float,
     ) -> T:
-        """Look until there is something, as long as the ranks that are still waited for send heartbeats.
+        """Call ``look`` until it finds something, as long as the ranks that are still waited for send heartbeats.
 
         Args:
             look: Returns what it found, else None.
             pending: Returns the ranks that are still waited for.
-            path: Whose failure ends the wait; that of the run does, too.
+            path: Path whose failure ends the wait; a failure of the run ends it, too.
             limit_s: Longest wait, also for ranks that do send heartbeats.
 
         Raises:
@@ -207,7 +207,7 @@ class StoreChannel:
             if (found := self.call(look)) is not None:
                 return found
             if clock() > next_check_s:
-                # Not often, as everybody looks at everybody's heartbeats.
+                # Not often, as every rank reads every other rank's heartbeats.
                 next_check_s = clock() + self.timeout_s / 10
                 ranks = self.call(pending)
                 silent = self.call(lambda store, ranks=ranks: self.silent(store, ranks))  # type: ignore[misc]
@@ -216,7 +216,7 @@ class StoreChannel:
             time.sleep(self._pause(clock()))
 
     def gather(self, at: str, ranks: Sequence[int], value: str, path: str, limit_s: float) -> list[str]:
-        """Wait as :meth:`wait_for` until all of ``ranks`` have come to ``at``, each with a value.
+        """Wait like :meth:`wait_for` until all of ``ranks`` have posted a value below the key ``at``.
 
         Returns the values in the order of ``ranks``, the same on all of them.
         """
@@ -225,7 +225,7 @@ class StoreChannel:
         def arrive(store: dist.Store) -> None:
             store.set(keys[self.rank], value)
             if store.add(f"{at}/arrived", 1) == len(keys):
-                # For all to read one key, in place of everybody's.
+                # The last rank collects the values, so that each rank reads one key.
                 store.set(f"{at}/all", json.dumps([each.decode() for each in store.multi_get(list(keys.values()))]))
 
         def look(store: dist.Store) -> bytes | None:
@@ -239,14 +239,14 @@ class StoreChannel:
         return values
 
     def close(self) -> None:
-        """Say that this rank is done, unless the run failed, and end the thread; one that is stuck is left behind."""
+        """Post that this rank has finished, unless the run failed, and end the thread, unless it is stuck."""
         self._calls.put(None)
         self._thread.join(JOIN_S + 2 * self.interval_s)
 
     # --- For functions that the thread runs ---------------------------------------------------------------------------
 
     def read_failures(self, store: dist.Store) -> None:
-        """Notice new failures of the watched paths, and let those that posted them know."""
+        """Read new failures of the watched paths, and post that this rank knows of them."""
         for path, known in list(self.watched.items()):
             if known is None and store.check([f"{path}/failure"]):
                 self.watched[path] = RankFailure.from_bytes(store.get(f"{path}/failure"))
@@ -257,7 +257,7 @@ class StoreChannel:
         keys = [f"heartbeat/{rank}" for rank in ranks]
         for rank, key in zip(ranks, keys, strict=True):
             if rank not in self.heartbeats:
-                # To read a missing key is to wait for it.
+                # Reading a missing key would wait for it.
                 store.compare_set(key, "", NONE.decode())
         now = self._clock()
         for rank, value in zip(ranks, store.multi_get(keys) if keys else [], strict=True):
@@ -266,12 +266,12 @@ class StoreChannel:
         return {rank: self.heartbeats[rank] for rank in ranks}
 
     def silent(self, store: dist.Store, ranks: Sequence[int], limit_s: float | None = None) -> list[int]:
-        """Those of ``ranks`` that have sent no heartbeat for ``limit_s`` seconds (the timeout), and are not done."""
+        """Unfinished ``ranks`` that have sent no heartbeat for ``limit_s`` seconds; None is the timeout."""
         beats, limit_s = self.read_heartbeats(store, ranks), self.timeout_s if limit_s is None else limit_s
         return [r for r, beat in beats.items() if not beat.finished and self._clock() - beat.changed_at > limit_s]
 
     def missed_heartbeats(self, rank: int) -> RankFailure:
-        """What to tell of a rank that was found silent."""
+        """The failure to report for a silent rank."""
         beat = self.heartbeats[rank]
         message = (
             f"rank {self.rank} has heard nothing of it for {self._clock() - beat.changed_at:.1f} s: stopped, killed or"
@@ -282,7 +282,7 @@ class StoreChannel:
     # --- Wording ------------------------------------------------------------------------------------------------------
 
     def lost_store(self, what: str) -> RankFailure:
-        """What to tell where the store does not answer: whose process holds it."""
+        """The failure to report if the store does not answer: of the process that holds it."""
         message = f"which holds the store of the process group, {what}"
         if rendezvous.launcher_hosts_store():
             return RankFailure(LAUNCHER, self.host, "", MISSED_HEARTBEATS, message)
@@ -332,7 +332,7 @@ class StoreChannel:
 
     def _connect(self) -> dist.Store:
         if (address := connections.store_address(self._group_store)) is not None:
-            # A client would go on trying to reach a host that is gone, for the whole timeout and more.
+            # Raises at once if the host is gone; a client would retry for the whole timeout and more.
             socket.create_connection(address, timeout=self.timeout_s).close()
         store = self._group_store.clone()  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=self.timeout_s))
@@ -342,7 +342,7 @@ class StoreChannel:
         try:
             where = self._where()
         except Exception:
-            # It looks at the Trainer while the main thread changes it.
+            # The function reads the Trainer while the main thread changes it.
             where = "an unknown hook"
         store.set(f"heartbeat/{self.rank}", f"{self.beats}|{self.host}|{where}")
         self.read_failures(store)
@@ -351,5 +351,5 @@ class StoreChannel:
         self.is_open.set()
 
     def _pause(self, waited_s: float) -> float:
-        """The longer a wait takes, the more seldom the store is asked."""
+        """Seconds until the store is asked again: the longer a wait takes, the less often."""
         return min(self.interval_s, LONGEST_PAUSE_S, max(SHORTEST_PAUSE_S, waited_s / 10))

@@ -11,11 +11,10 @@ from lightning_automodel.patching import PatchStack
 
 
 def save_last(trainer: "pl.Trainer", patches: PatchStack) -> None:
-    """Let checkpoint callbacks save after the module's own ``on_train_batch_end``.
+    """Make checkpoint callbacks save after the module's own ``on_train_batch_end``.
 
-    Lightning calls all callbacks first, so that what the module does there (the momentum update of a teacher, say)
-    would be missing from the checkpoint, and from the run that is resumed from it. At the end of an epoch it lets these
-    callbacks come last itself.
+    Lightning calls all callbacks first, so what the module does there (the momentum update of a teacher, say) would be
+    missing from the checkpoint and the resumed run. At the end of an epoch Lightning itself calls them last.
     """
     module = trainer.lightning_module
     saving: list[Any] = [each for each in trainer.callbacks if isinstance(each, Checkpoint)]  # type: ignore[attr-defined]
@@ -36,21 +35,21 @@ def save_last(trainer: "pl.Trainer", patches: PatchStack) -> None:
 def load_early(trainer: "pl.Trainer", states: dict[str, Any]) -> None:
     """Repeat ``on_fit_start`` with the loaded state for the callbacks of Lightning that read it there.
 
-    Where a strategy loads checkpoints after its set-up, Lightning calls that hook before it loads callbacks: parameter
-    groups would be missing as the optimizer's state is loaded, and a timer that is used up would allow another step.
+    If a strategy loads checkpoints after its set-up, Lightning calls that hook before it loads callbacks: parameter
+    groups would be missing when the optimizer's state is loaded, and an expired timer would allow another step.
 
     Args:
-        trainer: Of the fit, set up, with nothing loaded yet.
-        states: Of callbacks, by key, as a checkpoint holds them.
+        trainer: The Trainer that runs the fit, set up, with nothing loaded yet.
+        states: States of callbacks by key, as a checkpoint holds them.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         state = states.get(callback.state_key)
         if isinstance(callback, (BaseFinetuning, StochasticWeightAveraging, Timer)) and state is not None:
-            # Shards of an average are not read yet: it keeps its own until Lightning loads callbacks.
+            # Shards of an average are not read yet: the callback keeps its own until Lightning loads callbacks.
             averages = [held for held in vars(callback).values() if isinstance(held, nn.Module)]
             if "average_model_state" in state and averages:
                 state = {**state, "average_model_state": averages[0].state_dict()}
             callback.load_state_dict(state)
             max_epochs = trainer.fit_loop.max_epochs
             callback.on_fit_start(trainer, trainer.lightning_module)
-            trainer.fit_loop.max_epochs = max_epochs  # averaging adds an epoch each time
+            trainer.fit_loop.max_epochs = max_epochs  # StochasticWeightAveraging adds an epoch each time

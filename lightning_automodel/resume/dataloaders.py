@@ -1,8 +1,8 @@
-"""Where training loaders are in their epoch: recorded without touching the data, and brought about in a new process.
+"""Positions of training loaders in their epoch: recorded without touching the data, and restored in a new process.
 
-A map-style loader goes on by its sampler: the epoch's indices are drawn anew, from the random states that they were
-drawn from, and those that were used are passed over, so that nothing is loaded twice. A loader with ``state_dict``
-goes on by that, each rank by its own. What has neither is drawn from, and the batches are dropped.
+A map-style loader resumes by its sampler: the epoch's indices are drawn again, from the same random states, and used
+ones are skipped, so that nothing is loaded twice. A loader with ``state_dict`` resumes by its state, each rank by its
+own. Any other loader is drawn from, and the used batches are dropped.
 """
 
 import copy
@@ -34,9 +34,9 @@ class Iteration:
     """One iteration over the indices of a loader.
 
     Attributes:
-        made: The states as it was made; None where a different world size made it.
-        first: The states as its first index was drawn, which a loader without workers does with its first batch.
-        start: Batches of the epoch that the loop had used before; other than 0 where a shorter loader starts over.
+        made: The states when it was made; None if it was made with a different world size.
+        first: The states when its first index was drawn, which a loader without workers does with its first batch.
+        start: Batches of the epoch that the loop had used before; not 0 if a shorter loader has started over.
     """
 
     made: _States | None
@@ -45,15 +45,15 @@ class Iteration:
 
 
 class RecordingSampler(Sampler[Any]):
-    """Stands in for the (batch) sampler of a DataLoader: yields the same, and can pass over what was used.
+    """Wraps the (batch) sampler of a DataLoader: yields the same, and can skip what was used.
 
     Args:
-        loader: Whose sampler to replace, until :meth:`close`.
-        device: Of this rank, whose random states are recorded.
+        loader: The DataLoader whose sampler is replaced until :meth:`close`.
+        device: Device of this rank, whose random states are recorded.
         batches: Returns how many batches of the epoch the loop has used.
 
     Attributes:
-        iteration: The newest one; None before there is one.
+        iteration: The newest iteration; None before the first.
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device, batches: Callable[[], int]) -> None:
@@ -63,19 +63,19 @@ class RecordingSampler(Sampler[Any]):
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._target: tuple[Iteration, int] | None = None
         self.iteration: Iteration | None = None
-        # DataLoader refuses to have its sampler set once it is made.
+        # DataLoader refuses to set its sampler after its construction.
         vars(loader)[self._name] = self
 
     def close(self) -> None:
-        """Give the loader its own sampler back."""
+        """Restore the loader's own sampler."""
         vars(self._loader)[self._name] = self._inner
 
     def go_on(self, iteration: Iteration, batches: int) -> None:
-        """Let the next iteration be ``iteration`` after ``batches`` of it; a stream's is made as that was."""
+        """Make the next iteration ``iteration`` after ``batches`` of it; a stream only starts from its states."""
         self._target = iteration, batches
 
     def forget(self) -> None:
-        """Let iterations from now on begin anew."""
+        """Make later iterations start at the beginning."""
         self._target = None
 
     def __getattr__(self, name: str) -> Any:
@@ -112,30 +112,30 @@ class RecordingSampler(Sampler[Any]):
             torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
         for _ in range(batches):
             next(indices, None)
-        # Drawn now where it was drawn before, since it may draw random numbers.
+        # The first index is drawn here, under the states of that time, since drawing it may use random numbers.
         head = [] if batches or target.first is None else list(islice(indices, 1))
         self._set((*now[:2], []))
         yield from head
         yield from indices if batches or target.first is not None else self._record(target, indices)
 
     def _states(self) -> _States:
-        return (rng.note(self._device), *own_states(self._loader))
+        return (rng.global_states(self._device), *own_states(self._loader))
 
     def _set(self, states: _States | None) -> None:
         if states is not None:
-            rng.set_to(states[0], self._device)
+            rng.set_global_states(states[0], self._device)
             set_own_states(self._loader, states[1], states[2])
 
 
 def own_states(loader: Any) -> tuple[list[Any], list[Any]]:
     """States of the generators and of the samplers that a loader holds."""
-    generators = rng.note_generators(rng.generators_of(rng.led_to(loader)))
+    generators = rng.generator_states(rng.generators_of(rng.reachable_from(loader)))
     return generators, [copy.deepcopy(sampler.state_dict()) for sampler in _samplers(loader)]
 
 
 def set_own_states(loader: Any, generators: list[Any], samplers: list[Any]) -> None:
     """Set what :func:`own_states` returned."""
-    rng.set_generators(rng.generators_of(rng.led_to(loader)), generators)
+    rng.set_generators(rng.generators_of(rng.reachable_from(loader)), generators)
     for sampler, state in zip(_samplers(loader), samplers, strict=False):
         sampler.load_state_dict(copy.deepcopy(state))
 
@@ -148,9 +148,9 @@ class TrainingLoaders:
     """The training loaders of a fit.
 
     Args:
-        trainer: Of the fit.
-        device: Of this rank, whose random states are recorded.
-        say: Tells the user, once.
+        trainer: The Trainer that runs the fit.
+        device: Device of this rank, whose random states are recorded.
+        say: Shows the user a message, once.
     """
 
     def __init__(self, trainer: "pl.Trainer", device: torch.device, say: Callable[[str], None]) -> None:
@@ -161,12 +161,12 @@ class TrainingLoaders:
         self._stateful: tuple[list[Any] | None, list[Any] | None] = None, None
 
     def process(self, loader: Any) -> None:
-        """Record a training loader that is about to be iterated, from where a checkpoint says if there is a plan."""
+        """Record a training loader that is about to be iterated, and restore its position if there is a plan."""
         if isinstance(loader, DataLoader) and not _is_stateful(loader) and _recorder(loader) is None:
             progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
             self._recorders.append(RecordingSampler(loader, self._device, lambda: progress.current.processed))
         if self._plan is not None:
-            self._bring_about(self._plan, loader, self._processed)
+            self._restore_position(self._plan, loader, self._processed)
             self._processed += 1
 
     @property
@@ -179,15 +179,15 @@ class TrainingLoaders:
     # --- Recording ----------------------------------------------------------------------------------------------------
 
     def before_fetch(self) -> None:
-        """A batch is about to be drawn. Where it is one ahead, states of loaders lag behind, so that two are kept."""
+        """Called before a batch is drawn. If that is one batch ahead of the loop, the last two states are kept."""
         if loops.prefetches(self._trainer) and any(map(_is_stateful, self._all())):
             self._stateful = self._stateful[1], [_state_of(loader) for loader in self._all()]
 
     def positions(self, at: loops.Position, is_fetching: bool) -> list[dict[str, Any]]:
-        """Where each loader is.
+        """Position of each loader.
 
         Args:
-            at: Where the fit is.
+            at: Position of the fit.
             is_fetching: Whether a batch is about to be drawn, after :meth:`before_fetch`.
         """
         return [self._position(index, loader, at, is_fetching) for index, loader in enumerate(self._all())]
@@ -200,7 +200,7 @@ class TrainingLoaders:
         recorder = _recorder(loader)
         if _is_stateful(loader):
             if not loops.prefetches(self._trainer):
-                # Between epochs it stands at the end of one that it does not know to be over.
+                # Between epochs the loader is at the end of an epoch, and does not know that it is over.
                 return found if at.stage == loops.EPOCH else found | {"state": _state_of(loader)}
             if at.stage == loops.EPOCH:
                 return found | {"state": _state_of(loader)}
@@ -212,14 +212,14 @@ class TrainingLoaders:
             found["is_stream"] = not _is_map_style(loader)
         return found
 
-    # --- Going on -----------------------------------------------------------------------------------------------------
+    # --- Resuming -----------------------------------------------------------------------------------------------------
 
     def plan(self, plan: dict[str, Any]) -> None:
-        """Go on from what a checkpoint holds. The loaders may be made by now or not."""
+        """Resume from ``plan``, this rank's state in a checkpoint. The loaders may exist already."""
         self._plan, self._processed = plan, 0
 
     def start(self) -> None:
-        """Finish going on, once the loaders are iterated and the run has started. Leaves random states disturbed."""
+        """Finish resuming, once the loaders are iterated and the run has started. Changes the random states."""
         plan, self._plan = self._plan, None
         if plan is None or not plan["loaders"]:
             return
@@ -232,7 +232,7 @@ class TrainingLoaders:
             # configure_optimizers asked for the number of steps, so that the loaders were made before the checkpoint
             # was read.
             for index, loader in enumerate(self._all()):
-                self._bring_about(plan, loader, index)
+                self._restore_position(plan, loader, index)
             if plan["is_iterated"] or any("state" in at for at in plan["loaders"]):
                 iter(self._fetcher)
         used = plan["batches"]
@@ -258,9 +258,9 @@ class TrainingLoaders:
             set_own_states(loader, at["generators"], [] if plan["is_iterated"] else at["samplers"])
 
     def keep_streams(self) -> bool:
-        """Whether the iterators that exist serve the epoch that begins: a new one may lose what these have drawn.
+        """Whether the next epoch keeps the existing iterators: new ones may lose what these have drawn ahead.
 
-        Draws what making new ones would have drawn from the random states.
+        If so, draws from the random states what new iterators would have drawn.
         """
         loaders = self._all()
         if not loops.prefetches(self._trainer) or any(map(_is_map_style, loaders)):
@@ -270,14 +270,14 @@ class TrainingLoaders:
                 torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         return True
 
-    def _bring_about(self, plan: dict[str, Any], loader: Any, index: int) -> None:
+    def _restore_position(self, plan: dict[str, Any], loader: Any, index: int) -> None:
         if index >= len(plan["loaders"]):
             return
         at = plan["loaders"][index]
         self._restore_seed(loader, at)
         if not plan["is_iterated"]:
             if _is_stateful(loader) and "state" in at:
-                # It says that the loader is exhausted, so that it begins anew with what it keeps.
+                # The state says that the loader is exhausted, so it starts over, with what it keeps between epochs.
                 loader.load_state_dict(at["state"])
             return
         for owner in (getattr(loader, "sampler", None), _innermost_sampler(loader)):
@@ -297,30 +297,30 @@ class TrainingLoaders:
             loader.load_state_dict(at["state"])
 
     def _restore_seed(self, loader: Any, at: dict[str, Any]) -> None:
-        """Lightning seeds its sampler from PL_GLOBAL_SEED, which may be another now, or not be set."""
+        """Lightning seeds its sampler from PL_GLOBAL_SEED, which may differ now, or not be set."""
         sampler = _innermost_sampler(loader)
         if "seed" in at and isinstance(sampler, DistributedSampler):
             sampler.seed = at["seed"]
 
     def _check_length(self, loader: DataLoader[Any], at: dict[str, Any]) -> None:
         length = sized_len(loader)
-        # A padded loader has handed out fillers besides.
+        # A padded loader has also yielded fillers.
         if length is not None and length < min(at["yielded"], at["length"] or at["yielded"]):
             raise ValueError(_TOO_SHORT.format(used=at["yielded"], now=length))
         if None not in (length, at["length"]) and length != at["length"]:
             self._say(
-                f"A training loader had {at['length']} batches when the checkpoint was written, and has {length}: of"
-                " the epoch, samples may be left out or used twice."
+                f"A training loader had {at['length']} batches when the checkpoint was written, and has {length} now:"
+                " samples of this epoch may be left out or used twice."
             )
         is_of_other_ranks = at["iteration"][0] is None
         if is_of_other_ranks and at["yielded"] and not isinstance(_innermost_sampler(loader), DistributedSampler):
             self._say(
                 "The checkpoint was saved with a different world size, and a training loader has no DistributedSampler:"
-                " of its epoch, samples may be left out or used twice."
+                " samples of this epoch may be left out or used twice."
             )
 
     def close(self) -> None:
-        """Give the loaders their own samplers back."""
+        """Restore the loaders' own samplers."""
         for recorder in self._recorders:
             recorder.close()
         self._recorders = []

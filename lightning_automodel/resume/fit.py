@@ -1,4 +1,4 @@
-"""From where a stopped fit goes on: recorded as it trains, written with a checkpoint, and brought about from one."""
+"""Where a stopped fit resumes: recorded as it trains, saved with a checkpoint, and restored from one."""
 
 import warnings
 from collections.abc import Callable
@@ -22,19 +22,19 @@ FORMAT = 2
 
 
 class Resume:
-    """Knows from where a fit would go on if it stopped now, and lets it go on from where a checkpoint says.
+    """Records where a fit would resume if it stopped now, and resumes it from a checkpoint.
 
     Gradients are not saved. So a snapshot is taken before a window's first batch is drawn, and a checkpoint that is
-    written before the window has stepped goes on there; likewise before a validation. Where a window has stepped, the
-    state at the save counts. Nothing here synchronises or communicates but :meth:`add_to`.
+    written before the window has stepped resumes there; likewise before a validation. Once a window has stepped, the
+    state at the save counts. Only :meth:`add_to` synchronises or communicates.
 
     Args:
-        trainer: Of the fit.
-        device: Of this rank.
+        trainer: The Trainer that runs the fit.
+        device: Device of this rank.
         own_state: Returns what the strategy keeps from step to step.
-        restore_own_state: Takes it back; every rank calls it.
-        holds_gradients: Whether a window of manual optimization has begun and not stepped.
-        say: Tells the user, on rank 0, once.
+        restore_own_state: Restores it; every rank calls it.
+        holds_gradients: Returns whether a window of manual optimization has begun and not stepped.
+        say: Shows the user a message, on rank 0, once.
     """
 
     def __init__(
@@ -60,22 +60,22 @@ class Resume:
         self._logged_next: int | None = None
         self._plan: dict[str, Any] | None = None
 
-    # --- Following the fit --------------------------------------------------------------------------------------------
+    # --- Recording ----------------------------------------------------------------------------------------------------
 
     def process_dataloader(self, loader: Any) -> None:
-        """In ``process_dataloader``, before a training loader is iterated; others are left alone."""
+        """Called in ``process_dataloader``, before a loader is iterated; only training loaders are recorded."""
         if self._trainer.state.fn == TrainerFn.FITTING and self._trainer.training:
             self._loaders.process(loader)
 
     def on_train_start(self) -> None:
-        """In ``on_train_start``, when everything is loaded and its hooks are over. Every rank calls it."""
+        """Called in ``on_train_start``, after everything is loaded and the other hooks. Every rank calls it."""
         self._module.start()
         plan, self._plan = self._plan, None
         if plan is not None:
             self._go_on(plan)
         self._logged = loops.steps_logged(self._trainer)
         checkpoint_callbacks.save_last(self._trainer, self._patches)
-        # The loops announce what they are about to do to the profiler, and before a batch is drawn to nobody else.
+        # The loops tell the profiler what they are about to do; before a batch is drawn there is no other hook.
         profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
         start = profiler.start
         waiting = {
@@ -92,11 +92,11 @@ class Resume:
         self._patches.set(profiler, "start", call_then_start)
 
     def _before_epoch(self) -> None:
-        """An epoch begins: restarted at the end of the one before, the loop of batches would end it at once."""
+        """Before an epoch: a loop of batches that was restarted at the end of the last one would end it at once."""
         self._trainer.fit_loop.epoch_loop.restarting = False
 
     def _before_fetch(self) -> None:
-        """A training batch is about to be drawn, which may draw random numbers: the last point before a window."""
+        """Before a training batch is drawn, which may use random numbers: the last point before a window."""
         self._loaders.before_fetch()
         if self._logged_next is not None:
             loops.set_steps_logged(self._trainer, self._logged_next)
@@ -121,17 +121,17 @@ class Resume:
         return at.batches % self._trainer.accumulate_grad_batches == 0
 
     def stepped(self) -> None:
-        """An optimizer has stepped: there is no way back before that."""
+        """An optimizer has stepped: a checkpoint can no longer resume before the step."""
         self._snapshot = None
 
     def _before_validation(self) -> None:
-        """A validation follows a step, and has drawn no random number yet."""
+        """Before a validation, which follows a step and has drawn no random number yet."""
         if self._snapshot is None or (self._is_manual and not self._holds_gradients()):
             at = replace(loops.position(self._trainer), stage=loops.STEP)
             self._snapshot = self._take(at, self._logged + 1)
 
     def close(self) -> None:
-        """Restore what was patched; :meth:`add_to` still tells where the fit ended."""
+        """Restore what was patched; :meth:`add_to` still adds where the fit ended."""
         if self._plan is None and self._final is None:
             self._final = self._to_save()
         self._patches.restore()
@@ -140,15 +140,15 @@ class Resume:
     # --- Saving -------------------------------------------------------------------------------------------------------
 
     def add_to(self, checkpoint: dict[str, Any], sizes: dict[str, int], group: dist.ProcessGroup | None) -> None:
-        """Add the state of every rank to a checkpoint, and let its counters and callbacks be of the same moment.
+        """Add the state of every rank to a checkpoint, and set its counters and callbacks to the same moment.
 
-        A collective on ``group`` where it is given: rank 0 gets the states of all. Otherwise this rank's alone is
-        added, as after a failure.
+        A collective on ``group``, if given: rank 0 gets the states of all ranks. Without it, as after a failure, only
+        this rank's state is added.
 
         Args:
             checkpoint: As Lightning makes it.
             sizes: Ranks along each dimension of the mesh, by name.
-            group: All ranks, on the host.
+            group: Group of all ranks, on the host.
         """
         own = self._plan
         if own is None:
@@ -170,7 +170,7 @@ class Resume:
         checkpoint[CHECKPOINT_KEY] = {"format": FORMAT, "sizes": dict(sizes), "ranks": ranks}
 
     def _to_save(self) -> tuple[Snapshot, str | None]:
-        """The moment from which a checkpoint that is written now goes on, and what its user should know."""
+        """The snapshot that a checkpoint written now resumes from, and a remark for the user, if any."""
         at, held = loops.position(self._trainer), self._snapshot
         batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
         if held is not None and held.at.epochs == at.epochs and at.stage != loops.EPOCH:
@@ -194,14 +194,14 @@ class Resume:
         is_counted = at.stage not in (loops.STEP, loops.VALIDATION)
         logged = loops.steps_logged(self._trainer) if is_counted else self._logged + 1
         now = self._take(at, logged)
-        # At the end of a validation, modules evaluate still.
+        # At the end of a validation, modules are still in evaluation mode.
         return now if at.stage != loops.VALIDATION or held is None else replace(now, flags=held.flags), remark
 
     def _take(self, at: loops.Position, logged: int, is_fetching: bool = False) -> Snapshot:
         return Snapshot(
             at=at,
             logged=logged,
-            random=rng.note(self._device),
+            random=rng.global_states(self._device),
             generators=self._module.generators(),
             loaders=self._loaders.positions(at, is_fetching),
             buffers=self._module.buffers(),
@@ -215,7 +215,7 @@ class Resume:
         at = snapshot.at
         can_skip = all("state" in each or each.get("is_stream") is False for each in snapshot.loaders)
         seen: dict[str, Any] = {}
-        if not self._trainer.interrupted:  # after an exception, metrics may be in no state to be computed
+        if not self._trainer.interrupted:  # after an exception, it may not be possible to compute metrics
             seen |= self._trainer.callback_metrics
             if at.stage != loops.EPOCH and loops.is_last_batch(self._trainer):
                 seen |= lightning_internals.epoch_metrics(self._trainer)
@@ -234,14 +234,14 @@ class Resume:
                 "buffers": self._module.unsaved_buffers(snapshot.buffers),
                 "metrics": self._without_reset(snapshot),
                 "flags": self._module.switched_flags(snapshot.flags),
-                # A shard's mesh does not outlive the run: as a norm logged that torch's clip_grad_norm_ returned.
+                # A DTensor's mesh does not outlive the run. One is logged if torch's clip_grad_norm_ returned it.
                 "seen": {name: value for name, value in seen.items() if not isinstance(value, DTensor)},
                 "own": snapshot.own,
             }
         )
 
     def _without_reset(self, snapshot: Snapshot) -> dict[str, Any]:
-        """States of the metrics but of those that Lightning resets before another batch updates them."""
+        """States of the metrics, except those that Lightning resets before another batch updates them."""
         epoch_loop = self._trainer.fit_loop.epoch_loop
         reset: set[int] = set()
         if snapshot.at.stage == loops.EPOCH or (
@@ -253,14 +253,14 @@ class Resume:
         kept = {name for name, module in self._trainer.lightning_module.named_modules() if id(module) not in reset}
         return {name: state for name, state in snapshot.metrics.items() if name in kept}
 
-    # --- Going on -----------------------------------------------------------------------------------------------------
+    # --- Resuming -----------------------------------------------------------------------------------------------------
 
     def load(self, state: dict[str, Any] | None, checkpoint: dict[str, Any], sizes: dict[str, int], rank: int) -> None:
-        """Plan to go on from where a checkpoint was written. Not a collective.
+        """Prepare to resume from a checkpoint; :meth:`on_train_start` does the rest. Not a collective.
 
         Args:
             state: What :meth:`add_to` added; None for a checkpoint of another strategy.
-            checkpoint: What is left of the checkpoint, of which Lightning loads the loops after this.
+            checkpoint: The rest of the checkpoint; Lightning loads the loops from it after this.
             sizes: Ranks along each dimension of the mesh, by name.
             rank: Global rank.
 
@@ -278,7 +278,7 @@ class Resume:
         if state["format"] < FORMAT:
             state = {**state, "ranks": [format_1.upgraded(each) for each in state["ranks"]]}
         is_alike = len(state["ranks"]) == self._trainer.world_size
-        # Context peers have metrics of their own, tensor-parallel ones alike.
+        # Each context peer has its own metrics; tensor-parallel peers have the same.
         is_alike &= state["sizes"].get(CONTEXT, 1) == sizes.get(CONTEXT, 1)
         if is_alike and state["sizes"]["data_parallel"] == sizes["data_parallel"]:
             plan = state["ranks"][rank]
@@ -295,7 +295,7 @@ class Resume:
         fit_loop = loops.counters_at(progress, at, plan["logged"])
         checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": fit_loop}
         self._loaders.plan(plan)
-        # Lightning knows of no loader that resumes but those with a state.
+        # Lightning warns of every loader without a state, and does not know that these resume.
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
     def _go_on(self, plan: dict[str, Any]) -> None:
@@ -310,12 +310,12 @@ class Resume:
         loops.finish_restart(self._trainer, stage, plan["logged"])
         self._loaders.restore_generators(plan)
         if plan["random"] is not None:
-            rng.set_to(plan["random"], self._device)
+            rng.set_global_states(plan["random"], self._device)
         if stage == loops.EPOCH and not self._loaders.keep_streams():
             self._trainer.fit_loop.on_iteration_done()
 
     def _step_plateau_schedulers(self) -> None:
-        """What Lightning does after the hooks that end an epoch, in one of which the checkpoint was written."""
+        """Do what Lightning does after the hooks that end an epoch; the checkpoint was written in one of these."""
         epochs: Any = self._trainer.fit_loop.epoch_progress.current
         configs = [config for config in self._trainer.lr_scheduler_configs if config.reduce_on_plateau]
         if all(config.monitor in self._trainer.callback_metrics for config in configs):

@@ -1,4 +1,4 @@
-"""Resume states as versions before this one wrote them, which followed loops of their own."""
+"""Resume states of format 1, as earlier versions wrote them."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ _STAGES = {
 
 
 def upgraded(old: dict[str, Any]) -> dict[str, Any]:
-    """One rank's state in the present format; its ``progress`` are counters of the loops, which that format kept."""
+    """One rank's state in the present format; ``progress`` holds counters of the loops, which only format 1 kept."""
     stage, progress, random = _STAGES[old["next"]], old["progress"], old["random"]
     position = old["position"]
     logged = progress["epoch_loop.state_dict"]["_batches_that_stepped"]

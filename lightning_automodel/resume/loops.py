@@ -1,6 +1,6 @@
-"""Where a fit is, by the counters of Lightning's loops, and counters from which the same loops go on there.
+"""The position of a fit, read from the counters of Lightning's loops, and counters that resume at a position.
 
-Lightning (2.6.6) guesses from its counters where a checkpoint was saved. Saved in a hook they lead it to skip a due
+Lightning (2.6.6) guesses from its counters where a checkpoint was saved. Counters saved in a hook make it skip a due
 validation, the end of an epoch, or one step of the logger, so a checkpoint gets counters that leave nothing to guess.
 """
 
@@ -16,19 +16,19 @@ EPOCH = "epoch"
 BATCH = "batch"
 STEP = "step"
 VALIDATION = "validation"
-"""What the stages mean: an epoch comes next, its hooks first; a batch comes next; a batch was just trained on, and a
-validation may be due; that validation is over."""
+"""The stages: an epoch comes next, its hooks first; a batch comes next; a batch was just trained on, and a validation
+may be due; the validation after a batch is over."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a fit is.
+    """Position of a fit.
 
     Attributes:
-        stage: One of the names above.
+        stage: One of the stages above.
         batches: Batches of the epoch that the loop has used.
-        epochs: Epochs that are complete.
-        is_epoch_ending: Whether the hooks that end an epoch run, so that what follows them is yet to be done.
+        epochs: Complete epochs.
+        is_epoch_ending: Whether the hooks that end an epoch are running, so that what follows them is still to be done.
     """
 
     stage: str
@@ -38,14 +38,14 @@ class Position:
 
 
 def position(trainer: "pl.Trainer") -> Position:
-    """Where ``trainer`` is now."""
-    fit_loop: Any = trainer.fit_loop  # its trackers are annotated as those without what is read here
+    """Current position of ``trainer``."""
+    fit_loop: Any = trainer.fit_loop  # the annotations of its trackers lack attributes that are read here
     epochs = fit_loop.epoch_progress.current
     progress = fit_loop.epoch_loop.batch_progress
     batches = progress.current
     if epochs.started <= epochs.processed:
         if 0 < epochs.processed == epochs.ready and batches.processed and not is_last_batch(trainer):
-            # max_steps, max_time or should_stop ended the epoch early: the rest of it comes when more is allowed.
+            # max_steps, max_time or should_stop ended the epoch early: its rest comes when more steps are allowed.
             return Position(BATCH, batches.processed, epochs.processed - 1)
         return Position(EPOCH, batches.processed, epochs.processed, is_epoch_ending=epochs.completed < epochs.processed)
     if batches.completed < batches.ready:
@@ -58,13 +58,13 @@ def position(trainer: "pl.Trainer") -> Position:
 
 
 def is_last_batch(trainer: "pl.Trainer") -> bool:
-    """Whether no batch of the epoch follows the newest one."""
+    """Whether the newest batch is the last of the epoch."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
 
 
 def steps_logged(trainer: "pl.Trainer") -> int:
-    """Batches that stepped, by which loggers count."""
+    """Number of batches that stepped, as loggers count them."""
     return trainer.fit_loop.epoch_loop.on_save_checkpoint()["_batches_that_stepped"]
 
 
@@ -76,12 +76,12 @@ def set_steps_logged(trainer: "pl.Trainer", steps: int) -> None:
 
 
 def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, Any]:
-    """The state of the fit loop with counters from which Lightning's loops go on at ``at``.
+    """The state of the fit loop with counters from which Lightning's loops resume at ``at``.
 
     Args:
-        saved: What ``fit_loop.state_dict()`` returned when the fit was there, or in the window after that.
-        at: Where to go on.
-        logged: What :func:`steps_logged` is there.
+        saved: What ``fit_loop.state_dict()`` returned at that position, or in the window after it.
+        at: Position to resume at.
+        logged: What :func:`steps_logged` returns at that position.
     """
     in_epoch = at.stage != EPOCH
     epochs = dict.fromkeys(("ready", "started"), at.epochs + in_epoch)
@@ -105,7 +105,7 @@ def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, A
         },
     }
     if at.stage == STEP:
-        # By this, Lightning takes a validation that is due for one that was interrupted, and runs it.
+        # With these counters, Lightning takes a due validation for an interrupted one, and runs it.
         counters["epoch_loop.val_loop.batch_progress"]["total"] |= {
             "ready": validations + 1,
             "started": validations + 1,
@@ -113,25 +113,25 @@ def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, A
     for name in ("automatic_optimization.optim_progress", "manual_optimization.optim_step_progress"):
         counters[f"epoch_loop.{name}"] = _all_completed(saved[f"epoch_loop.{name}"])
     counters["epoch_loop.scheduler_progress"] = _all_completed(saved["epoch_loop.scheduler_progress"])
-    # The loop counts the batch's step once a validation that may be due is over.
+    # The loop counts the batch's step after the validation that may be due.
     counted = logged - 1 if at.stage in (STEP, VALIDATION) else logged
     counters["epoch_loop.state_dict"] = {**saved["epoch_loop.state_dict"], "_batches_that_stepped": counted}
-    # Each rank has its own loaders' states, and Lightning would load those of rank 0 everywhere.
+    # Each rank's loaders have their own states, and Lightning would load those of rank 0 on every rank.
     counters["state_dict"] = {name: value for name, value in saved["state_dict"].items() if name != "combined_loader"}
     return {**saved, **counters}
 
 
 def _all_completed(progress: dict[str, Any]) -> dict[str, Any]:
-    """No event has begun and not ended."""
+    """``progress`` with every counter at the number of completed events."""
     if "completed" in progress:
         return dict.fromkeys(progress, progress["completed"])
     return {name: _all_completed(value) for name, value in progress.items()}
 
 
 def finish_restart(trainer: "pl.Trainer", stage: str, logged: int) -> None:
-    """Let the loops, restarted from :func:`counters_at`, forget that where it would mislead them.
+    """Make the loops forget that they were restarted (from :func:`counters_at`) where that would mislead them.
 
-    To be called once the run has started, in ``on_train_start``, with random states still to be restored.
+    Call it once the run has started, in ``on_train_start``, before random states are restored.
     """
     fit_loop: Any = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
@@ -144,13 +144,13 @@ def finish_restart(trainer: "pl.Trainer", stage: str, logged: int) -> None:
     validated.ready = validated.started = validated.completed
     if stage == BATCH or lightning_internals.is_validation_due(trainer):
         return
-    # Restarted, the loop runs or passes over a validation that is due, and finishes the batch. Otherwise it draws the
-    # next one at once.
+    # The restarted loop runs or skips a due validation, then finishes the batch. With none due, it would draw the next
+    # batch at once, so the batch is finished here.
     epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
     set_steps_logged(trainer, logged)
     lightning_internals.skip_validation(epoch_loop.val_loop)
 
 
 def prefetches(trainer: "pl.Trainer") -> bool:
-    """Whether the loop draws one batch ahead, which it does where it cannot know otherwise which is the last."""
+    """Whether the loop draws one batch ahead, as it does if it cannot know otherwise which batch is the last."""
     return math.isinf(trainer.num_training_batches)

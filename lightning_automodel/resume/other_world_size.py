@@ -1,4 +1,4 @@
-"""What is left of a resume state that was saved with a different world size."""
+"""What can be used of a resume state that was saved with a different world size."""
 
 from typing import Any
 
@@ -6,14 +6,13 @@ from lightning_automodel.resume import loops
 
 
 def carried_over(state: dict[str, Any], data_parallel: int) -> dict[str, Any]:
-    """One rank's state for ranks that are others: what was every rank's own is left out.
+    """One state for every rank of the present world size, without what was each rank's own.
 
-    Within an epoch, the batches that count as used are those that as many samples make on the ranks there are now; a
-    part of one is used again.
+    Within an epoch, the used samples are counted as batches of the present ranks, rounded down: a few are used again.
 
     Args:
         state: What a checkpoint holds.
-        data_parallel: Ranks that hold different data, now.
+        data_parallel: Present number of ranks that hold different data.
     """
     plan, then = state["ranks"][0], state["sizes"]["data_parallel"]
     plan = {

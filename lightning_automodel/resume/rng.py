@@ -1,4 +1,4 @@
-"""States of random-number generators: noted cheaply, written as what ``weights_only`` loads, and set again."""
+"""States of random-number generators: collected cheaply, saved in a form that ``weights_only`` loads, and restored."""
 
 import random
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ from lightning_automodel import lightning_internals
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _SAMPLERS = (Sampler, lightning_internals.DatasetSamplerWrapper)
-_NAMES_THAT_LEAD_ON = ("sampler", "batch_sampler", "dataset", "_inner")
+_FOLLOWED_ATTRIBUTES = ("sampler", "batch_sampler", "dataset", "_inner")
 
 
-def note(device: torch.device) -> dict[str, Any]:
+def global_states(device: torch.device) -> dict[str, Any]:
     """The global states of python, numpy and torch on this process, on the host and on its ``device``.
 
-    Synchronises nothing: the state of a CUDA generator lies on the host.
+    Does not synchronise: the state of a CUDA generator is on the host.
     """
     states = lightning_internals.collect_rng_states(include_cuda=False)
     if device.type == "cuda":
@@ -26,43 +26,43 @@ def note(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def set_to(states: dict[str, Any], device: torch.device) -> None:
-    """Set the global states to what :func:`note` returned."""
+def set_global_states(states: dict[str, Any], device: torch.device) -> None:
+    """Set the global states to what :func:`global_states` returned."""
     lightning_internals.set_rng_states({name: state for name, state in states.items() if name != "device"})
     if device.type == "cuda" and "device" in states:
         torch.cuda.set_rng_state(states["device"], device)
 
 
 def generators_of(owners: Iterable[Any]) -> list[Generator]:
-    """The generators that ``owners``, modules or what :func:`led_to` finds, hold as attributes, each once, in order."""
+    """Generators in the attributes of ``owners`` (modules, or :func:`reachable_from` a loader), each once, in order."""
     held = (value for owner in owners for value in getattr(owner, "__dict__", {}).values())
     return list({id(value): value for value in held if isinstance(value, Generator)}.values())
 
 
 def samplers_of(loader: Any) -> list[lightning_internals.Stateful[Any]]:
     """The samplers of a loader that have ``state_dict`` and ``load_state_dict``, in a fixed order."""
-    samplers = (owner for owner in led_to(loader) if isinstance(owner, _SAMPLERS))
+    samplers = (owner for owner in reachable_from(loader) if isinstance(owner, _SAMPLERS))
     return [sampler for sampler in samplers if isinstance(sampler, lightning_internals.Stateful)]
 
 
-def led_to(owner: Any) -> list[Any]:
+def reachable_from(owner: Any) -> list[Any]:
     """``owner``, its samplers and datasets, and theirs, each once."""
     found, waiting = {id(owner): owner}, [owner]
     while waiting:
         held = getattr(waiting.pop(0), "__dict__", {})
-        new = [value for name, value in held.items() if name in _NAMES_THAT_LEAD_ON or isinstance(value, _SAMPLERS)]
+        new = [value for name, value in held.items() if name in _FOLLOWED_ATTRIBUTES or isinstance(value, _SAMPLERS)]
         waiting += [value for value in new if id(value) not in found]
         found |= {id(value): value for value in new}
     return list(found.values())
 
 
-def note_generators(generators: Iterable[Generator]) -> list[Any]:
-    """Their states, in order."""
+def generator_states(generators: Iterable[Generator]) -> list[Any]:
+    """States of ``generators``, in order."""
     return [_state(generator) for generator in generators]
 
 
 def set_generators(generators: list[Generator], states: list[Any]) -> None:
-    """Set states in the same order; nothing where their number is another, as the loaders are then others."""
+    """Set states in the same order; does nothing if their number differs, as the loaders are then others."""
     if len(generators) != len(states):
         return
     for generator, state in zip(generators, states, strict=True):
@@ -87,7 +87,7 @@ def _state(generator: Generator) -> Any:
 def savable(value: Any) -> Any:
     """``value`` with arrays as tensors and every tensor as a copy on the host, as ``weights_only`` loads it.
 
-    Unsigned arrays become signed tensors: pickle, by which ranks send them, knows no other (torch 2.13).
+    Unsigned arrays become signed tensors: pickle, by which ranks send them, supports no other (torch 2.13).
     """
     if isinstance(value, np.ndarray):
         signed = value.view(f"i{value.itemsize}") if value.dtype.kind == "u" else value

@@ -1,4 +1,4 @@
-"""What a fit needs to go on beside weights, optimizers and loaders, as it is at one moment on one rank.
+"""What a fit needs to resume besides weights, optimizers and loaders, at one moment on one rank.
 
 A snapshot neither synchronises nor communicates, and copies what changes in place.
 """
@@ -21,17 +21,17 @@ from lightning_automodel.sharding import weight_averaging
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A moment of a fit on this rank.
+    """State of a fit at one moment on this rank.
 
     Attributes:
-        at: Where the fit is.
+        at: Position of the fit.
         logged: Batches that stepped, as loggers count them.
         random: Global random states.
         generators: States of the generators that the module holds.
         loaders: Positions of the training loaders.
         buffers: Copies of the plain buffers of the module, and of averages of it.
         metrics: States of the TorchMetrics objects of the module.
-        flags: Which modules train, which parameters are trained, and how many batches make a window.
+        flags: Train and freeze flags of modules and parameters, and ``accumulate_grad_batches``.
         callbacks: States of callbacks by key.
         own: What the strategy keeps from step to step.
     """
@@ -49,10 +49,10 @@ class Snapshot:
 
 
 class ModuleState:
-    """What a module and its Trainer's callbacks hold that no state dict tells.
+    """What a module and its Trainer's callbacks hold besides the module's state dict.
 
     Args:
-        trainer: Of the fit, set up.
+        trainer: The Trainer that runs the fit, set up.
     """
 
     def __init__(self, trainer: "pl.Trainer") -> None:
@@ -66,12 +66,12 @@ class ModuleState:
         self._first_flags = self.flags()
 
     def start(self) -> None:
-        """The run starts, and everything is loaded: what changes in buffers from now on is to be saved."""
+        """Called when the run starts and everything is loaded: buffers that change from now on are to be saved."""
         self.look_again()
         self._first_buffers = self.buffers()
 
     def look_again(self) -> None:
-        """Look for what the module consists of by now: finding it takes longer than copying it."""
+        """Find the module's present parts. Not done for each snapshot: finding them takes longer than copying."""
         modules = list(self._module.named_modules())
         self._metrics = {name: module for name, module in modules if isinstance(module, Metric)}
         self._generators = rng.generators_of(self._module.modules())
@@ -96,7 +96,7 @@ class ModuleState:
     # --- Buffers ------------------------------------------------------------------------------------------------------
 
     def buffers(self) -> dict[str, Tensor]:
-        """Copies of all plain buffers on their device; batch norm changes them without a new version."""
+        """Copies of all plain buffers on their device: tensor versions do not show changes by batch norm."""
         return {name: buffer.clone() for name, buffer in self._plain_buffers().items()}
 
     def _plain_buffers(self) -> dict[str, Tensor]:
@@ -104,7 +104,7 @@ class ModuleState:
         return {name: buffer.detach() for name, buffer in buffers.items() if _has_plain_values(buffer)}
 
     def unsaved_buffers(self, copies: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Those of ``copies`` that a state dict may not tell for this rank: what changed in this fit, or since then."""
+        """The ``copies`` that a state dict may lack for this rank: buffers that changed in this fit, or since then."""
         now = self._plain_buffers()
         return {
             name: value
@@ -123,13 +123,13 @@ class ModuleState:
         return {name: getattr(owner, flag) for name, owner, flag in self._flag_owners}
 
     def switched_flags(self, flags: dict[str, Any]) -> dict[str, Any]:
-        """Those that are not as they were first: whoever resumes may choose the others anew."""
+        """The flags that differ from the first ones; a resumed run may set the others differently."""
         first = self._first_flags
         return {name: value for name, value in flags.items() if name in first and value != first[name]}
 
     def generators(self) -> list[Any]:
         """States of the module's own generators."""
-        return rng.note_generators(self._generators)
+        return rng.generator_states(self._generators)
 
     def callbacks(self) -> dict[str, Any]:
         """Copies of the states of all callbacks that have one, by key."""
@@ -138,7 +138,7 @@ class ModuleState:
         return copy.deepcopy({key: state for key, state in states.items() if state})
 
     def restore(self, plan: dict[str, Any], device: torch.device) -> None:
-        """Set all of this to what a checkpoint holds, except for callbacks, which Lightning loads."""
+        """Restore all of it from ``plan``, except callbacks, which Lightning loads."""
         self.look_again()
         for name, state in plan["metrics"].items():
             if name in self._metrics:
@@ -159,7 +159,7 @@ class ModuleState:
                 setattr(owner, flag, flags[name])
 
     def unfreeze(self, flags: dict[str, Any]) -> None:
-        """Before optimizers are loaded, which have no state for what is frozen, let parameters be trained again."""
+        """Unfreeze parameters before optimizers are loaded, as these have no state for frozen parameters."""
         self.restore_flags({name: True for name, value in flags.items() if value and name.endswith(".requires_grad")})
 
 

@@ -23,10 +23,10 @@ def through_a_file(value: Any) -> Any:
 
 def test_global_states_come_back() -> None:
     device = torch.device("cpu")
-    noted = rng.note(device)
+    noted = rng.global_states(device)
     drawn = random.random(), np.random.rand(), torch.rand(()).item()
     assert (random.random(), np.random.rand(), torch.rand(()).item()) != drawn
-    rng.set_to(through_a_file(noted), device)
+    rng.set_global_states(through_a_file(noted), device)
     assert (random.random(), np.random.rand(), torch.rand(()).item()) == drawn
 
 
@@ -51,9 +51,9 @@ def draw(generator: rng.Generator) -> float:
 def test_generators_come_back() -> None:
     """Those of the loader and of all samplers below, each once."""
     loader = DataLoader(range(3), sampler=Mixed(), generator=torch.Generator())
-    generators = rng.generators_of(rng.led_to(loader))
+    generators = rng.generators_of(rng.reachable_from(loader))
     assert len(generators) == 5
-    noted = rng.note_generators(generators)
+    noted = rng.generator_states(generators)
     drawn = [draw(generator) for generator in generators]
     assert [draw(generator) for generator in generators] != drawn
     rng.set_generators(generators, through_a_file(noted))

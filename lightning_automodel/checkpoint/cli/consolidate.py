@@ -1,7 +1,7 @@
-"""A directory of shards becomes one file, as Lightning's other strategies write it, without holding it in memory.
+"""Writes a directory of shards as one file, like Lightning's other strategies, without holding it in memory.
 
-torch's ``dcp_to_torch_save`` is not used: it holds all of it, runs code that a checkpoint may hold, and knows nothing
-of the part that Lightning needs beside the shards.
+torch's ``dcp_to_torch_save`` is not used: it holds the checkpoint in memory, runs code that it may hold, and leaves out
+the part that Lightning needs besides the shards.
 """
 
 import tempfile
@@ -22,10 +22,10 @@ from lightning_automodel.torch_internals import unflatten_state_dict
 def consolidate(path: str, out: str, weights_only: bool | None) -> None:
     """Write a checkpoint as one file: ``state_dict``, ``optimizer_states`` and the rest. Not a collective.
 
-    Optimizer states keep the names of parameters as ids, which torch's optimizers take by their order. Tensors are
-    collected in temporary files beside ``out``, as large as they are: the process holds one rank's shard of one.
+    Optimizer states keep parameter names as ids, which torch's optimizers match by order. Tensors are collected in
+    temporary files beside ``out``, of the tensors' size; in memory is one rank's shard of one tensor.
 
-    Runs code that the checkpoint may hold where ``weights_only`` is False.
+    Runs code that the checkpoint may hold if ``weights_only`` is False.
     """
     if not paths.is_directory(path):
         raise CheckpointError(f"{path} is not a directory of shards: there is nothing to consolidate")
@@ -42,23 +42,23 @@ def consolidate(path: str, out: str, weights_only: bool | None) -> None:
 
 
 def _mapped(entry: Tensor, folder: Path) -> Tensor:
-    """A tensor like ``entry`` in a temporary file, which the system can take out of memory whenever it needs to."""
+    """A tensor like ``entry`` mapped to a temporary file, so that the system can evict it from memory."""
     if not entry.numel():
         return torch.empty_like(entry, device="cpu")
     with tempfile.NamedTemporaryFile(dir=folder, prefix=atomic.TEMPORARY) as file:
-        # The mapping keeps the file alive that has no name any more.
+        # The mapping keeps the deleted file alive.
         storage = torch.UntypedStorage.from_file(file.name, True, entry.numel() * entry.element_size())
     return torch.empty(0, dtype=entry.dtype).set_(storage).view(entry.size())  # type: ignore[arg-type]
 
 
 def _assembled(shards: ShardDirectory, values: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoint as Lightning makes it; one of weights alone has no ``optimizer_states``, and no schedules."""
+    """The checkpoint as Lightning makes it; with weights only it has no ``optimizer_states``, and no schedules."""
     tree: dict[str, Any] = {**shards.rest, MODEL: objects}
     of_optimizers = {name: value for name, value in values.items() if is_optimizer_key(shards.places[name][0])}
     for name in values.keys() - of_optimizers.keys():
         place, key = shards.places[name]
         (tree[MODEL] if place == MODEL else _dict_at(tree, place))[key] = values[name]
-    # The names of entries are made by flattening nested states; this is torch's inverse of that.
+    # Entries are named by flattening nested states; this is torch's inverse of that.
     optimizers: dict[str, Any] = unflatten_state_dict(of_optimizers, shards.places)
     states = [{"state": {}, "param_groups": [], **optimizers[optimizer_key(index)]} for index in range(len(optimizers))]
     return {**tree, "optimizer_states": states} if states or "lr_schedulers" in tree else tree

@@ -1,8 +1,8 @@
 """Exporting a model as consolidated safetensors in the layout that Hugging Face's ``from_pretrained`` reads.
 
-torch's ``HuggingFaceStorageWriter`` (2.13 to 2.15) is not used: from shards, it writes all of them first and lets one
-rank put them together, which turns tensors without dimensions into zeros and leaves out the format that
-``from_pretrained`` looks for; from whole tensors, it wants the whole model in the memory of one process.
+torch's ``HuggingFaceStorageWriter`` (2.13 to 2.15) is not used. From shards, it writes all of them first and then one
+rank merges them, which turns tensors without dimensions into zeros and leaves out the format that ``from_pretrained``
+looks for. From whole tensors, it needs the whole model in the memory of one process.
 """
 
 import json
@@ -38,22 +38,21 @@ def export_hugging_face(
     adapter_only: bool = False,
     prefix: str | None = None,
 ) -> None:
-    """Write the model of a run as it stands: safetensors, and what ``from_pretrained`` needs beside them.
+    """Write a run's model in its present state: safetensors, and what ``from_pretrained`` needs besides.
 
     A collective over the default group, if there is one: every rank must call it, with the same arguments, between two
     optimizer steps (in a callback's hook, or after ``fit`` while the strategy is set up). Files are gathered tensor by
-    tensor and written by the ranks in turn, to a file system that all of them share: beside its own state a rank holds
+    tensor and written by the ranks in turn, to a file system that all of them share: besides its own state a rank holds
     at most one file in host memory, and one tensor on its device. If one rank fails to write, all raise and nothing
-    is left; a rank that dies is the strategy's to notice. A tokenizer that is an attribute of ``module`` is written
-    too.
+    is left; the strategy detects a rank that dies. A tokenizer that is an attribute of ``module`` is written too.
 
     Args:
         module: The LightningModule, or any module with Hugging Face models in it, sharded or not.
-        path: A local directory that is not there yet; it appears when all of it is on disk.
-        max_shard_size: Bytes of a file at most, such as ``"5GB"``; a tensor larger than that has a file of its own.
-        dtype: Of the floating-point tensors; None leaves each as it is.
+        path: A local directory that does not exist yet; it appears when all of it is on disk.
+        max_shard_size: Largest size of a file, such as ``"5GB"``, or bytes; a larger tensor has a file of its own.
+        dtype: Dtype of the exported floating-point tensors; None keeps each tensor's own.
         adapter_only: Export the adapters of a PEFT model, for ``PeftModel.from_pretrained``.
-        prefix: Of the model's names in ``module`` (``"model."``). None: that of its only Hugging Face model.
+        prefix: Prefix of the model's names in ``module``, such as ``"model."``; None for its only Hugging Face model.
 
     Raises:
         CheckpointError: On every rank, if there is no such model, or one of them cannot write.
@@ -81,10 +80,10 @@ def export_hugging_face(
 
 
 def export_checkpoint(path: str, out: str, weights_only: bool | None, **options: Any) -> None:
-    """The same from a checkpoint of any form, in one process that holds one file of the result at a time.
+    """Export from a checkpoint of any form, in one process that holds one file of the result at a time.
 
-    ``options`` are those of :func:`export_hugging_face`. Runs code that the checkpoint may hold where ``weights_only``
-    is False.
+    ``options`` are those of :func:`export_hugging_face`. Runs code that the checkpoint may hold if ``weights_only`` is
+    False.
     """
     saved = open_model(path, weights_only)
 
@@ -109,10 +108,9 @@ def _export(
     gather: Callable[[list[str], bool], dict[str, Tensor]],
     tokenizers: list[Any],
 ) -> None:
-    """Write what is planned, each rank one of as many files at a time as there are ranks.
+    """Write the planned files, as many at a time as there are ranks, one by each rank.
 
-    ``gather``, a collective, gets names of tensors, which it returns where its second argument says that this rank is
-    to keep them.
+    ``gather(names, keep)`` is a collective that returns the tensors on ranks with ``keep``.
     """
     what = f"Cannot export to {path}"
     rank, world_size = group_rank(), group_size()
@@ -126,7 +124,7 @@ def _export(
     files = list(plan.files.items())
     try:
         for start in tqdm(range(0, len(files), world_size), "exporting", disable=None if rank == 0 else True):
-            # As many files at a time as there are ranks: each gathers all of them with the others, and keeps its own.
+            # All ranks gather each of these files together, and each keeps its own.
             mine: dict[str, Tensor] = {}
             for owner, (_, sources) in enumerate(files[start : start + world_size]):
                 mine |= gather(list(sources.values()), owner == rank)
@@ -163,7 +161,7 @@ def _safetensors() -> Callable[..., None]:
 
 
 def _write(save: Callable[..., None], path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a file. safetensors refuses tensors that share memory, as ties do that no configuration tells of."""
+    """Write a file. safetensors refuses tensors that share memory, as ties do that the configuration does not list."""
     apart: dict[str, Tensor] = {}
     known: set[int] = set()
     for name, tensor in tensors.items():
@@ -179,7 +177,7 @@ def _write(save: Callable[..., None], path: Path, tensors: dict[str, Tensor]) ->
 
 @dataclass(frozen=True)
 class Plan:
-    """What to write: for each file its tensors' names in the LightningModule by exported name, and JSON by file."""
+    """What to write: for each file, names in the LightningModule by exported name, and for JSON files their content."""
 
     files: dict[str, dict[str, str]]
     texts: dict[str, Any]
@@ -193,7 +191,7 @@ def make_plan(
     adapter_only: bool,
     prefix: str | None,
 ) -> Plan:
-    """Decide what is written where of ``tensors``, the state, perhaps without values, of a module with ``models``."""
+    """Plan the files for ``tensors``, the state (perhaps without values) of a module with these ``models``."""
     model, prefix = _chosen(tensors, models, prefix)
     if adapter_only:
         sources, config = _adapters(tensors, model, prefix)
@@ -227,7 +225,7 @@ def make_plan(
 def _chosen(
     tensors: Mapping[str, Tensor], models: list[Description], prefix: str | None
 ) -> tuple[Description | None, str]:
-    """The model that is meant, if it is described, and its prefix."""
+    """The model to export, if it is described, and its prefix."""
     if prefix is not None:
         prefix = prefix if prefix == "" or prefix.endswith(".") else f"{prefix}."
         return next((model for model in models if model["prefix"] == prefix), None), prefix
@@ -271,7 +269,7 @@ def _adapters(
 
 
 def number_of_bytes(size: str | int) -> int:
-    """Bytes that ``"5GB"`` or ``"200MB"`` says; a number is one of bytes. Raises ValueError for anything else."""
+    """Parse a size such as ``"5GB"`` or ``"200MB"``, or a number of bytes. Raises ValueError for anything else."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = _UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None or float(found[1]) * unit < 1:
@@ -280,7 +278,7 @@ def number_of_bytes(size: str | int) -> int:
 
 
 def in_portions(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names in their order, in lists of at most ``limit`` bytes together; what is larger by itself is a list."""
+    """Split names, in order, into lists of at most ``limit`` bytes together; a larger tensor has its own list."""
     portions: list[list[str]] = []
     total = 0
     for name, size in sizes.items():

@@ -32,15 +32,15 @@ def inspect(path: str, verify: bool = False, weights_only: bool = True) -> Repor
     Args:
         path: Local, or a URL.
         verify: Read all of it, and compare it with its checksums.
-        weights_only: False runs the code that it may hold, to describe what cannot be loaded without.
+        weights_only: False runs the code that the checkpoint may hold, to describe what needs it to load.
 
     Returns:
         Plain data; what is not known is None or missing.
 
         - ``path``, ``form``, and ``written_by``: by which program
         - ``damage``: what is wrong; ``verified``: whether all content was read to find that, or only names and sizes
-        - ``not_plain``: classes and functions that it does not load without, whose code ``weights_only=False`` runs
-        - ``world_size`` and ``mesh``: ranks that wrote it, and along each dimension by name
+        - ``not_plain``: classes and functions that loading needs, whose code ``weights_only=False`` runs
+        - ``world_size`` and ``mesh``: number of ranks that wrote it, and along each named mesh dimension
         - ``epoch`` and ``global_step``, as Lightning counts
         - ``num_parameters``: elements of the model's state, buffers included, and ``dtypes``: the same by dtype
         - ``num_bytes``: of ``model``, ``optimizers`` and ``rest``
@@ -70,7 +70,7 @@ def inspect(path: str, verify: bool = False, weights_only: bool = True) -> Repor
 
 
 def checkpoints_at(path: str) -> list[str]:
-    """The checkpoints that lie in a folder, by name; of anything else ``path`` itself."""
+    """The checkpoints in a folder, sorted by name; for any other path, ``path`` itself."""
     filesystem, place = url_to_fs(path)
     if not filesystem.isdir(place) or _is_directory_of_shards(filesystem, place):
         return [path]
@@ -88,7 +88,7 @@ def as_text(report: Report) -> str:
 
 
 def as_line(report: Report) -> str:
-    """One line on one of several."""
+    """One line for one of several reports."""
     size = sum(report.get("num_bytes", {}).values())
     state = "complete" if report["damage"] is None else f"DAMAGED: {report['damage']}"
     at = f"epoch {report.get('epoch')}, step {report.get('global_step')}, {size:,} bytes, {report['form']}"
@@ -144,14 +144,14 @@ def _is_state(key: str) -> bool:
 
 
 def _check_entries(filesystem: AbstractFileSystem, folder: str, metadata: Metadata, has_checksums: bool) -> set[str]:
-    """Read each entry of the shards: names of what objects among them need beside plain data."""
+    """Read each entry of the shards; returns names of what its objects need besides plain data."""
     found: set[str] = set()
     for index, place in metadata.storage_data.items():
         what = f"{index.fqn} in {place.relative_path}"
         with filesystem.open(f"{folder}/{place.relative_path}", "rb") as file:
             file.seek(place.offset)
             content = io.BytesIO(file.read(place.length))
-        # Checksums match whatever their writer wrote: they do not tell that an entry is what the table says.
+        # Checksums match whatever their writer wrote: they do not show that an entry is what the metadata says.
         try:
             if has_checksums:
                 check_content(content)
@@ -184,7 +184,7 @@ def _describe_file(report: Report, verify: bool, weights_only: bool) -> None:
 
 
 def _load(report: Report, source: Source, what: str, weights_only: bool) -> dict[str, Any]:
-    """What ``torch.save`` has written; empty where that takes running code, which is not allowed."""
+    """What ``torch.save`` has written; empty if loading would run code and ``weights_only`` is set."""
     report["not_plain"] = classes_and_functions(source)
     if report["not_plain"] and weights_only:
         return {}
@@ -195,7 +195,7 @@ def _load(report: Report, source: Source, what: str, weights_only: bool) -> dict
 
 
 def _describe_states(report: Report, tensors: list[tuple[tuple[str, ...], Tensor]]) -> None:
-    """Of model and optimizers, whose ``tensors`` come each with its keys, from the outermost."""
+    """Describe the states of model and optimizers; each of ``tensors`` comes with its keys, the outermost first."""
     dtypes: Counter[str] = Counter()
     sizes: Counter[str] = Counter(model=0, optimizers=0)
     by_optimizer: dict[str, Counter[str]] = {}
