@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -15,6 +16,7 @@ from lightning_automodel.gradients.token_loss import (
     TokenWeighting,
     contains_hugging_face_causal_lm,
     contains_hugging_face_encoder_decoder,
+    has_count,
 )
 from lightning_automodel.sharding.precision import HALF, unit_dtypes
 from lightning_automodel.sharding.units import WrapPolicy
@@ -25,7 +27,7 @@ class Advice:
 
     def __init__(self) -> None:
         self._said: set[str] = set()
-        self._shift_is_checked = False
+        self._count_is_checked = False
 
     def say_once(self, message: str, say: Callable[[str], None] = rank_zero_warn) -> None:
         """Say ``message`` unless it has been said."""
@@ -78,11 +80,24 @@ class Advice:
                 f" {', '.join(sorted(map(str, computed_in)))}."
             )
 
-    def about_label_shift(self, module: nn.Module, weighting: TokenWeighting, batch: Any, output: Any) -> None:
-        """Warn about a Hugging Face model whose own loss drops other labels than ``label_shift`` says."""
-        if self._shift_is_checked or not weighting.counts_labels_of(batch, output):
+    def about_count(self, module: nn.Module, weighting: TokenWeighting, batch: Any, output: Any) -> None:
+        """Warn, in the first step that returns no count, if its loss averages over something else than is counted."""
+        if self._count_is_checked or has_count(output) or not weighting.per_token_loss:
             return
-        self._shift_is_checked = True
+        self._count_is_checked = True
+        if weighting.counts_labels_of(batch):
+            self._about_label_shift(module, weighting)
+        elif weighting.count_label_tokens is not extract_batch_size:
+            return
+        for name, loss in module.named_modules():
+            if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None:
+                self.say_once(
+                    f"{type(module).__name__}.{name} divides by the class weights of its labels, but each label counts"
+                    " as one. Return {'loss': loss, 'num_label_tokens': weight[labels].sum()} from training_step."
+                )
+
+    def _about_label_shift(self, module: nn.Module, weighting: TokenWeighting) -> None:
+        """Warn about a Hugging Face model whose own loss drops other labels than ``label_shift`` says."""
         is_shifted = weighting.label_shift > 0 or weighting.label_key == SHIFTED_LABELS
         if not is_shifted and contains_hugging_face_causal_lm(module):
             self.say_once(
@@ -107,6 +122,8 @@ def summary(described: dict[str, Any]) -> str:
     parts = [f"{described['data_parallel']} over {ranks}"]
     if isinstance(units, list):
         parts.append(f"{len(units)} FSDP units beside the root" if units else "one FSDP unit")
+    elif units is not None:
+        parts.append("sharded before")
     if described["activation_checkpointing"]:
         parts.append(f"{len(described['activation_checkpointing'])} blocks checkpointed")
     parts.append(f"precision {described['precision'].get('trainer', 'unknown')}")

@@ -300,14 +300,14 @@ class TrainingRun:
             self.weighting.check_returned_count(output, self._ahead.count, reads_device=self.windows.last_step is None)
             self._count = self._ahead.count
         self._aux_loss = self.weighting.aux_loss(output, self._ahead is not None)
-        self.advice.about_label_shift(self.module, self.weighting, self._batch, output)
+        self.advice.about_count(self.module, self.weighting, self._batch, output)
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """See :meth:`AutomodelStrategy.evaluated`."""
         if self._context is not None:
             batch = self._context.slices.slice(batch)  # the output is that of the slice
         sums = self.weighting.evaluated(batch, output, step)
-        self.advice.about_label_shift(self.module, self.weighting, batch, output)
+        self.advice.about_count(self.module, self.weighting, batch, output)
         return sums
 
     @contextmanager

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from lightning_automodel.advice import summary
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import nn
+
+from lightning_automodel.advice import Advice, summary
+from lightning_automodel.gradients.token_loss import TokenWeighting
 
 
 def test_summary_is_one_line() -> None:
@@ -28,3 +36,28 @@ def test_summary_is_one_line() -> None:
         "AutomodelStrategy: ddp over one rank, precision bf16-mixed, gradients per label token;"
         " trainer.strategy.describe() has the details."
     )
+
+
+@pytest.mark.parametrize(
+    ("weight", "weighting", "output", "warns"),
+    [
+        (torch.ones(3), TokenWeighting(count_label_tokens=extract_batch_size), None, True),
+        (torch.ones(3), TokenWeighting(), None, True),
+        (torch.ones(3), TokenWeighting(), {"num_label_tokens": 1}, False),
+        (torch.ones(3), TokenWeighting(count_label_tokens=len), None, False),
+        (torch.ones(3), TokenWeighting(per_token_loss=False), None, False),
+        (None, TokenWeighting(), None, False),
+    ],
+)
+def test_class_weights_are_no_count_of_labels(
+    weight: Any, weighting: TokenWeighting, output: Any, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`nn.CrossEntropyLoss(weight=...)` beside a count that weighs every label alike is wrong by a third, silently."""
+    said: list[str] = []
+    advice = Advice()
+    monkeypatch.setattr(advice, "say_once", said.append)
+    model = nn.Sequential(nn.Linear(2, 3), nn.CrossEntropyLoss(weight=weight))
+    for _ in range(2):
+        advice.about_count(model, weighting, {"labels": torch.zeros(2)}, output)
+    assert len(said) == warns
+    assert all("Sequential.1 divides by the class weights of its labels" in message for message in said)

@@ -94,7 +94,10 @@ class TokenWeighting:
             return check_count(self.count_label_tokens(batch), "what count_label_tokens(batch) returned")
         if self._has_labels(batch):
             return self.count_labels(batch[self.label_key])
-        samples = " If each row is one sample, as for a classifier, pass AutomodelStrategy(count='samples')."
+        samples = (
+            " If each row is one sample, as for a classifier without class weights, pass"
+            " AutomodelStrategy(count='samples')."
+        )
         raise ValueError(
             "AutomodelStrategy weighs each micro-batch by its number of label tokens and found no count"
             f" (the batch is {_described(batch)}).{samples if isinstance(batch, (tuple, list)) else ''} Give it in one"
