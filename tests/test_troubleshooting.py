@@ -21,6 +21,7 @@ NOT_MESSAGES = {
     "checkpoint/__main__.py": "what the command's --help prints",
     "report_page.py": "texts of the report",
     "AutomodelStrategy: …; trainer.strategy.describe() has the details.": "what rank 0 says where all is well",
+    "… FSDP units beside the root": "a part of that line",
     "… ranks have joined at … (backend …).": "a log line where all is well",
     "sharded before this set-up (by configure_model or an earlier run); left as they were": "in describe()",
     "manual optimization may step between two forwards of one training step": "in describe()",
