@@ -234,9 +234,11 @@ class StrategyOptions:
         if not self.per_token_loss:
             unused = self._changed({"loss_reduction": "mean", **_COUNTING_ONLY})
             notes += [f"{name} has no effect with per_token_loss=False." for name in unused]
-        elif self.count_label_tokens is not None:
-            names = self._changed({k: v for k, v in _COUNTING_ONLY.items() if k != "count_label_tokens"})
-            notes += [f"{name} has no effect beside count_label_tokens." for name in names]
+        elif self.count_label_tokens is not None or self.count == "samples":
+            counter = "count='samples'" if self.count_label_tokens is None else "count_label_tokens"
+            counters = ("count", "count_label_tokens")
+            unused = self._changed({k: v for k, v in _COUNTING_ONLY.items() if k not in counters})
+            notes += [f"{name} has no effect beside {counter}." for name in unused]
         return notes
 
     def _changed(self, defaults: dict[str, Any]) -> list[str]:

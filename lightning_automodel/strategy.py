@@ -769,15 +769,17 @@ class AutomodelStrategy(ParallelStrategy):
             if self._run is not None:
                 self._run.engine.synchronize_buffers()
         checkpoint.update(describe_models(module))
-        ranks = self._saving_group()
+        ranks, remark = self._saving_group(), None
         if self._resume is not None and "optimizer_states" in checkpoint:
-            self._resume.add_to(checkpoint, self._joined_mesh().sizes_by_name(), ranks)
+            remark = self._resume.add_to(checkpoint, self._joined_mesh().sizes_by_name(), ranks)
         if ranks is None and self.world_size > 1:
             self._checkpoints.save_alone(checkpoint, filepath, self.checkpoint_io)
             return
         state = module.trainer.state
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         self._checkpoints.save(checkpoint, filepath, self.root_device, self.checkpoint_io, goes_on, storage_options)
+        if remark is not None:
+            rank_zero_info(f"{filepath} {remark}")
 
     def _saving_group(self) -> dist.ProcessGroup | None:
         """The host group of all ranks; None if this is the only rank, or others have left after a failure."""

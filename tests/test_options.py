@@ -274,6 +274,7 @@ UNREPLICATED = (
                 for name in ("label_key", "ignore_index", "label_shift", "count_label_tokens")
             ],
         ),
+        ({"count": "samples", "label_key": "y"}, ["label_key has no effect beside count='samples'."]),
         (
             {"count_label_tokens": len, "label_key": "y", "label_shift": 1, "ignore_index": 0},
             [

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_automodel.distributed.process_group import group_rank
+from lightning_automodel.distributed.process_group import group_rank, group_size
 
 T = TypeVar("T")
 
@@ -88,7 +88,10 @@ def _described(error: BaseException) -> RankError:
 
 
 def _combined(what: str, errors: Mapping[int, RankError]) -> CheckpointError:
-    """One error for several ranks; equal messages are listed once."""
+    """One error for several ranks; equal messages are listed once. In a single process no rank is named."""
+    if group_size() == 1:
+        ((text, _),) = errors.values()
+        return _kind(errors.values())(f"{what}: {text}")
     ranks: dict[str, list[str]] = {}
     for rank, (text, _) in sorted(errors.items()):
         ranks.setdefault(text, []).append(str(rank))

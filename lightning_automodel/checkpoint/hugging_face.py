@@ -61,9 +61,10 @@ def _described(prefix: str, model: Any) -> Description:
 
 
 def _plain(config: Any) -> Any:
-    """A configuration as it comes out of a JSON file."""
+    """A configuration as ``save_pretrained`` writes it, without defaults where it can leave them out."""
+    content = getattr(config, "to_diff_dict", config.to_dict)()
     return json.loads(
-        json.dumps(config.to_dict(), default=lambda value: sorted(value) if isinstance(value, Set) else str(value))
+        json.dumps(content, default=lambda value: sorted(value) if isinstance(value, Set) else str(value))
     )
 
 

@@ -128,9 +128,10 @@ class ShardWriter(FileSystemWriter):
         folder = str(self.path).rpartition("/")[2]
         self._write(f"{self._target}/{MANIFEST}", self._manifest(folder, files))
         filesystem, place = url_to_fs(self._target)
-        for name in filesystem.ls(place, detail=False):
-            if folder not in name and atomic.TEMPORARY in name:
-                filesystem.rm(name, recursive=True)
+        for path in filesystem.ls(place, detail=False):
+            name = path.rstrip("/").rpartition("/")[2]
+            if name != folder and name.startswith(atomic.TEMPORARY):
+                filesystem.rm(path, recursive=True)
 
     def _manifest(self, folder: str, files: dict[str, FileRecord]) -> bytes:
         return Manifest(self._save_id, self._world_size, folder, files).to_bytes()

@@ -63,6 +63,8 @@ class RankFailure:
             return f"rank {self.rank} on {self.host} missed heartbeats, last seen in {self.where}{ending}"
         if self.error == STUCK:
             return f"rank {self.rank} on {self.host} is stuck in {self.where}{ending}"
+        if self.error == KeyboardInterrupt.__name__:
+            return f"rank {self.rank} on {self.host} was interrupted in {self.where}"
         return f"rank {self.rank} on {self.host} failed in {self.where}: {self.error}{ending}"
 
 

@@ -178,10 +178,10 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
     def _explain(self, trainer: "pl.Trainer", function: partial[Any], error: Exception) -> None:
         """Raise a TypeError that names the part of the run that cannot be pickled, if there is one."""
         data = [*function.args, *function.keywords.values()]
-        parts = {"the module" if isinstance(value, pl.LightningModule) else "the data": value for value in data}
-        parts |= {f"the callback {type(callback).__name__}": callback for callback in trainer.callbacks}  # type: ignore[attr-defined]
-        parts |= {f"the logger {type(logger).__name__}": logger for logger in trainer.loggers}
-        for where, value in {**parts, "the strategy": trainer.strategy, "the Trainer": trainer}.items():
+        parts = [("the module" if isinstance(value, pl.LightningModule) else "the data", value) for value in data]
+        parts += [(f"the callback {type(callback).__name__}", callback) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+        parts += [(f"the logger {type(logger).__name__}", logger) for logger in trainer.loggers]
+        for where, value in (*parts, ("the strategy", trainer.strategy), ("the Trainer", trainer)):
             try:
                 ByValue(value).__reduce__()
             except Exception as cause:

@@ -139,7 +139,7 @@ class Resume:
 
     # --- Saving -------------------------------------------------------------------------------------------------------
 
-    def add_to(self, checkpoint: dict[str, Any], sizes: dict[str, int], group: dist.ProcessGroup | None) -> None:
+    def add_to(self, checkpoint: dict[str, Any], sizes: dict[str, int], group: dist.ProcessGroup | None) -> str | None:
         """Add the state of every rank to a checkpoint, and set its counters and callbacks to the same moment.
 
         A collective on ``group``, if given: rank 0 gets the states of all ranks. Without it, as after a failure, only
@@ -149,12 +149,13 @@ class Resume:
             checkpoint: As Lightning makes it.
             sizes: Ranks along each dimension of the mesh, by name.
             group: Group of all ranks, on the host.
+
+        Returns:
+            A remark for the user, to follow the path of the checkpoint once it is written.
         """
-        own = self._plan
+        own, remark = self._plan, None
         if own is None:
             snapshot, remark = self._final or self._to_save()
-            if remark is not None:
-                self._say(remark)
             own = self._savable(snapshot)
             progress = checkpoint["loops"]["fit_loop"]
             checkpoint["loops"]["fit_loop"] = loops.counters_at(progress, snapshot.at, snapshot.logged)
@@ -168,6 +169,7 @@ class Resume:
             dist.gather_object(own, gathered, dst=dist.get_global_rank(group, 0), group=group)
             ranks = gathered or []
         checkpoint[CHECKPOINT_KEY] = {"format": FORMAT, "sizes": dict(sizes), "ranks": ranks}
+        return remark
 
     def _to_save(self) -> tuple[Snapshot, str | None]:
         """The snapshot that a checkpoint written now resumes from, and a remark for the user, if any."""
@@ -180,16 +182,17 @@ class Resume:
                 if batches.ready == held.at.batches:
                     return held, None
                 return held, (
-                    f"The checkpoint resumes before batch {held.at.batches} of epoch {at.epochs}, where the window of"
-                    " gradients began that has not stepped yet: gradients are not saved."
+                    "was saved in the middle of an accumulation window, whose gradients are not saved: a run that"
+                    f" resumes from it begins with that window, at batch {held.at.batches} of epoch {at.epochs}."
                 )
             if not is_window and at.stage == loops.STEP:
                 return held, None
         remark = None
         if self._is_manual and self._holds_gradients():
             remark = (
-                "The checkpoint is inexact: one optimizer has stepped, and another holds gradients, which are not"
-                " saved. Save where all of them have stepped."
+                "was saved while one optimizer had stepped and another held gradients, which are not saved: a run that"
+                " resumes from it is not exact, unless those gradients are zeroed unused. Save where all optimizers"
+                " have stepped."
             )
         is_counted = at.stage not in (loops.STEP, loops.VALIDATION)
         logged = loops.steps_logged(self._trainer) if is_counted else self._logged + 1

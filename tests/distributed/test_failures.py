@@ -38,7 +38,7 @@ def test_failure_travels_whole() -> None:
     [
         (ValueError(), "failed in setup: ValueError"),
         (SystemExit(3), "failed in setup: SystemExit: exit status 3"),
-        (KeyboardInterrupt(), "failed in setup: KeyboardInterrupt"),
+        (KeyboardInterrupt(), "was interrupted in setup"),
     ],
 )
 def test_endings(exception: BaseException, ending: str) -> None:

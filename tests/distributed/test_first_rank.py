@@ -179,13 +179,17 @@ def test_failure_reaches_every_rank(pool4: RankPool, failing_rank: int, scope: S
 
 
 @pytest.mark.parametrize(
-    ("error", "text"), [(KeyboardInterrupt(), "KeyboardInterrupt"), (SystemExit(3), "SystemExit: exit status 3")]
+    ("error", "text"),
+    [
+        (KeyboardInterrupt(), "was interrupted in FirstRankPerNode(scope='global')"),
+        (SystemExit(3), "failed in FirstRankPerNode(scope='global'): SystemExit: exit status 3"),
+    ],
 )
 def test_leaving_the_program_is_a_failure(pool2: RankPool, error: BaseException, text: str) -> None:
     own, (_, told) = pool2.run(fail_on, 0, "global", error)
     assert own == (True, describe(error))
     assert told is not None
-    assert told[1].endswith(f"FirstRankPerNode(scope='global'): {text}")
+    assert told[1].endswith(text)
 
 
 def fail_everywhere_inside_and_catch() -> tuple[list[str], tuple[bool, tuple[str, str] | None]]:

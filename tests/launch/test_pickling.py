@@ -81,13 +81,16 @@ def test_tensors_are_sent_by_value() -> None:
     assert not module.weight.is_shared()
 
 
-def test_unpicklable_class_and_option_are_found() -> None:
-    """A class inside of a function, and a function given to the strategy."""
+def test_unpicklable_class_data_and_option_are_found() -> None:
+    """A class inside of a function, a function of a loader, and one given to the strategy."""
 
     class Local(LabelledModule):
         pass
 
     with pytest.raises(TypeError, match=r"but the module \(Local\) cannot be pickled"):
         make_trainer("spawn").fit(Local(), DataLoader([1]))
+    loader = DataLoader([1], collate_fn=lambda batch: batch)
+    with pytest.raises(TypeError, match=r"but the data \(DataLoader\) cannot be pickled: .*<lambda>"):
+        make_trainer("spawn").fit(LabelledModule(), loader)
     with pytest.raises(TypeError, match=r"but the strategy \(AutomodelStrategy\) cannot be pickled: .*<lambda>"):
         make_trainer("spawn", count_label_tokens=lambda batch: 1).fit(LabelledModule(), DataLoader([1]))
