@@ -2,9 +2,9 @@
 
     python examples/gan.py
 
-`manual_backward(loss, num_label_tokens=n)` tells how many samples a loss is the mean of; gradients are final when it
-returns. The data is a ring of radius 1, 0.05 wide. At the end it prints the distance of generated points from the
-centre, and how many of the ring's eight sectors they reach.
+The module is plain Lightning: `count="samples"` tells the strategy that each loss is a mean over the rows of the batch.
+Gradients are final when `manual_backward` returns. The data is a ring of radius 1, 0.05 wide. At the end it prints the
+distance of generated points from the centre, and how many of the ring's eight sectors they reach.
 """
 
 import argparse
@@ -47,12 +47,12 @@ class Gan(L.LightningModule):
 
         loss = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake.detach())).mean()
         discriminating.zero_grad()
-        self.manual_backward(loss, num_label_tokens=len(real))
+        self.manual_backward(loss)
         discriminating.step()
 
         loss = F.softplus(-self.discriminator(fake)).mean()
         generating.zero_grad()
-        self.manual_backward(loss, num_label_tokens=len(real))  # leaves gradients in the discriminator: zeroed above
+        self.manual_backward(loss)  # leaves gradients in the discriminator: zeroed above
         generating.step()
 
     def on_train_end(self) -> None:
@@ -77,7 +77,7 @@ def main() -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=AutomodelStrategy(),
+        strategy=AutomodelStrategy(count="samples"),
         max_epochs=args.epochs,
         logger=False,
         enable_checkpointing=False,

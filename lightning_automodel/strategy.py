@@ -779,7 +779,7 @@ class AutomodelStrategy(ParallelStrategy):
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         self._checkpoints.save(checkpoint, filepath, self.root_device, self.checkpoint_io, goes_on, storage_options)
         if remark is not None:
-            rank_zero_info(f"{filepath} {remark}")
+            self._advice.say_once(remark, say=lambda text: rank_zero_info(f"{filepath} {text}"))
 
     def _saving_group(self) -> dist.ProcessGroup | None:
         """The host group of all ranks; None if this is the only rank, or others have left after a failure."""

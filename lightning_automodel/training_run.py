@@ -28,7 +28,7 @@ from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
 from lightning_automodel.gradients.optimizer_watch import OptimizerWatch
 from lightning_automodel.gradients.precision_plugin import patch_clipping
 from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting, WindowTotals
-from lightning_automodel.gradients.windows import GradientWindows
+from lightning_automodel.gradients.windows import GradientWindows, optimizer_parameters
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import checks, meta_init, precision, tensor_parallel, units
@@ -428,7 +428,8 @@ class TrainingRun:
 
     def holds_gradients(self) -> bool:
         """Whether backwards have accumulated, in open windows or in ``.grad``, that no optimizer has stepped with."""
-        return bool(self.windows.open_windows or self.windows.since_step)
+        unused = (p for optimizer in self.windows.since_step for p in optimizer_parameters(optimizer))
+        return bool(self.windows.open_windows) or any(parameter.grad is not None for parameter in unused)
 
     # --- What is saved, and how it ends -------------------------------------------------------------------------------
 

@@ -154,6 +154,7 @@ class Shown(pl.LightningModule):
 
         super().__init__()
         self.mean = MeanMetric()
+        self.automatic_optimization = "manual_backward" not in self.text
         kind = Balanced if "balance" in self.text else nn.Sequential
         self.model: nn.Module = kind(nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY))
         if "x, y = batch" in self.text:
