@@ -1,4 +1,4 @@
-"""Fine-tunes a Hugging Face model, validates its perplexity, and exports it for `from_pretrained`.
+"""Fine-tunes a Hugging Face model, keeps the checkpoint with the best perplexity, and exports it for `from_pretrained`.
 
     python examples/hugging_face.py                                        # a small Llama with random weights
     python examples/hugging_face.py --model outputs/hugging_face/model --lora 8  # adapters on that exported model
@@ -16,6 +16,7 @@ from pathlib import Path
 import lightning as L  # noqa: N812
 import torch
 from docstrings import IGNORE_INDEX, VOCABULARY_SIZE, DocstringData
+from lightning.pytorch.callbacks import ModelCheckpoint
 from packing import Document, document_of, padded
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
@@ -35,7 +36,7 @@ def load(model: Path | None) -> PreTrainedModel:
 
 
 class Writer(L.LightningModule):
-    """A causal language model that is exported when training has ended."""
+    """A causal language model, or adapters on one."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
@@ -48,9 +49,6 @@ class Writer(L.LightningModule):
         return self.model(**batch).loss
 
     validation_step = training_step  # `EvaluationLoss` weighs it by its label tokens
-
-    def on_train_end(self) -> None:
-        export_hugging_face(self, self.args.output, adapter_only=bool(self.args.lora))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], 3e-3)
@@ -86,12 +84,18 @@ def main() -> None:
         accumulate_grad_batches=2,
         max_steps=args.max_steps,
         limit_train_batches=2 * args.max_steps,
+        val_check_interval=args.max_steps,  # batches: twice
         logger=False,
-        enable_checkpointing=False,
-        callbacks=[EvaluationLoss(perplexity="{stage}_perplexity")],
+        callbacks=[
+            EvaluationLoss(perplexity="{stage}_perplexity"),
+            ModelCheckpoint(args.output.parent, "best", monitor="val_loss", enable_version_counter=False),
+        ],
     )
     loaders = [DataLoader(each, batch_size=4, shuffle=each is train, collate_fn=padded) for each in (train, held_back)]
-    trainer.fit(Writer(args), *loaders)
+    module = Writer(args)
+    trainer.fit(module, *loaders)
+    trainer.validate(module, loaders[1], ckpt_path="best")
+    export_hugging_face(module, args.output, adapter_only=bool(args.lora))  # on every rank: each holds a shard
     if trainer.is_global_zero:
         print(f"\nPerplexity of {len(held_back)} held-back docstrings, a byte")
         print(f"  {trainer.callback_metrics['val_perplexity']:.5f} by two ranks in training")

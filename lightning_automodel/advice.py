@@ -90,7 +90,8 @@ class Advice:
         elif weighting.count_label_tokens is not extract_batch_size:
             return
         for name, loss in module.named_modules():
-            if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None:
+            is_mean = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.reduction == "mean"
+            if is_mean and loss.weight is not None:
                 self.say_once(
                     f"{type(module).__name__}.{name} divides by the class weights of its labels, but each label counts"
                     " as one. Return {'loss': loss, 'num_label_tokens': weight[labels].sum()} from training_step."

@@ -47,6 +47,7 @@ def test_summary_is_one_line() -> None:
         (torch.ones(3), TokenWeighting(count_label_tokens=len), None, False),
         (torch.ones(3), TokenWeighting(per_token_loss=False), None, False),
         (None, TokenWeighting(), None, False),
+        ("sum", TokenWeighting(), None, False),
     ],
 )
 def test_class_weights_are_no_count_of_labels(
@@ -56,7 +57,10 @@ def test_class_weights_are_no_count_of_labels(
     said: list[str] = []
     advice = Advice()
     monkeypatch.setattr(advice, "say_once", said.append)
-    model = nn.Sequential(nn.Linear(2, 3), nn.CrossEntropyLoss(weight=weight))
+    loss = (
+        nn.CrossEntropyLoss(torch.ones(3), reduction="sum") if isinstance(weight, str) else nn.CrossEntropyLoss(weight)
+    )
+    model = nn.Sequential(nn.Linear(2, 3), loss)
     for _ in range(2):
         advice.about_count(model, weighting, {"labels": torch.zeros(2)}, output)
     assert len(said) == warns

@@ -38,6 +38,7 @@ NOT_MESSAGES = {
     "auto: unchanged, as the model was sharded before": "in describe()",
     "auto: FSDP2's own (one in the backward); no other was measured on this device": "in describe()",
     "…, which is not to be converted to …": "in describe()",
+    "Using DistributedSampler with the dataloaders": "a warning of Lightning's that is filtered",
     # Parts of messages whose whole is explained.
     "an import (…)": "of `lightning_automodel needs …`",
     "nowhere (a single process)": "a place to join at",

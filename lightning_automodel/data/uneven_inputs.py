@@ -1,6 +1,7 @@
 """Ranks whose data ends before another's: an error or fillers in training; in evaluation each sample counts once."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -52,6 +53,8 @@ class UnevenInputs:
         self._is_in_step = False
         self._draw: Draw | None = None
         self.is_filler = False
+        # Lightning warns in `validate` and `test` that samples are repeated; `without_repeats` prevents that.
+        warnings.filterwarnings("ignore", "Using `DistributedSampler` with the dataloaders", PossibleUserWarning)
 
     def without_repeats(self, loader: Any) -> Any:
         """A copy of the loader whose ``DistributedSampler`` repeats no samples to make ranks even.

@@ -17,7 +17,17 @@ from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.sharding import apply, checks, memory, precision, prefetch, quantized, tensor_parallel, units
+from lightning_automodel.sharding import (
+    apply,
+    checks,
+    memory,
+    precision,
+    prefetch,
+    quantized,
+    tensor_parallel,
+    units,
+    weight_averaging,
+)
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.grad_sync import Deferral, FSDPGradSync
 from lightning_automodel.sharding.joined_gathers import JoinedGathers
@@ -171,7 +181,7 @@ class FSDP2Engine(Engine):
                 tensor_parallel.check_same_batch(batch, self.mesh.tensor_group, self.device, "tensor-parallel")
         # Once a window, as DDP does it.
         if self._starts_window:
-            self.synchronize_buffers()
+            self._broadcast(self._own_buffers())
         self._starts_window = self._sync.is_last is not False
         self._sync.resume()
 
@@ -220,11 +230,22 @@ class FSDP2Engine(Engine):
         """Broadcast the first rank's buffers, as ``DistributedDataParallel(broadcast_buffers=True)`` does.
 
         Otherwise running statistics would follow each rank's own data, and a checkpoint would hold those of the rank
-        that saved them.
+        that saved them. So would the averages of them that callbacks keep.
         """
+        averages = weight_averaging.averaged_models(self._module)
+        self._broadcast([*self._own_buffers(), *(buffer for each in averages for buffer in each.module.buffers())])
+
+    def _own_buffers(self) -> list[Tensor]:
         # Looked up each time: a forward may replace a buffer by a new tensor.
-        buffers = [self._module.get_buffer(name) for name in self._buffers]
-        apply.broadcast_tensors([buffer for buffer in buffers if not isinstance(buffer, DTensor)], self.mesh.group)
+        return [self._module.get_buffer(name) for name in self._buffers]
+
+    def _broadcast(self, buffers: list[Tensor]) -> None:
+        plain = [buffer for buffer in buffers if not isinstance(buffer, DTensor)]
+        moved = [buffer.to(self.device) for buffer in plain]  # an average may be kept on another device
+        apply.broadcast_tensors(moved, self.mesh.group)
+        for buffer, values in zip(plain, moved, strict=True):
+            if values is not buffer:
+                buffer.copy_(values)
 
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:

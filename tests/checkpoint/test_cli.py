@@ -90,7 +90,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any, 
     assert report["form"] == form
     assert (report["written_by"], report["damage"], report["verified"]) == ("lightning_automodel", None, verify)
     assert report.get("world_size") == (1 if form != "one file" else None)
-    assert (report["epoch"], report["global_step"], report["num_parameters"]) == (2, 7, 15)
+    assert (report["epoch"], report["global_step"], report["num_elements"]) == (2, 7, 15)
     assert report["dtypes"] == {"float32": 12, "bfloat16": 3}
     assert (report["num_bytes"]["model"], report["num_bytes"]["optimizers"]) == (54, 56)
     assert report["optimizer_states"][0] == {"step": 2, "exp_avg": 1}
@@ -169,7 +169,7 @@ def test_inspect_shards_of_other_programs(tmp_path: Path, capsys: pytest.Capture
     """Those of plain torch have no rest."""
     dcp.save({"state_dict": dict(MODEL)}, checkpoint_id=tmp_path / "plain", no_dist=True)
     (report,) = inspected(capsys, str(tmp_path / "plain"))["checkpoints"]
-    assert (report["written_by"], report["num_parameters"]) == ("torch.distributed.checkpoint", 15)
+    assert (report["written_by"], report["num_elements"]) == ("torch.distributed.checkpoint", 15)
     torch.save({"pytorch-lightning_version": "2.6.6"}, tmp_path / "plain" / "meta.pt")
     (report,) = inspected(capsys, str(tmp_path / "plain"))["checkpoints"]
     assert report["written_by"] == "Lightning 2.6.6"

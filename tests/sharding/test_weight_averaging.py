@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     Callback,
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
@@ -174,6 +176,49 @@ def test_average(pool2: RankPool, name: str, options: dict[str, Any]) -> None:
         assert max(map(relative_error, found, [by_rank[rank] for by_rank in losses])) <= TOLERANCE
         is_whole = options.keys() & {"data_parallel", "data_parallel_replicate_size"}
         assert held == total if is_whole else held < 0.7 * total
+
+
+class Follows(Evaluates):
+    """Has running statistics that follow each rank's own data; keeps those that it validates with."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double())
+        self.seen: Tensor | None = None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
+        return {"loss": self.model(batch).square().mean(), "num_label_tokens": len(batch)}
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.model(batch)
+        self.seen = self.model[0].running_mean.clone()
+
+
+def _average_statistics(engine: str, folder: Path) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = torch.randn(6, 4, 3, generator=generator, dtype=torch.float64).add(dist.get_rank())
+    module = Follows()
+    trainer = make_trainer(
+        AutomodelStrategy(data_parallel=engine, save_distributed_checkpoint=False),
+        accumulate_grad_batches=2,
+        max_epochs=1,
+        enable_checkpointing=True,
+        callbacks=[EMAWeightAveraging(decay=DECAY), ModelCheckpoint(folder, engine)],
+    )
+    data = DataLoader(batches, batch_size=None)
+    trainer.fit(module, data, data)
+    assert module.seen is not None
+    return module.seen, torch.load(folder / f"{engine}.ckpt")["state_dict"]["model.0.running_mean"]
+
+
+def test_averages_of_running_statistics(pool2: RankPool, tmp_path: Path) -> None:
+    """All ranks validate with the average of the first rank's, which is the saved one, under FSDP2 as under DDP."""
+    found = [pool2.run(_average_statistics, engine, tmp_path) for engine in ENGINES]
+    (seen, saved), *others = (result for by_rank in found for result in by_rank)
+    torch.testing.assert_close(seen, saved, rtol=TOLERANCE, atol=0)
+    assert seen.abs().min() > WRONG
+    for other, file in others:
+        torch.testing.assert_close(other, seen, rtol=TOLERANCE, atol=0)
+        torch.testing.assert_close(file, seen, rtol=TOLERANCE, atol=0)
 
 
 def swa_plainly() -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from lightning_automodel.checkpoint.state_dict import model_state
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank, group_size
 
+_PATIENCE = timedelta(minutes=30)  # the default of torch's process groups
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -41,7 +43,7 @@ def export_hugging_face(
     """Write a run's model in its present state: safetensors, and what ``from_pretrained`` needs besides.
 
     A collective over the default group, if there is one: every rank must call it, with the same arguments, between two
-    optimizer steps (in a callback's hook, or after ``fit`` while the strategy is set up). Files are gathered tensor by
+    optimizer steps (in a callback's hook, or after ``fit``, ``validate`` or ``test``). Files are gathered tensor by
     tensor and written by the ranks in turn, to a file system that all of them share: besides its own state a rank holds
     at most one file in host memory, and one tensor on its device. If one rank fails to write, all raise and nothing
     is left; the strategy detects a rank that dies. A tokenizer that is an attribute of ``module`` is written too.
@@ -56,7 +58,9 @@ def export_hugging_face(
 
     Raises:
         CheckpointError: On every rank, if there is no such model, or one of them cannot write.
+        RuntimeError: If not every rank calls it; rank 0 names the missing ranks.
     """
+    collectives.named_barrier("export_hugging_face", _PATIENCE)
     state = model_state(module)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     tokenizers = [

@@ -42,10 +42,12 @@ def inspect(path: str, verify: bool = False, weights_only: bool = True) -> Repor
         - ``not_plain``: classes and functions that loading needs, whose code ``weights_only=False`` runs
         - ``world_size`` and ``mesh``: number of ranks that wrote it, and along each named mesh dimension
         - ``epoch`` and ``global_step``, as Lightning counts
-        - ``num_parameters``: elements of the model's state, buffers included, and ``dtypes``: the same by dtype
+        - ``num_elements``: elements of the model's state, buffers included, tied parameters under each of their names;
+          ``dtypes``: the same by dtype
         - ``num_bytes``: of ``model``, ``optimizers`` and ``rest``
         - ``optimizer_states``: for each optimizer, how many parameters have each kind of state
-        - ``rest``: keys of everything else; ``hugging_face``: classes of such models in it, by prefix
+        - ``rest``: keys of everything else; ``hugging_face``: by prefix, the class of such a model, and whether it
+          has adapters
     """
     filesystem, place = url_to_fs(path)
     if not filesystem.exists(place):
@@ -205,7 +207,7 @@ def _describe_states(report: Report, tensors: list[tuple[tuple[str, ...], Tensor
             dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
         else:
             by_optimizer.setdefault(first, Counter())[others[-1]] += 1
-    report["num_parameters"], report["dtypes"], report["num_bytes"] = sum(dtypes.values()), dict(dtypes), dict(sizes)
+    report["num_elements"], report["dtypes"], report["num_bytes"] = sum(dtypes.values()), dict(dtypes), dict(sizes)
     report["optimizer_states"] = [dict(by_optimizer[key]) for key in sorted(by_optimizer)]
 
 
@@ -218,4 +220,6 @@ def _describe_rest(report: Report, rest: Mapping[str, Any]) -> None:
         report["written_by"] = "lightning_automodel"
         report["mesh"] = {str(name): int(size) for name, size in of_run["sizes"].items()}
     report["rest"] = sorted(map(str, rest))
-    report["hugging_face"] = {model["prefix"]: model["class"] for model in rest.get(KEY, [])}
+    report["hugging_face"] = {
+        model["prefix"]: f"{model['class']}{', adapters' if 'peft' in model else ''}" for model in rest.get(KEY, [])
+    }
