@@ -57,9 +57,8 @@ def test_class_weights_are_no_count_of_labels(
     said: list[str] = []
     advice = Advice()
     monkeypatch.setattr(advice, "say_once", said.append)
-    loss = (
-        nn.CrossEntropyLoss(torch.ones(3), reduction="sum") if isinstance(weight, str) else nn.CrossEntropyLoss(weight)
-    )
+    is_sum = isinstance(weight, str)
+    loss = nn.CrossEntropyLoss(torch.ones(3) if is_sum else weight, reduction="sum" if is_sum else "mean")
     model = nn.Sequential(nn.Linear(2, 3), loss)
     for _ in range(2):
         advice.about_count(model, weighting, {"labels": torch.zeros(2)}, output)

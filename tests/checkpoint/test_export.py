@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import weakref
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +29,7 @@ from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import CheckpointError, export_hugging_face
 from lightning_automodel.checkpoint.__main__ import main
 from lightning_automodel.checkpoint.cli import export
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankError, RankPool
 from tests.sharding.test_hf_tensor_parallel import CASE as TENSOR_PARALLEL
 from tests.sharding.test_hf_tensor_parallel import make_model as make_logits_model
 from tests.sharding.test_tensor_parallel import data_rank
@@ -261,6 +264,24 @@ def _held_at_each_write(folder: str) -> list[int]:
         patch.setattr(export, "_cast", checking_cast)
         export_hugging_face(module, f"{folder}/out", max_shard_size=TINY, prefix="model")
     return held
+
+
+def _export_on_rank_zero(path: str) -> None:
+    if dist.get_rank() == 1:
+        time.sleep(1)
+        return
+    with mock.patch.object(export, "_PATIENCE", timedelta(seconds=0.5)):
+        export_hugging_face(OwnLoss(tied_llama()), path)
+
+
+def test_every_rank_must_export(pool2: RankPool, tmp_path: Path) -> None:
+    """`if trainer.is_global_zero:` is right before `save_pretrained`, and wrong here."""
+    with pytest.raises(RankError) as caught:
+        pool2.run(_export_on_rank_zero, str(tmp_path / "model"))
+    message = caught.value.failures[0].splitlines()[-1]
+    assert "barrier 'export_hugging_face', which every rank must reach" in message
+    assert "Ranks 1 failed to pass" in message
+    assert not list(tmp_path.iterdir())
 
 
 def test_ranks_write_in_turn(pool2: RankPool, tmp_path: Path) -> None:
