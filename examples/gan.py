@@ -1,6 +1,7 @@
 """Trains a GAN by manual optimization: two optimizers that step one after the other on the same batch.
 
     python examples/gan.py
+    python examples/gan.py --ddp
 
 The module is plain Lightning: `count="samples"` tells the strategy that each loss is a mean over the rows of the batch.
 Gradients are final when `manual_backward` returns. The data is a ring of radius 1, 0.05 wide. At the end it prints the
@@ -41,9 +42,15 @@ class Gan(L.LightningModule):
         self.automatic_optimization = False
         self.generator, self.discriminator = network(NOISE, 2), network(2, 1)
 
+    def setup(self, stage: str) -> None:
+        self.random = torch.Generator().manual_seed(self.global_rank)  # otherwise all ranks draw the same noise
+
+    def noise(self, rows: int) -> Tensor:
+        return torch.randn(rows, NOISE, generator=self.random).to(self.device)
+
     def training_step(self, real: Tensor, batch_idx: int) -> None:
         generating, discriminating = self.optimizers()
-        fake = self.generator(torch.randn(len(real), NOISE, device=self.device))
+        fake = self.generator(self.noise(len(real)))
 
         loss = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake.detach())).mean()
         discriminating.zero_grad()
@@ -57,7 +64,7 @@ class Gan(L.LightningModule):
 
     def on_train_end(self) -> None:
         with torch.no_grad():
-            points = self.generator(torch.randn(2000, NOISE))  # sharded parameters: on all ranks
+            points = self.generator(self.noise(2000))  # sharded parameters: on all ranks
         distance, angle = points.norm(dim=1), torch.atan2(points[:, 1], points[:, 0])
         share = torch.histc(angle, bins=8, min=-torch.pi, max=torch.pi) / len(points)
         if self.trainer.is_global_zero:
@@ -72,12 +79,15 @@ class Gan(L.LightningModule):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--ddp", action="store_true", help="replicate the networks, which are sharded otherwise")
     args = parser.parse_args()
+    # Each loss uses a part of the parameters.
+    ddp = {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}}
     L.seed_everything(0, workers=True, verbose=False)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=AutomodelStrategy(count="samples"),
+        strategy=AutomodelStrategy(count="samples", **(ddp if args.ddp else {})),
         max_epochs=args.epochs,
         logger=False,
         enable_checkpointing=False,

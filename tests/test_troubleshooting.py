@@ -39,6 +39,7 @@ NOT_MESSAGES = {
     "auto: FSDP2's own (one in the backward); no other was measured on this device": "in describe()",
     "…, which is not to be converted to …": "in describe()",
     "Using DistributedSampler with the dataloaders": "a warning of Lightning's that is filtered",
+    "but its data is not allocated yet": "torch's own message, which ours replaces",
     # Parts of messages whose whole is explained.
     "an import (…)": "of `lightning_automodel needs …`",
     "nowhere (a single process)": "a place to join at",

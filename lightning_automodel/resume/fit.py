@@ -82,6 +82,7 @@ class Resume:
             "on_train_epoch_start": self._before_epoch,
             "train_dataloader_next": self._before_fetch,
             "on_validation_model_zero_grad": self._before_validation,
+            "on_train_epoch_end": self._reduce_logged_means,
         }
 
         def call_then_start(action_name: str) -> None:
@@ -94,6 +95,14 @@ class Resume:
     def _before_epoch(self) -> None:
         """Before an epoch: a loop of batches that was restarted at the end of the last one would end it at once."""
         self._trainer.fit_loop.epoch_loop.restarting = False
+
+    def _reduce_logged_means(self) -> None:
+        """Reduce what was logged over the epoch, on every rank, before any hook of the epoch's end.
+
+        Otherwise the progress bar, which is on rank 0 alone, would do it while another rank gathers parameters in a
+        hook of the module, to save samples for instance: both would wait.
+        """
+        _ = self._trainer.callback_metrics
 
     def _before_fetch(self) -> None:
         """Before a training batch is drawn, which may use random numbers: the last point before a window."""

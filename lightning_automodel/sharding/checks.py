@@ -11,6 +11,11 @@ from torch.optim import LBFGS, Optimizer
 from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.sharding.units import class_name
 
+_FREED = (
+    "A backward needed parameters that FSDP2 had freed: a second backward through the same forward (gradient"
+    " penalties by torch.autograd.grad(..., create_graph=True), retain_graph=True) does not gather them again. Pass"
+    " data_parallel='ddp'."
+)
 _FSDP2_ERRORS = {
     "got mixed torch.Tensor and DTensor": (
         "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit for its forward, so code that"
@@ -18,11 +23,8 @@ _FSDP2_ERRORS = {
         " forward and pass reshard_during_accumulation=False, which leaves parameters gathered; or pass"
         " data_parallel='ddp'."
     ),
-    "out of bounds for storage of size 0": (
-        "A backward needed parameters that FSDP2 had freed: a second backward through the same forward (gradient"
-        " penalties by torch.autograd.grad(..., create_graph=True), retain_graph=True) does not gather them again. Pass"
-        " data_parallel='ddp'."
-    ),
+    "out of bounds for storage of size 0": _FREED,
+    "but its data is not allocated yet": _FREED,
 }
 """Parts of torch's messages from inside FSDP2, and what they mean for the user."""
 

@@ -54,6 +54,14 @@ class GradientPenalty(Net):
         return loss + gradient.pow(2).sum()
 
 
+class PenaltyOfConvolutions(GradientPenalty):
+    """Torch has another message for these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2), nn.SiLU(), nn.Conv2d(3, 1, 1))
+
+
 class NormOfWeightsFirst(Net):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         norm = sum(parameter.pow(2).sum() for parameter in self.parameters())
@@ -105,6 +113,11 @@ NOTHING_TO_TRAIN = (
 UNREDUCED = (
     "DistributedDataParallel did not reduce all gradients of this window: parameters {} took no part in its last"
 )
+FREED = (
+    "A backward needed parameters that FSDP2 had freed: a second backward through the same forward (gradient"
+    " penalties by torch.autograd.grad(..., create_graph=True), retain_graph=True) does not gather them again. Pass"
+    " data_parallel='ddp'."
+)
 REFUSED: dict[str, Refused] = {
     "sparse-embedding": Refused(
         SparseEmbedding,
@@ -116,12 +129,8 @@ REFUSED: dict[str, Refused] = {
         "Adafactor factors its second moments over rows and columns of whole matrices, of which each rank has"
         " only a part under FSDP2: choose AdamW or SGD, or pass data_parallel='ddp'.",
     ),
-    "gradient-penalty": Refused(
-        GradientPenalty,
-        "A backward needed parameters that FSDP2 had freed: a second backward through the same forward (gradient"
-        " penalties by torch.autograd.grad(..., create_graph=True), retain_graph=True) does not gather them again. Pass"
-        " data_parallel='ddp'.",
-    ),
+    "gradient-penalty": Refused(GradientPenalty, FREED),
+    "gradient-penalty-of-convolutions": Refused(PenaltyOfConvolutions, FREED),
     "norm-before-the-forward": Refused(
         NormOfWeightsFirst,
         "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit for its forward, so code that"

@@ -30,6 +30,7 @@ from lightning.pytorch.callbacks import (
     SpikeDetection,
     ThroughputMonitor,
     Timer,
+    TQDMProgressBar,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_summary import ModelSummary
@@ -341,3 +342,29 @@ def test_spike_detection(pool2: RankPool, tmp_path: Path, engine: str) -> None:
         assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
     assert pool2.run(_detect_spikes, engine, 1, str(tmp_path)) == ["Training spike detected in batch 5"] * 2
     assert json.loads((tmp_path / "skip_batches.json").read_text()) == [4, 5]
+
+
+class SavesSamples(LabelledModule):
+    """Calls the model in the hook after which epochs end, as a GAN does that saves samples."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self(batch)
+        self.log("loss", loss.detach(), on_step=False, on_epoch=True, batch_size=1, prog_bar=True, sync_dist=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.sample = self.model(torch.zeros(1, 7, dtype=torch.long))
+
+
+def _save_samples() -> float:
+    module = SavesSamples()
+    strategy = AutomodelStrategy(timeout=timedelta(seconds=20))
+    make_trainer(strategy, callbacks=[TQDMProgressBar()], enable_progress_bar=True).fit(module, loader())
+    return float(module.sample.sum())
+
+
+def test_epoch_end_that_gathers_beside_a_progress_bar(pool2: RankPool) -> None:
+    """Rank 0's bar would reduce the logged means while rank 1 gathers parameters: both would wait."""
+    first, second = pool2.run(_save_samples)
+    assert first == second
