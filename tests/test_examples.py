@@ -164,7 +164,7 @@ PERPLEXITIES = r"  ([\d.]+) by two ranks in training\n  ([\d.]+) by one process"
 
 def test_hugging_face(folder: Folder) -> None:
     """The export has the perplexity of the run."""
-    ranks, alone = numbers(PERPLEXITIES, folder.run("hugging_face.py", "--max-steps", "2"))
+    ranks, alone = numbers(PERPLEXITIES, folder.run("hugging_face.py", "--rows", "40", "--epochs", "1"))
     assert alone == pytest.approx(ranks, rel=1e-4)
 
 
@@ -172,8 +172,9 @@ def test_hugging_face(folder: Folder) -> None:
 def test_hugging_face_adapters(folder: Folder) -> None:
     """The export of adapters, on an exported model."""
     pytest.importorskip("peft")
-    ranks, _ = numbers(PERPLEXITIES, folder.run("hugging_face.py", "--max-steps", "4"))
-    adapted = folder.run("hugging_face.py", "--max-steps", "2", "--lora", "2", "--model", "outputs/hugging_face/model")
+    small = ("--rows", "160", "--epochs", "1")
+    ranks, _ = numbers(PERPLEXITIES, folder.run("hugging_face.py", *small))
+    adapted = folder.run("hugging_face.py", *small, "--lora", "2", "--model", "outputs/hugging_face/model")
     adapted_ranks, adapted_alone = numbers(PERPLEXITIES, adapted)
     assert adapted_alone == pytest.approx(adapted_ranks, rel=1e-4)
     assert adapted_ranks < ranks

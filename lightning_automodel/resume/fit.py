@@ -199,9 +199,9 @@ class Resume:
         remark = None
         if self._is_manual and self._holds_gradients():
             remark = (
-                "was saved while one optimizer had stepped and another held gradients, which are not saved: a run that"
-                " resumes from it is not exact, unless those gradients are zeroed unused. Save where all optimizers"
-                " have stepped."
+                "was saved while an optimizer held gradients that it has not stepped with, and gradients are not saved."
+                " Nothing is lost where each step begins with zero_grad(), as in most GANs. Otherwise a resumed run is"
+                " not exact: save where all optimizers have stepped."
             )
         is_counted = at.stage not in (loops.STEP, loops.VALIDATION)
         logged = loops.steps_logged(self._trainer) if is_counted else self._logged + 1

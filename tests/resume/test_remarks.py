@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy, destroy_global_state
 
 MIDDLE = "was saved in the middle of an accumulation window"
-HELD = "was saved while one optimizer had stepped and another held gradients"
+HELD = "was saved while an optimizer held gradients that it has not stepped with"
 
 
 class Saves(pl.LightningModule):
