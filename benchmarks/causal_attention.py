@@ -1,7 +1,7 @@
 """Peak memory and processor seconds of a sequence's last quarter attending to all of it, with a mask and without.
 
-It is the later of the two chunks that one of two context-parallel ranks has. Each case is a process of its own, with one
-thread.
+It is the later of the two chunks that one of two context-parallel ranks has. Each case is a process of its own, with
+one thread.
 
     python benchmarks/causal_attention.py
 """
