@@ -176,6 +176,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.sweep  # `.ci/run` builds the site strictly
 def test_site(site: Path) -> None:
     """Nothing comes from another host; every public name has its place, and no reStructuredText is left."""
     assert (site / "llms.txt").is_file()

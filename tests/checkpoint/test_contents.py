@@ -62,14 +62,9 @@ def _load_extra_state(options: dict[str, Any], path: str, with_average: bool) ->
     return [resumed.loaded(), WANTED if with_average else WithExtraState.load_from_checkpoint(path).loaded()]
 
 
-@pytest.mark.parametrize(
-    ("form", "with_average"),
-    [
-        ("shards", True),
-        *(pytest.param(form, False, marks=pytest.mark.sweep) for form in FORMS),
-        *(pytest.param(form, True, marks=pytest.mark.sweep) for form in FORMS if form != "shards"),
-    ],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("with_average", [False, True])
+@pytest.mark.parametrize("form", FORMS)
 def test_extra_state(pool2: RankPool, tmp_path: Path, form: str, with_average: bool) -> None:
     """Of any kind, also what `torch.distributed.checkpoint` would take apart or lose.
 

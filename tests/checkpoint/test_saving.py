@@ -309,9 +309,8 @@ def _two_callbacks(options: dict[str, Any], folder: str) -> list[str]:
     return [callback.best_model_path for callback in callbacks]
 
 
-@pytest.mark.parametrize(
-    ("form", "in_background"), [("shards", True), pytest.param("replicated", False, marks=pytest.mark.sweep)]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("form", "in_background"), [("shards", True), ("replicated", False)])
 def test_two_callbacks_do_not_share_a_file(pool2: RankPool, tmp_path: Path, form: str, in_background: bool) -> None:
     """Else one removes what is the best of the other."""
     for first, second in pool2.run(_two_callbacks, {**FORMS[form], "async_checkpoint": in_background}, str(tmp_path)):
