@@ -26,7 +26,7 @@ class Resume:
 
     Gradients are not saved. So a snapshot is taken before a window's first batch is drawn, and a checkpoint that is
     written before the window has stepped resumes there; likewise before a validation. Once a window has stepped, the
-    state at the save counts. Only :meth:`add_to` synchronises or communicates.
+    state at the save counts. Only :meth:`add_to` communicates, and the reduction of logged means at an epoch's end.
 
     Args:
         trainer: The Trainer that runs the fit.
