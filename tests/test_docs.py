@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,24 @@ def first_column(page: Path, header: str) -> list[str]:
     start = next(index for index, line in enumerate(lines) if line.startswith(header)) + 2
     end = next(index for index in range(start, len(lines)) if not lines[index].startswith("|"))
     return [name for line in lines[start:end] for name in re.findall(r"`([^`]+)`", line.split("|")[1])]
+
+
+def test_badges() -> None:
+    """They say what the package metadata and the matrix of tested releases say."""
+    badges = dict(re.findall(r"!\[(.+?): (.+?)\]\(https://img\.shields\.io", (ROOT / "README.md").read_text()))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    matrix = jobs["versions"]["strategy"]["matrix"]
+    tested = {
+        name: [release.rpartition(".")[0] for release in matrix[name] + [each[name] for each in matrix["include"]]]
+        for name in ("torch", "lightning")
+    }
+    assert badges == {
+        "Licence": project["license"],
+        "Python": project["requires-python"].removeprefix(">=") + " or newer",
+        "torch": f"{min(tested['torch'])} to {max(tested['torch'])}",
+        "Lightning": " to ".join(sorted(set(tested["lightning"]))),
+    }
 
 
 def test_llms_txt_lists_every_page() -> None:

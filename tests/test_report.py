@@ -253,6 +253,7 @@ def test_in_a_browser(tmp_path: Path) -> None:
         assert set(page.fetched) == {path.as_uri()}
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
 def test_the_browser_tells_of_errors(tmp_path: Path) -> None:
     """Else the test above could not fail."""

@@ -192,20 +192,9 @@ def _compiled(options: dict[str, Any], path: str, saves_compiled: bool) -> dict[
     return {name.replace("_orig_mod.", ""): value for name, value in full_weights(module.model).items()}
 
 
-@pytest.mark.parametrize(
-    ("options", "saves_compiled"),
-    [
-        (FSDP2, True),
-        pytest.param(DDP, False, marks=pytest.mark.sweep),
-        *(
-            pytest.param(options, saves_compiled, marks=pytest.mark.sweep)
-            for options in (ONE_FILE, {**DDP, "save_distributed_checkpoint": True})
-            for saves_compiled in (True, False)
-        ),
-        pytest.param(FSDP2, False, marks=pytest.mark.sweep),
-        pytest.param(DDP, True, marks=pytest.mark.sweep),
-    ],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("options", [FSDP2, ONE_FILE, DDP, {**DDP, "save_distributed_checkpoint": True}])
+@pytest.mark.parametrize("saves_compiled", [False, True])
 def test_compiled_blocks(
     pool2: RankPool, tmp_path: Path, expected: dict[str, Tensor], options: dict[str, Any], saves_compiled: bool
 ) -> None:

@@ -322,6 +322,7 @@ def _claim_and_die() -> None:
         initialize_distributed("gloo", timedelta(seconds=PATIENCE_S))
 
 
+@pytest.mark.sweep
 def test_a_stopped_host_is_told_from_one_that_is_late() -> None:
     """The system accepts connections in its place, and nobody answers on them."""
     port = _free_port()

@@ -100,6 +100,7 @@ def _slow_end() -> float:
     return time.monotonic() - begun
 
 
+@pytest.mark.sweep
 def test_silence_is_not_work(pool2: RankPool) -> None:
     """A rank that works sends heartbeats meanwhile, and the other waits for it, up to `timeout`."""
     assert all(seconds > 2.5 for seconds in pool2.run(_slow_end))

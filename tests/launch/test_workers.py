@@ -116,6 +116,7 @@ def send_sigterm_twice(folder: Path, method: str) -> tuple[bool, int | None]:
         return waits, launching.exitcode
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("method", ["fork"])
 def test_second_sigterm(runs: dict[Any, Future], method: str) -> None:
     """After the first, the ranks wait for one that takes no further step."""

@@ -92,14 +92,9 @@ def limited(limit: dict[str, Any], folder: Path) -> list[str]:
     return compare_stop(setting, replace(setting, trainer={**WINDOWS, **limit}), folder / "stopped.ckpt")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
-    "limit",
-    [
-        {"max_steps": 2},
-        *(pytest.param(limit, marks=pytest.mark.sweep) for limit in ({"max_epochs": 1}, {"max_steps": 4})),
-        pytest.param({"max_time": {"seconds": 0}}, marks=pytest.mark.sweep),
-    ],
-    ids=str,
+    "limit", [{"max_steps": 2}, {"max_epochs": 1}, {"max_steps": 4}, {"max_time": {"seconds": 0}}], ids=str
 )
 @pytest.mark.timeout(400)
 def test_saved_after_fit(pool2: RankPool, limit: dict[str, Any], tmp_path: Path) -> None:

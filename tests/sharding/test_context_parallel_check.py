@@ -160,6 +160,7 @@ def told() -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.sweep
 def test_says_what_it_cannot_compare(pool2: RankPool) -> None:
     """And nothing where it can."""
     first, second = pool2.run(told)

@@ -189,6 +189,7 @@ def refusals() -> dict[str, str]:
     return messages(REFUSED)
 
 
+@pytest.mark.sweep
 def test_what_would_be_wrong_in_slices_is_refused(pool2: RankPool) -> None:
     check_refused(pool2, refusals, REFUSED)
 

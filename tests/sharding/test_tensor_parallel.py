@@ -319,6 +319,7 @@ def test_weights_from_the_meta_device_do_not_depend_on_the_layout(pool4: RankPoo
         assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
 
+@pytest.mark.sweep
 def test_after_a_failure_a_new_group_is_trained_over(pool2: RankPool) -> None:
     """What torch remembers of the old mesh leads to groups that are gone."""
     case = replace(CASE, num_ranks=1)

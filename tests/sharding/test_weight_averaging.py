@@ -158,7 +158,7 @@ def _average(name: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], lis
 
 
 @pytest.mark.parametrize("options", by_default(OPTIONS, "kept"))
-@pytest.mark.parametrize("name", AVERAGES)
+@pytest.mark.parametrize("name", first_by_default(list(AVERAGES)))
 def test_average(pool2: RankPool, name: str, options: dict[str, Any]) -> None:
     """Training ends with the average, every validation sees it, and no rank holds more of it than of the weights."""
     expected, losses = averaged_plainly(name)
@@ -257,7 +257,8 @@ def _swa_around(options: dict[str, Any]) -> dict[str, Tensor]:
     return full_weights(module.model)
 
 
-@pytest.mark.parametrize("options", by_default(OPTIONS, "resharded"))
+@pytest.mark.sweep
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_stochastic_weight_averaging(pool2: RankPool, options: dict[str, Any]) -> None:
     expected = Outcome(swa_plainly(), None)
     for weights in pool2.run(_swa_around, options):
@@ -284,15 +285,13 @@ def _resume(
     return state(loaded.model), state(resumed.model), state(uninterrupted.model)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("make_callback", "saving", "resuming"),
     [
-        (_ema, "fsdp2", "fsdp2"),
-        pytest.param(_swa, "ddp", "fsdp2", marks=pytest.mark.sweep),
-        pytest.param(_ema, "ddp", "fsdp2", marks=pytest.mark.sweep),
-        pytest.param(_swa, "fsdp2", "fsdp2", marks=pytest.mark.sweep),
-        pytest.param(_ema, "ddp", "ddp", marks=pytest.mark.sweep),
-        pytest.param(_swa, "ddp", "ddp", marks=pytest.mark.sweep),
+        (callback, *engines)
+        for callback in (_ema, _swa)
+        for engines in (("fsdp2", "fsdp2"), ("ddp", "fsdp2"), ("ddp", "ddp"))
     ],
 )
 def test_resumed_average(
@@ -340,8 +339,9 @@ def _average_from_meta(options: dict[str, Any], make_callback: Callable[[], Call
     return full_weights(module)
 
 
-@pytest.mark.parametrize("options", by_default(ENGINES, "fsdp2"))
-@pytest.mark.parametrize("make_callback", first_by_default([_ema, _swa]))
+@pytest.mark.sweep
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("make_callback", [_ema, _swa])
 def test_average_of_a_model_from_the_meta_device(
     pool2: RankPool, options: dict[str, Any], make_callback: Callable[[], Callback]
 ) -> None:
