@@ -79,57 +79,23 @@ class TrainingRun:
         self.module, self.plugin, self.device, self.advice = module, plugin, device, advice
         self._options, self._mesh, self._local_ranks = options, mesh, local_ranks
         self._is_sharded = options.data_parallel == "fsdp2"
-        precision.check_precision(plugin, options.data_parallel)
-        if self._is_sharded:
-            precision.check_conversion(plugin, module)
-        if fitting:
-            checks.check_training(module, module.trainer.accumulate_grad_batches, options.count_window_ahead)
+        self._draws_its_batches = lightning_internals.draws_its_batches(module.training_step)
+        self._check(fitting)
         self._restore_attention: Callable[[], None] = lambda: None
         self._context = self._slice_sequences()
         self._without_values = meta_init.names_without_values(module)
-        for note in options.without_effect():
-            advice.say_once(note)
         plugin.convert_module(module)
         self.move_to_device()
         checks.check_hooks(module, options.count_window_ahead)
-        self._checkpointed = CheckpointedBlocks(
-            module,
-            options.activation_checkpointing if fitting else False,
-            options.auto_wrap_policy,
-            module.automatic_optimization,
-        )
-        if fitting and options.activation_checkpointing == "offload" and device.type == "cpu":
-            advice.say_once(
-                "activation_checkpointing='offload' copies activations from host memory to host memory on a CPU: pass"
-                " True there."
-            )
+        self._checkpointed = self._checkpoint_activations(fitting)
         # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not trace.
         self._compiled = self._compile_blocks()
         self.engine = self._make_engine()
         self.model = self.engine.setup(module, fitting, self._give_values)
         tensor_parallel.synchronize_metrics(module, mesh, self.patches)
         advice.about_wrap_policy(options.auto_wrap_policy, self.engine.describe())
-        # Labels are shifted before they are sliced.
-        is_shifted = self._context is not None and options.label_shift > 0
-        self.weighting = TokenWeighting(
-            per_token_loss=options.per_token_loss,
-            loss_reduction=options.loss_reduction,
-            label_key=SHIFTED_LABELS if is_shifted else options.label_key,
-            ignore_index=options.ignore_index,
-            label_shift=0 if is_shifted else options.label_shift,
-            count_label_tokens=extract_batch_size if options.count == "samples" else options.count_label_tokens,
-        )
-        self._scaling = LossScaling(
-            precision.enabled_scaler(plugin),
-            RangeScale(
-                precision.passes_float16(plugin, module) and not options.count_window_ahead,
-                options.per_token_loss,
-                device,
-            ),
-            device,
-            self._is_sharded,
-            self.patches,
-        )
+        self.weighting = self._make_weighting()
+        self._scaling = self._make_scaling()
         parameters = list(module.parameters())
         self.windows = GradientWindows(
             self.engine,
@@ -143,20 +109,62 @@ class TrainingRun:
         self.watch = OptimizerWatch(self.windows, parameters)
         raises_if_nonfinite = options.error_if_nonfinite and self._scaling.scaler is None
         self.clipper = GradientClipper(self.windows, self.watch, mesh, options.track_grad_norm, raises_if_nonfinite)
-        self._draws_its_batches = lightning_internals.draws_its_batches(module.training_step)
-        draws = Draws(host_group)
-        self.inputs = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad", draws)
-        self._draws, self._ahead = draws, None
+        self._draws, self._ahead = Draws(host_group), None
+        self.inputs = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad", self._draws)
         self.seconds_drawing = 0.0
         if fitting and options.count_window_ahead:
-            copies = mesh.sizes.tensor
-            self._ahead = WindowAhead(module.trainer, host_group, copies, draws, self.weighting.count_on_host)
+            copies, count = mesh.sizes.tensor, self.weighting.count_on_host
+            self._ahead = WindowAhead(module.trainer, host_group, copies, self._draws, count)
         # Batch, count and auxiliary loss of the current training step, until its backward.
         self._batch: Any = None
         self._count: Count | None = None
         self._aux_loss: Tensor | None = None
         self._ends_window = True
         self._filler_state: FillerState | None = None
+
+    def _check(self, fitting: bool) -> None:
+        """Refuse what cannot be trained, before anything is changed, and tell of options without effect."""
+        module, plugin, options = self.module, self.plugin, self._options
+        precision.check_precision(plugin, options.data_parallel)
+        if self._is_sharded:
+            precision.check_conversion(plugin, module)
+        if fitting:
+            checks.check_training(module, module.trainer.accumulate_grad_batches, options.count_window_ahead)
+        for note in options.without_effect():
+            self.advice.say_once(note)
+
+    def _checkpoint_activations(self, fitting: bool) -> CheckpointedBlocks:
+        module, options = self.module, self._options
+        chosen = options.activation_checkpointing if fitting else False
+        if chosen == "offload" and self.device.type == "cpu":
+            self.advice.say_once(
+                "activation_checkpointing='offload' copies activations from host memory to host memory on a CPU: pass"
+                " True there."
+            )
+        return CheckpointedBlocks(module, chosen, options.auto_wrap_policy, module.automatic_optimization)
+
+    def _make_weighting(self) -> TokenWeighting:
+        options = self._options
+        # Labels are shifted before they are sliced.
+        is_shifted = self._context is not None and options.label_shift > 0
+        return TokenWeighting(
+            per_token_loss=options.per_token_loss,
+            loss_reduction=options.loss_reduction,
+            label_key=SHIFTED_LABELS if is_shifted else options.label_key,
+            ignore_index=options.ignore_index,
+            label_shift=0 if is_shifted else options.label_shift,
+            count_label_tokens=extract_batch_size if options.count == "samples" else options.count_label_tokens,
+        )
+
+    def _make_scaling(self) -> LossScaling:
+        options, plugin = self._options, self.plugin
+        range_scale = RangeScale(
+            precision.passes_float16(plugin, self.module) and not options.count_window_ahead,
+            options.per_token_loss,
+            self.device,
+        )
+        scaler = precision.enabled_scaler(plugin)
+        return LossScaling(scaler, range_scale, self.device, self._is_sharded, self.patches)
 
     def _compile_blocks(self) -> list[str]:
         """Compile the blocks that ``compile`` asks for, and return their names."""
