@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder of the export, which is replaced")
     args = parser.parse_args()
     args.output = args.output or Path("outputs/hugging_face", "adapter" if args.lora else "model")
-    shutil.rmtree(args.output, ignore_errors=True)
+    shutil.rmtree(args.output, ignore_errors=True)  # an export replaces nothing
     L.seed_everything(0, verbose=False)
     data = rows()[: args.rows]
     held_back, train = data[::10], [row for index, row in enumerate(data) if index % 10]

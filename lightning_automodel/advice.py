@@ -124,7 +124,7 @@ def summary(described: dict[str, Any]) -> str:
     if isinstance(units, list):
         parts.append(f"{len(units)} FSDP units beside the root" if units else "one FSDP unit")
     elif units is not None:
-        parts.append("sharded before")
+        parts.append("already sharded")
     if described["activation_checkpointing"]:
         parts.append(f"{len(described['activation_checkpointing'])} blocks checkpointed")
     parts.append(f"precision {described['precision'].get('trainer', 'unknown')}")

@@ -270,7 +270,7 @@ def test_a_step_that_tells_too_little(pool2: RankPool) -> None:
         assert "{'loss': mean, 'num_label_tokens': n}" in other_strategy
 
 
-# --- What README says of logging --------------------------------------------------------------------------------------
+# --- What README and docs/watching.md say of logging ------------------------------------------------------------------
 
 
 class LogsInEveryWay(Evaluated):
