@@ -1,13 +1,13 @@
-"""Trains a GAN by manual optimization: two optimizers that step one after the other on the same batch.
+"""Trains a GAN by manual optimization: two optimizers, each with accumulation, clipping and a schedule of its own.
 
     python examples/gan.py
     python examples/gan.py --data-parallel fsdp2     # sharded, for networks that do not fit on one device
     python examples/gan.py --epochs 30 --resume      # goes on from the newest checkpoint
 
 The module is plain Lightning: `count="samples"` tells the strategy that each loss is a mean over the rows of the batch.
-Gradients are final when `manual_backward` returns. The data is a ring of radius 1, 0.05 wide. Each epoch ends with
-points of the generator in a file, and a checkpoint. At the end it prints the distance of generated points from the
-centre, and how many of the ring's eight sectors they reach.
+Gradients are final when the `manual_backward` with `sync_grad=True` returns. The data is a ring of radius 1, 0.05 wide.
+Each epoch ends with points of the generator in a file, and a checkpoint. At the end it prints the distance of generated
+points from the centre, and how many of the ring's eight sectors they reach.
 """
 
 import argparse
@@ -17,13 +17,16 @@ import lightning as L  # noqa: N812
 import torch
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 
 FOLDER = Path("outputs/gan")
 NOISE = 8  # numbers that the generator makes a point from
+ACCUMULATE = 2  # micro-batches of a step
 
 
 def ring(num_points: int) -> Tensor:
@@ -58,22 +61,31 @@ class Gan(L.LightningModule):
         fake = self.generator(self.noise(len(real)))
         per_epoch = {"batch_size": len(real), "on_step": False, "on_epoch": True, "sync_dist": True, "prog_bar": True}
 
-        with discriminating.toggle_model():
-            loss = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake.detach())).mean()
-            discriminating.zero_grad()
-            self.manual_backward(loss)
-            discriminating.step()
-        self.log("discriminator", loss, **per_epoch)
+        is_last = (batch_idx + 1) % ACCUMULATE == 0 or self.trainer.is_last_batch
 
-        with generating.toggle_model():  # its loss leaves no gradients in the discriminator
+        with discriminating.toggle_model(sync_grad=is_last):
+            loss = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake.detach())).mean()
+            self.manual_backward(loss)  # not divided by ACCUMULATE: the window is divided by its rows
+        self.log("discriminator", loss, **per_epoch)
+        if is_last:
+            self.step(discriminating)
+
+        with generating.toggle_model(sync_grad=is_last):  # its loss leaves no gradients in the discriminator
             loss = F.softplus(-self.discriminator(fake)).mean()
-            generating.zero_grad()
             self.manual_backward(loss)
-            generating.step()
         self.log("generator", loss, **per_epoch)
+        if is_last:
+            self.step(generating)
+
+    def step(self, optimizer: LightningOptimizer) -> None:
+        self.clip_gradients(optimizer, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
     @torch.no_grad()
     def on_train_epoch_end(self) -> None:
+        for schedule in self.lr_schedulers():
+            schedule.step()
         points = self.generator(self.noise(2000))  # on all ranks: each may hold a part of the generator
         if self.trainer.is_global_zero:
             torch.save(points, FOLDER / f"epoch={self.current_epoch}.pt")
@@ -88,8 +100,9 @@ class Gan(L.LightningModule):
         print(f"{distance.mean():.2f} +- {distance.std():.2f} generated")
         print(f"Sectors with at least 3 % of the points: {int((share >= 0.03).sum())} of 8")
 
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.Adam(each.parameters(), 1e-3, betas=(0.5, 0.9)) for each in self.children()]
+    def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[LRScheduler]]:
+        optimizers = [torch.optim.Adam(each.parameters(), 1e-3, betas=(0.5, 0.9)) for each in self.children()]
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(each, 0.97) for each in optimizers]
 
 
 def main() -> None:
@@ -110,7 +123,7 @@ def main() -> None:
         logger=False,
         callbacks=[ModelCheckpoint(FOLDER, "last", enable_version_counter=False)],
     )
-    loader = DataLoader(ring(4096), batch_size=64, shuffle=True)
+    loader = DataLoader(ring(4096), batch_size=64 // ACCUMULATE, shuffle=True)
     trainer.fit(Gan(), loader, ckpt_path="last" if args.resume else None)
 
 

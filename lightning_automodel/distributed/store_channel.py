@@ -112,6 +112,7 @@ class StoreChannel:
     Attributes:
         interval_s: Seconds between two heartbeats.
         beats: Number of heartbeats written.
+        where: The hook or block that this rank was in at the newest of them.
         is_open: Set once the store has answered.
         has_ended: Set once the thread has ended.
         watched: For each path whose failures this rank reads, the failure that was found there, or None.
@@ -135,7 +136,7 @@ class StoreChannel:
         in_a_file = isinstance(connections.bottom_store(self._group_store), dist.FileStore)
         seldom_s = max(self.world_size / RANKS_PER_SECOND, timeout_s / BEATS_IN_A_FILE if in_a_file else 0.0)
         self.interval_s = min(max(BEAT_S, seldom_s), timeout_s / 4)
-        self.beats = 0
+        self.beats, self.where = 0, ""
         self.is_open, self.has_ended = threading.Event(), threading.Event()
         self.heartbeats: dict[int, Heartbeat] = {}
         self.lost: RankFailure | None = None
@@ -340,11 +341,11 @@ class StoreChannel:
 
     def _beat(self, store: dist.Store) -> None:
         try:
-            where = self._where()
+            self.where = self._where()
         except Exception:
             # The function reads the Trainer while the main thread changes it.
-            where = "an unknown hook"
-        store.set(f"heartbeat/{self.rank}", f"{self.beats}|{self.host}|{where}")
+            self.where = "an unknown hook"
+        store.set(f"heartbeat/{self.rank}", f"{self.beats}|{self.host}|{self.where}")
         self.read_failures(store)
         self._exchange(store)
         self.beats += 1

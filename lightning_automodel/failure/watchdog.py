@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +26,7 @@ from lightning_automodel.distributed.failures import (
 )
 from lightning_automodel.distributed.store_channel import LINGER_S, NONE, RUN, AwakeClock, StoreChannel, post_failure
 from lightning_automodel.failure.coordinated_stop import DECISION, REQUEST, StopAgreement
+from lightning_automodel.failure.standstill import STANDSTILL_S, Standstill, main_thread_position
 
 TIME_TO_LEAVE_S = 5.0
 SEARCH_S = 3.0
@@ -35,8 +35,6 @@ KILL_AFTER_S = 4.0
 
 ENDED, QUESTION = "ended", "question"
 END = "end"
-WAITING = ("/threading.py", "/concurrent/futures/")
-COLLECTIVE = ("/torch/distributed/", "/lightning_automodel/distributed/", "/lightning_automodel/failure/")
 
 _runs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -80,6 +78,7 @@ class Watchdog:
         silence_s = max(self._timeout_s / 2, self._timeout_s - TIME_TO_LEAVE_S)
         self.channel = StoreChannel(f"lightning_automodel/run/{_runs[world]}", silence_s, where, self._exchange)
         self.channel.watched[RUN] = None
+        self._standstill = Standstill(self._rank, self._world_size, min(STANDSTILL_S, self._timeout_s / 2))
         self._thread = threading.Thread(target=self._watch, name="lightning_automodel watchdog", daemon=True)
 
     def start(self) -> None:
@@ -250,6 +249,7 @@ class Watchdog:
             self._has_answered = True
         if self._is_closed.is_set() or self.channel.watched[RUN] is not None:
             return
+        self._standstill.exchange(store, self.channel.where)
         if ended != NONE:
             self._post_if_left_alone(store, *ended.decode().split("|"))
         # Each rank is watched by the nearest unfinished rank before it, so that no rank reads all heartbeats. All watch
@@ -308,14 +308,3 @@ class Watchdog:
             faulthandler.dump_traceback(all_threads=True)
         finally:
             os._exit(1)
-
-
-def main_thread_position() -> tuple[bool, str]:
-    """Whether the main thread waits in a collective, and the innermost line of user code in its stack."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    # Outermost frame first, without frames that wait for another thread.
-    stack = [each for each in traceback.extract_stack(frame) if not any(part in each.filename for part in WAITING)]
-    waits = any(part in stack[-1].filename for part in COLLECTIVE) or stack[-1].name == "_engine_run_backward"
-    foreign = ("/torch/", "/lightning/", "/lightning_automodel/")
-    own = next((each for each in reversed(stack) if not any(part in each.filename for part in foreign)), stack[-1])
-    return waits, f"{own.filename}:{own.lineno} in {own.name}"

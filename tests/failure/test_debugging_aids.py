@@ -116,6 +116,8 @@ def test_the_timeout_ends_it_and_each_rank_tells_where_the_other_was(timed_out: 
     other = 1 - first
     assert all(f"raised on rank {first}: rank {other} in {hooks[other]}" in output for output in outputs)
     assert re.search(rf"RankFailedError: rank {first} on \S+ failed in {hooks[first]}:", outputs[other])
+    assert "All ranks have waited for 2.5 s, in different places:\n" in outputs[0]
+    assert f"  rank 0: training_step, at {SCRIPT}:{MISTAKE} in training_step\n" in outputs[0]
     assert any("Timed out" in output for output in outputs)
     assert f'hang.py", line {MISTAKE}, in training_step' in outputs[0]
     assert "in reduce_scatter_single" in outputs[1]

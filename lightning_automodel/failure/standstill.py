@@ -1,0 +1,86 @@
+"""Tells early that ranks wait for each other in different places; collectives end such waits much later."""
+
+import logging
+import sys
+import threading
+from collections import defaultdict
+
+import torch.distributed as dist
+
+from lightning_automodel.distributed.store_channel import AwakeClock
+
+log = logging.getLogger(__name__)
+
+STANDSTILL_S = 60.0
+MOST_NAMED = 8
+
+THREADING = ("/threading.py", "/concurrent/futures/")
+COLLECTIVE = ("/torch/distributed/", "/lightning_automodel/distributed/", "/lightning_automodel/failure/")
+FOREIGN = ("/torch/", "/lightning/", "/lightning_utilities/", "/lightning_automodel/")
+
+
+class Standstill:
+    """Notices that all ranks have waited in collectives for a minute, and not all at the same line.
+
+    Then some ranks probably call a collective that the others never reach. It may be a slow one all the same, so this
+    is only a warning, once a run.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        limit_s: Seconds after which a wait is told.
+    """
+
+    def __init__(self, rank: int, world_size: int, limit_s: float) -> None:
+        self._rank, self._limit_s = rank, limit_s
+        self._keys = [f"standstill/{each}" for each in range(world_size)]
+        self._clock = AwakeClock()
+        self._position, self._since_s = "", 0.0
+        self._posted, self._is_told = "", False
+
+    def exchange(self, store: dist.Store, where: str) -> None:
+        """Post where this rank stands, if it does, in the hook ``where``; rank 0 warns once all do."""
+        now_s = self._clock()
+        waits, at = main_thread_position()
+        position = f"{where}, at {at}" if waits else ""
+        if position != self._position:
+            self._position, self._since_s = position, now_s
+        standing = position if now_s - self._since_s >= self._limit_s else ""
+        if standing != self._posted:
+            store.set(self._keys[self._rank], standing)
+            self._posted = standing
+        if standing and self._rank == 0 and not self._is_told and store.check(self._keys):
+            self._tell([each.decode() for each in store.multi_get(self._keys)])
+
+    def _tell(self, positions: list[str]) -> None:
+        ranks: dict[str, list[str]] = defaultdict(list)
+        for rank, position in enumerate(positions):
+            ranks[position].append(str(rank))
+        if "" in ranks or len(ranks) == 1:
+            return
+        self._is_told = True
+        lines = []
+        for position, those in list(ranks.items())[:MOST_NAMED]:
+            more = ", ..." if len(those) > MOST_NAMED else ""
+            lines.append(f"  rank {', '.join(those[:MOST_NAMED])}{more}: {position}\n")
+        log.warning(
+            f"All ranks have waited for {self._limit_s:g} s, in different places:\n{''.join(lines)}"
+            "Probably some call what the others never reach. What communicates must not stand below"
+            " `if trainer.is_global_zero`: calling a sharded model, saving or exporting it, self.all_gather,"
+            " self.log(..., sync_dist=True). The strategy's timeout ends the wait."
+        )
+
+
+def main_thread_position() -> tuple[bool, str]:
+    """Whether the main thread waits in a collective, and the innermost line of user code in its stack."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    stack = []
+    while frame is not None:
+        stack.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    # Innermost frame first, without frames that wait for another thread.
+    stack = [each for each in stack if not any(part in each[0] for part in THREADING)]
+    file, _, name = stack[0]
+    waits = any(part in file for part in COLLECTIVE) or name == "_engine_run_backward"
+    file, line, name = next((each for each in stack if not any(part in each[0] for part in FOREIGN)), stack[0])
+    return waits, f"{file}:{line} in {name}"
