@@ -80,6 +80,8 @@ def main_thread_position() -> tuple[bool, str]:
         frame = frame.f_back
     # Innermost frame first, without frames that wait for another thread.
     stack = [each for each in stack if not any(part in each[0] for part in THREADING)]
+    if not stack:
+        return False, "its end"
     file, _, name = stack[0]
     waits = any(part in file for part in COLLECTIVE) or name == "_engine_run_backward"
     file, line, name = next((each for each in stack if not any(part in each[0] for part in FOREIGN)), stack[0])
