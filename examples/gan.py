@@ -65,7 +65,7 @@ class Gan(L.LightningModule):
 
         with discriminating.toggle_model(sync_grad=is_last):
             loss = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake.detach())).mean()
-            self.manual_backward(loss)  # not divided by ACCUMULATE: the window is divided by its rows
+            self.manual_backward(loss)  # not divided by ACCUMULATE: `sync_grad` makes a window, divided by its rows
         self.log("discriminator", loss, **per_epoch)
         if is_last:
             self.step(discriminating)

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers import get_cosine_schedule_with_warmup as cosine_schedule
 
-from lightning_automodel import AutomodelStrategy, EvaluationLoss
+from lightning_automodel import AutomodelStrategy, EvaluationLoss, StepMonitor
 from lightning_automodel.checkpoint import export_hugging_face
 
 MODULES = ("argparse", "asyncio", "datetime", "email.message", "http.client", "inspect", "logging", "os", "random")
@@ -47,7 +47,7 @@ def rows() -> list[Row]:
 
 
 def padded(batch: list[Row]) -> Row:
-    """Pads rows at their ends, to [b, s]."""
+    """Pads rows at their ends, to [b, s]; so a causal model needs no attention mask."""
     values = {"input_ids": 0, "labels": -100}
     return {key: pad_sequence([row[key] for row in batch], True, value) for key, value in values.items()}
 
@@ -112,6 +112,7 @@ def main() -> None:
         logger=False,
         callbacks=[
             EvaluationLoss(perplexity="{stage}_perplexity"),
+            StepMonitor(),
             ModelCheckpoint(args.output.parent, "best", monitor="val_loss", enable_version_counter=False),
         ],
     )
@@ -119,7 +120,8 @@ def main() -> None:
     loader = DataLoader(held_back, batch_size=4, collate_fn=padded)
     trainer.fit(module, DataLoader(train, batch_size=4, shuffle=True, collate_fn=padded), loader)
     trainer.validate(module, loader, ckpt_path="best")
-    export_hugging_face(module, args.output, adapter_only=bool(args.lora))  # on every rank: each holds a part
+    # On every rank: each holds a part. A tokenizer goes into the same folder, by its save_pretrained on rank 0.
+    export_hugging_face(module, args.output, adapter_only=bool(args.lora))
     if trainer.is_global_zero:
         alone = PeftModel.from_pretrained(load(args.model), args.output) if args.lora else load(args.output)
         print(f"\nPerplexity of {len(held_back)} held-back docstrings, a byte")

@@ -16,6 +16,7 @@ MOST_NAMED = 8
 
 THREADING = ("/threading.py", "/concurrent/futures/")
 COLLECTIVE = ("/torch/distributed/", "/lightning_automodel/distributed/", "/lightning_automodel/failure/")
+RUN = "/lightning_automodel/failure/supervisor.py"
 FOREIGN = ("/torch/", "/lightning/", "/lightning_utilities/", "/lightning_automodel/")
 
 
@@ -28,11 +29,12 @@ class Standstill:
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        limit_s: Seconds after which a wait is told.
+        timeout_s: Seconds after which collectives end such a wait.
     """
 
-    def __init__(self, rank: int, world_size: int, limit_s: float) -> None:
-        self._rank, self._limit_s = rank, limit_s
+    def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
+        self._rank, self._timeout_s = rank, timeout_s
+        self._limit_s = min(STANDSTILL_S, timeout_s / 2)
         self._keys = [f"standstill/{each}" for each in range(world_size)]
         self._clock = AwakeClock()
         self._position, self._since_s = "", 0.0
@@ -65,14 +67,18 @@ class Standstill:
             lines.append(f"  rank {', '.join(those[:MOST_NAMED])}{more}: {position}\n")
         log.warning(
             f"All ranks have waited for {self._limit_s:g} s, in different places:\n{''.join(lines)}"
-            "Probably some call what the others never reach. What communicates must not stand below"
-            " `if trainer.is_global_zero`: calling a sharded model, saving or exporting it, self.all_gather,"
-            " self.log(..., sync_dist=True). The strategy's timeout ends the wait."
+            "One of these lines probably communicates, and the other ranks do not come to it. What communicates must"
+            " not stand below `if trainer.is_global_zero`: calling a sharded model, saving or exporting it,"
+            " self.log(..., sync_dist=True), self.all_gather. The wait ends after the strategy's timeout, here"
+            f" {self._timeout_s:g} s."
         )
 
 
 def main_thread_position() -> tuple[bool, str]:
-    """Whether the main thread waits in a collective, and the innermost line of user code in its stack."""
+    """Whether the main thread waits in a collective, and the lines of user code that it is at, in a run below it.
+
+    These are the line that Lightning called and the innermost one; without user code, the innermost of all.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = []
     while frame is not None:
@@ -84,5 +90,7 @@ def main_thread_position() -> tuple[bool, str]:
         return False, "its end"
     file, _, name = stack[0]
     waits = any(part in file for part in COLLECTIVE) or name == "_engine_run_backward"
-    file, line, name = next((each for each in stack if not any(part in each[0] for part in FOREIGN)), stack[0])
-    return waits, f"{file}:{line} in {name}"
+    below = max((index for index, each in enumerate(stack) if RUN in each[0]), default=len(stack))
+    own = [each for each in stack[:below] if not any(part in each[0] for part in FOREIGN)] or stack[:1]
+    at = dict.fromkeys([own[-1], own[0]])
+    return waits, ", ".join(f"{file}:{line} in {name}" for file, line, name in at)

@@ -26,7 +26,7 @@ from lightning_automodel.distributed.failures import (
 )
 from lightning_automodel.distributed.store_channel import LINGER_S, NONE, RUN, AwakeClock, StoreChannel, post_failure
 from lightning_automodel.failure.coordinated_stop import DECISION, REQUEST, StopAgreement
-from lightning_automodel.failure.standstill import STANDSTILL_S, Standstill, main_thread_position
+from lightning_automodel.failure.standstill import Standstill, main_thread_position
 
 TIME_TO_LEAVE_S = 5.0
 SEARCH_S = 3.0
@@ -78,7 +78,7 @@ class Watchdog:
         silence_s = max(self._timeout_s / 2, self._timeout_s - TIME_TO_LEAVE_S)
         self.channel = StoreChannel(f"lightning_automodel/run/{_runs[world]}", silence_s, where, self._exchange)
         self.channel.watched[RUN] = None
-        self._standstill = Standstill(self._rank, self._world_size, min(STANDSTILL_S, self._timeout_s / 2))
+        self._standstill = Standstill(self._rank, self._world_size, self._timeout_s)
         self._thread = threading.Thread(target=self._watch, name="lightning_automodel watchdog", daemon=True)
 
     def start(self) -> None:

@@ -95,8 +95,8 @@ class TokenWeighting:
         if self._has_labels(batch):
             return self.count_labels(batch[self.label_key])
         samples = (
-            " If each row is one sample, as for a classifier, pass AutomodelStrategy(count='samples'); with class"
-            " weights return the sum of those of the labels as num_label_tokens instead."
+            " If each row is one sample, as for a classifier or a GAN, pass AutomodelStrategy(count='samples'); with"
+            " class weights return the sum of those of the labels as num_label_tokens instead."
         )
         raise ValueError(
             "AutomodelStrategy weighs each micro-batch by its number of label tokens and found no count"

@@ -16,7 +16,7 @@ from lightning_automodel.failure import standstill
 from lightning_automodel.failure.standstill import Standstill
 from tests.rank_pool import RankPool
 
-LIMIT_S, WAIT_S = 0.3, 1.0
+TIMEOUT_S, WAIT_S = 0.6, 1.0
 
 
 class _Messages(logging.Handler):
@@ -36,7 +36,7 @@ def _release(other: int) -> None:
 def wait(kind: str) -> list[str]:
     """Runs on both ranks: each waits for the other, until a thread of that one ends the wait."""
     rank, handler = dist.get_rank(), _Messages()
-    seen, other = Standstill(rank, 2, LIMIT_S), 1 - rank
+    seen, other = Standstill(rank, 2, TIMEOUT_S), 1 - rank
     standstill.log.addHandler(handler)
     channel = StoreChannel(kind, 30.0, lambda: "some_hook", lambda store: seen.exchange(store, channel.where))
     channel.start()
@@ -64,6 +64,6 @@ def test_ranks_that_wait_for_each_other(pool2: RankPool, kind: str) -> None:
         assert first == []
         return
     [message] = first
-    lines = re.findall(rf"  rank (\d): some_hook, at {re.escape(__file__)}:(\d+) in wait\n", message)
+    lines = re.findall(rf"  rank (\d): some_hook, at .+, {re.escape(__file__)}:(\d+) in wait\n", message)
     assert [rank for rank, _ in lines] == ["0", "1"]
     assert int(lines[0][1]) - int(lines[1][1]) == 2

@@ -139,7 +139,7 @@ def _classify_without_count() -> str:
 
 def test_a_classifier_is_told_of_samples_first(pool2: RankPool) -> None:
     for message in pool2.run(_classify_without_count):
-        assert "(the batch is a list). If each row is one sample, as for a classifier, pass" in message
+        assert "(the batch is a list). If each row is one sample, as for a classifier or a GAN, pass" in message
         assert "AutomodelStrategy(count='samples'); with class weights" in message
 
 
