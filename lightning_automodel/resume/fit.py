@@ -191,8 +191,9 @@ class Resume:
                 if batches.ready == held.at.batches:
                     return held, None
                 return held, (
-                    "was saved in the middle of an accumulation window, whose gradients are not saved. Nothing is lost: a"
-                    f" run that resumes from it begins with that window, at batch {held.at.batches} of epoch {at.epochs}."
+                    "was saved in the middle of an accumulation window, whose gradients are not saved. Nothing is lost:"
+                    f" a run that resumes from it begins with that window, at batch {held.at.batches} of epoch"
+                    f" {at.epochs}."
                 )
             if not is_window and at.stage == loops.STEP:
                 return held, None
