@@ -3,6 +3,7 @@
 import logging
 import sys
 import threading
+import traceback
 from collections import defaultdict
 
 import torch.distributed as dist
@@ -80,10 +81,7 @@ def main_thread_position() -> tuple[bool, str]:
     These are the line that Lightning called and the innermost one; without user code, the innermost of all.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    stack = []
-    while frame is not None:
-        stack.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
+    stack = [(each.f_code.co_filename, line, each.f_code.co_name) for each, line in traceback.walk_stack(frame)]
     # Innermost frame first, without frames that wait for another thread.
     stack = [each for each in stack if not any(part in each[0] for part in THREADING)]
     if not stack:
