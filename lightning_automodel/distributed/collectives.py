@@ -74,9 +74,21 @@ def host_group(timeout: timedelta) -> dist.ProcessGroup:
     if dist.get_backend() == dist.Backend.GLOO and dist.get_debug_level() != dist.DebugLevel.DETAIL:
         return world
     if world not in _host_groups:
-        with connections.recording():
-            _host_groups[world] = dist.new_group(backend="gloo", timeout=timeout)
+        _host_groups[world] = new_host_group(timeout)
     return _host_groups[world]
+
+
+def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
+    """A new gloo group of all ranks. A collective over the world."""
+    world = dist.group.WORLD
+    assert world is not None
+    # A group inherits the device that the caller bound the default group to, which gloo may not serve.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        with connections.recording():
+            return dist.new_group(backend="gloo", timeout=timeout)
+    finally:
+        world.bound_device_id = bound
 
 
 def broadcast_object(value: Any, src: int) -> Any:

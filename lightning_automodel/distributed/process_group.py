@@ -228,8 +228,8 @@ def initialize_distributed(
         store: Where the ranks meet, instead of ``init_method``. The same store can serve several joins.
         rank: Rank of this process. None: RANK.
         world_size: Number of ranks. None: WORLD_SIZE.
-        device_id: Bind the group to this rank's accelerator now, which connects NCCL eagerly; without effect on the
-            CPU. Some systems hang with it and some without.
+        device_id: Bind the group to this rank's accelerator now, which connects NCCL eagerly; without effect on other
+            backends. Some systems hang with it and some without.
 
     Returns:
         Rank and device of this process. The current accelerator device is set to its device.
@@ -258,7 +258,7 @@ def join_process_group(
     device: torch.device,
     init_method: str | None = None,
 ) -> None:
-    """Join the default process group, or use the one that exists, and bind ``device`` to it unless that is the CPU.
+    """Join the default process group, or use the one that exists, and bind ``device`` to it where it communicates by NCCL.
 
     Like :func:`initialize_distributed`, but rank, world size and, without ``init_method``, the address come from
     Lightning's cluster environment.
@@ -303,7 +303,7 @@ def _join(found: rendezvous.Rendezvous, backend: str, timeout: timedelta, device
                 rank=found.rank,
                 world_size=found.world_size,
                 timeout=timeout,
-                device_id=device if device is not None and device.type != "cpu" else None,
+                device_id=device if device is not None and is_bindable(backend, device) else None,
             )
     except BaseException:
         connections.abort_connections(join_round.store)
@@ -314,6 +314,16 @@ def _join(found: rendezvous.Rendezvous, backend: str, timeout: timedelta, device
     _membership = _Membership(os.getpid(), join_round, weakref.ref(group))
     if found.rank == 0:
         log.info("%d ranks have joined at %s (backend %s).", found.world_size, found.place, backend)
+
+
+def is_bindable(backend: str, device: torch.device) -> bool:
+    """Whether ``device`` communicates by NCCL, the one backend for which binding the group to a device pays.
+
+    Groups made later inherit a bound device: gloo serves no accelerator but CUDA, and `init_device_mesh` would split a
+    group whose backend may have no such thing.
+    """
+    pairs = dict(pair.split(":") for pair in backend.lower().split(",")) if ":" in backend else {}
+    return device.type != "cpu" and pairs.get(device.type, backend.lower()) == dist.Backend.NCCL
 
 
 # --- Leaving ----------------------------------------------------------------------------------------------------------

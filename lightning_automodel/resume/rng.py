@@ -18,19 +18,19 @@ _FOLLOWED_ATTRIBUTES = ("sampler", "batch_sampler", "dataset", "_inner")
 def global_states(device: torch.device) -> dict[str, Any]:
     """The global states of python, numpy and torch on this process, on the host and on its ``device``.
 
-    Does not synchronise: the state of a CUDA generator is on the host.
+    Does not synchronise: the state of a CUDA generator is on the host. An accelerator's is that of the current device.
     """
     states = lightning_internals.collect_rng_states(include_cuda=False)
-    if device.type == "cuda":
-        states["device"] = torch.cuda.get_rng_state(device)
+    if device.type != "cpu":
+        states["device"] = torch.get_device_module(device).get_rng_state()
     return states
 
 
 def set_global_states(states: dict[str, Any], device: torch.device) -> None:
     """Set the global states to what :func:`global_states` returned."""
     lightning_internals.set_rng_states({name: state for name, state in states.items() if name != "device"})
-    if device.type == "cuda" and "device" in states:
-        torch.cuda.set_rng_state(states["device"], device)
+    if device.type != "cpu" and "device" in states:
+        torch.get_device_module(device).set_rng_state(states["device"])
 
 
 def generators_of(owners: Iterable[Any]) -> list[Generator]:

@@ -42,11 +42,14 @@ def estimate(model: nn.Module, defers_gradients: bool) -> dict[str, int]:
 
 def free_bytes(device: torch.device, local_ranks: int) -> int | None:
     """Bytes that this rank may still allocate on ``device``; on CPU its share of the host's. None if unknown."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        try:
+            free, _ = torch.accelerator.get_memory_info(device)
+            return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+        except RuntimeError:  # what a backend raises that keeps no such figures
+            return None
     meminfo = Path("/proc/meminfo")
-    if device.type != "cpu" or not meminfo.exists():
+    if not meminfo.exists():
         return None
     # The smaller of what the kernel calls available and what the control group leaves.
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
