@@ -89,6 +89,8 @@ class RecordingSampler(Sampler[Any]):
     @override
     def __iter__(self) -> Iterator[Any]:
         if self._target is not None and not self._is_stream:
+            # Here and not with the first index, before which the first window's snapshot is taken.
+            self.iteration = self._target[0]
             return self._replay(*self._target)
         if self._target is not None:
             # Workers are seeded, and streams often shuffled, from the states at this point.
@@ -101,7 +103,6 @@ class RecordingSampler(Sampler[Any]):
         yield from indices
 
     def _replay(self, target: Iteration, batches: int) -> Iterator[Any]:
-        self.iteration = target
         now = self._states()
         self._set(target.made)
         indices = iter(self._inner)
