@@ -25,11 +25,13 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torchmetrics import Metric
 
+from lightning_automodel import release_probe
 from lightning_automodel.patching import PatchStack
 
 
@@ -110,6 +112,18 @@ def _is_there(
     return is_pending(filepath) or file_exists(filepath, trainer)
 
 
+def mark_step_as_saved(trainer: Trainer) -> None:
+    """Keep each ``ModelCheckpoint`` that saves every few steps from saving the step that was resumed at once more.
+
+    Lightning does not store which step was saved last, and the callback would save in the next window's first batch.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            every = callback._every_n_train_steps
+            if every and trainer.global_step % every == 0:
+                callback._last_global_step_saved = trainer.global_step
+
+
 def tell_sigterm(trainer: Trainer) -> None:
     """Make ``trainer`` leave its loop after the current batch with ``SIGTERMException``."""
     trainer._signal_connector.received_sigterm = True
@@ -162,6 +176,27 @@ def logged_metrics(loop: Any) -> set[int]:
 
 def _do_nothing(*_: Any) -> None:
     pass
+
+
+def probe(trainer: Trainer) -> None:
+    """Check, before a run, the private attributes that the functions above read and write."""
+    check = partial(release_probe.check, "lightning")
+    fit_loop: Any = trainer.fit_loop
+    check(trainer, "_signal_connector")
+    check(trainer._signal_connector, "_original_handlers", "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")
+    check(trainer._signal_connector, "received_sigterm", writable=True)
+    check(fit_loop, "_data_fetcher")
+    check(fit_loop, "_restarting", writable=True)
+    check(fit_loop.epoch_loop, "_batches_that_stepped", "_broadcast_sigterm_tensor", "_results", "_should_check_val_fx")
+    check(fit_loop.epoch_loop.val_loop, "_combined_loader", "_data_fetcher", "_results")
+    check(fit_loop.epoch_loop.val_loop, "_has_run", writable=True)
+    check(LightningModule, "_current_fx_name")
+    check(CombinedLoader, "_mode")
+    check(Metric, "_computed", "_update_count", writable=True)
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            check(callback, "_every_n_train_steps", "_link_checkpoint", "file_exists")
+            check(callback, "_last_global_step_saved", writable=True)
 
 
 def told_weights_only(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:

@@ -444,6 +444,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         module, fitting = self._module, trainer.state.fn == TrainerFn.FITTING
+        lightning_internals.probe(trainer)
         self._close_run()  # if an `on_exception` hook raised, Lightning did not tear down the last run
         if self.world_size > 1:
             lightning_internals.patch_signals(trainer, self._supervisor.ask_to_requeue, self._trainer_patches)
@@ -543,6 +544,8 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._required_run.begin_batch()
+        if self._resume is not None:
+            self._resume.on_train_batch_start()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

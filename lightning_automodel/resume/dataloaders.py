@@ -108,9 +108,6 @@ class RecordingSampler(Sampler[Any]):
         indices = iter(self._inner)
         if target.first is not None:
             self._set(target.first)
-        elif target.made is not None and self._loader.num_workers > 0:
-            # Checkpoints of format 1 leave out ``first``; the iterator seeds its workers before it draws an index.
-            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
         for _ in range(batches):
             next(indices, None)
         # The first index is drawn here, under the states of that time, since drawing it may use random numbers.
@@ -159,16 +156,22 @@ class TrainingLoaders:
         self._recorders: list[RecordingSampler] = []
         self._plan: dict[str, Any] | None = None
         self._processed = 0
+        self._dropped = 0  # batches that were drawn to be dropped, while resuming so
         self._stateful: tuple[list[Any] | None, list[Any] | None] = None, None
 
     def process(self, loader: Any) -> None:
         """Record a training loader that is about to be iterated, and restore its position if there is a plan."""
         if isinstance(loader, DataLoader) and not _is_stateful(loader) and _recorder(loader) is None:
-            progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
-            self._recorders.append(RecordingSampler(loader, self._device, lambda: progress.current.processed))
+            self._recorders.append(RecordingSampler(loader, self._device, self._num_used))
         if self._plan is not None:
             self._restore_position(self._plan, loader, self._processed)
             self._processed += 1
+
+    def _num_used(self) -> int:
+        if self._plan is not None and self._plan["is_drawn"]:
+            return self._dropped
+        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
+        return progress.current.processed
 
     @property
     def _fetcher(self) -> Any:
@@ -217,11 +220,11 @@ class TrainingLoaders:
 
     def plan(self, plan: dict[str, Any]) -> None:
         """Resume from ``plan``, this rank's state in a checkpoint. The loaders may exist already."""
-        self._plan, self._processed = plan, 0
+        self._plan, self._processed, self._dropped = plan, 0, 0
 
     def start(self) -> None:
         """Finish resuming, once the loaders are iterated and the run has started. Changes the random states."""
-        plan, self._plan = self._plan, None
+        plan = self._plan
         if plan is None or not plan["loaders"]:
             return
         if len(self._all()) != len(plan["loaders"]):
@@ -243,12 +246,13 @@ class TrainingLoaders:
                 f" resumes by drawing and dropping {used} batches; torchdata's StatefulDataLoader need not."
             )
             batches = getattr(self._fetcher, "iterator_wrapper", self._fetcher)  # for a step that draws its batches
-            for drawn in range(used):
+            for self._dropped in range(used):
                 if next(batches, None) is None:
-                    raise ValueError(_TOO_SHORT.format(used=used, now=drawn))
+                    raise ValueError(_TOO_SHORT.format(used=used, now=self._dropped))
             for loader in self._fetcher.combined_loader.flattened:
                 forget_draws(loader, used)
             self._fetcher.fetched -= used  # the loop adds what it has used
+        self._plan = None
         for recorder in self._recorders:
             recorder.forget()
 

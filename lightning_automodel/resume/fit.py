@@ -8,17 +8,20 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.distributed.mesh import CONTEXT
 from lightning_automodel.patching import PatchStack
-from lightning_automodel.resume import checkpoint_callbacks, dataloaders, format_1, loops, other_world_size, rng
+from lightning_automodel.release_probe import UnsupportedReleaseError
+from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops, other_world_size, rng
 from lightning_automodel.resume.snapshot import ModuleState, Snapshot
 
 CHECKPOINT_KEY = "lightning_automodel"
 FORMAT = 2
+_FETCH = "train_dataloader_next"
 
 
 class Resume:
@@ -59,6 +62,9 @@ class Resume:
         self._logged = 0
         self._logged_next: int | None = None
         self._plan: dict[str, Any] | None = None
+        self._averaging: list[StochasticWeightAveraging] = []
+        self._has_started = False
+        self._told: set[str] = set()
 
     # --- Recording ----------------------------------------------------------------------------------------------------
 
@@ -70,27 +76,37 @@ class Resume:
     def on_train_start(self) -> None:
         """Called in ``on_train_start``, after everything is loaded and the other hooks. Every rank calls it."""
         self._module.start()
+        self._has_started = True
         plan, self._plan = self._plan, None
         if plan is not None:
             self._go_on(plan)
         self._logged = loops.steps_logged(self._trainer)
         checkpoint_callbacks.save_last(self._trainer, self._patches)
-        # The loops tell the profiler what they are about to do; before a batch is drawn there is no other hook.
+        # Lightning has no hook before a batch is drawn, and none that comes before those of all callbacks. But its
+        # loops tell the profiler what they are about to do: the name of a hook, or that they draw a batch.
         profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
         start = profiler.start
-        waiting = {
+        before = {
             "on_train_epoch_start": self._before_epoch,
-            "train_dataloader_next": self._before_fetch,
+            _FETCH: self._before_fetch,
             "on_validation_model_zero_grad": self._before_validation,
             "on_train_epoch_end": self._reduce_logged_means,
         }
 
         def call_then_start(action_name: str) -> None:
-            if before := waiting.get(action_name.rsplit(".", 1)[-1]):
-                before()
+            name = action_name.rsplit(".", 1)[-1]
+            self._told.add(name)
+            if name in before:
+                before[name]()
             start(action_name)
 
         self._patches.set(profiler, "start", call_then_start)
+
+    def on_train_batch_start(self) -> None:
+        """Called in ``on_train_batch_start``, after the module's: of both that and the draw, the profiler was told."""
+        for name in ("on_train_batch_start", _FETCH)[: 1 if self._draws_in_step else 2]:
+            if name not in self._told:
+                raise UnsupportedReleaseError("lightning", f"the profiler's action {name!r}, to resume exactly")
 
     def _before_epoch(self) -> None:
         """Before an epoch: a loop of batches that was restarted at the end of the last one would end it at once."""
@@ -162,8 +178,10 @@ class Resume:
         Returns:
             A remark for the user, to follow the path of the checkpoint once it is written.
         """
-        own, remark = self._plan, None
-        if own is None:
+        remark = None
+        if self._plan is not None:  # a hook saves before the run has started
+            own = rng.savable(self._plan)
+        else:
             snapshot, remark = self._final or self._to_save()
             own = self._savable(snapshot)
             progress = checkpoint["loops"]["fit_loop"]
@@ -278,18 +296,19 @@ class Resume:
             rank: Global rank.
 
         Raises:
-            ValueError: If a newer version of this package wrote ``state``.
+            ValueError: If another version of this package wrote ``state``, in another format.
         """
-        checkpoint_callbacks.load_early(self._trainer, checkpoint.get("callbacks", {}))
+        if self._has_started:  # a hook loads weights: the fit goes on where it is
+            return
+        self._averaging = checkpoint_callbacks.load_early(self._trainer, checkpoint.get("callbacks", {}))
         if state is None:
             return
-        if state["format"] > FORMAT:
+        if state["format"] != FORMAT:
             raise ValueError(
                 f"The checkpoint's resume state has format {state['format']}, and this version of lightning_automodel"
-                f" knows formats up to {FORMAT}: upgrade the package that loads it."
+                f" knows format {FORMAT}: resume with the version that wrote it, or take only its weights"
+                " (load_from_checkpoint)."
             )
-        if state["format"] < FORMAT:
-            state = {**state, "ranks": [format_1.upgraded(each) for each in state["ranks"]]}
         is_alike = len(state["ranks"]) == self._trainer.world_size
         # Each context peer has its own metrics; tensor-parallel peers have the same.
         is_alike &= state["sizes"].get(CONTEXT, 1) == sizes.get(CONTEXT, 1)
@@ -304,8 +323,7 @@ class Resume:
         self._plan = plan = rng.loaded(plan)
         self._module.unfreeze(plan["flags"])
         at = loops.Position(plan["stage"], plan["batches"], plan["epochs"])
-        progress = checkpoint["loops"]["fit_loop"] | plan.get("progress", {})
-        fit_loop = loops.counters_at(progress, at, plan["logged"])
+        fit_loop = loops.counters_at(checkpoint["loops"]["fit_loop"], at, plan["logged"])
         checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": fit_loop}
         self._loaders.plan(plan)
         # Lightning warns of every loader without a state, and does not know that these resume.
@@ -314,6 +332,9 @@ class Resume:
     def _go_on(self, plan: dict[str, Any]) -> None:
         stage = plan["stage"]
         self._loaders.start()
+        if stage != loops.EPOCH:
+            checkpoint_callbacks.start_averaging(self._trainer, self._averaging)
+        lightning_internals.mark_step_as_saved(self._trainer)
         self._module.restore(plan, self._device)
         self._restore_own_state(plan["own"])
         if plan["is_epoch_ending"]:

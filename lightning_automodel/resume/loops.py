@@ -13,11 +13,13 @@ import lightning.pytorch as pl
 from lightning_automodel import lightning_internals
 
 EPOCH = "epoch"
+"""Stage: an epoch comes next, its hooks first."""
 BATCH = "batch"
+"""Stage: a batch comes next."""
 STEP = "step"
+"""Stage: a batch was just trained on, and a validation may be due."""
 VALIDATION = "validation"
-"""The stages: an epoch comes next, its hooks first; a batch comes next; a batch was just trained on, and a validation
-may be due; the validation after a batch is over."""
+"""Stage: the validation after a batch is over."""
 
 
 @dataclass(frozen=True)
