@@ -98,7 +98,10 @@ class Keeping(Learner):
             AVERAGING,
             marks=pytest.mark.sweep,
         ),
-        (Setting(DDP, {**DOUBLE, "max_epochs": 4}, {"schedule": "epoch"}, Unnormed, callbacks=annealing), AVERAGING[:1]),
+        (
+            Setting(DDP, {**DOUBLE, "max_epochs": 4}, {"schedule": "epoch"}, Unnormed, callbacks=annealing),
+            AVERAGING[:1],
+        ),
         pytest.param(
             Setting(FSDP2, {**DOUBLE, "max_epochs": 4}, {"schedule": "epoch"}, Unnormed, callbacks=annealing),
             (*AVERAGING, *SECOND_EPOCH),
