@@ -103,13 +103,8 @@ def patch_model_checkpoints(
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             patches.set(callback, "_link_checkpoint", lambda _, path, name: link(path, name))
-            patches.set(callback, "file_exists", partial(_is_there, callback.file_exists, is_pending))
-
-
-def _is_there(
-    file_exists: Callable[[str, Trainer], bool], is_pending: Callable[[str], bool], filepath: str, trainer: Trainer
-) -> bool:
-    return is_pending(filepath) or file_exists(filepath, trainer)
+            exists = callback.file_exists
+            patches.set(callback, "file_exists", lambda path, of, exists=exists: is_pending(path) or exists(path, of))
 
 
 def mark_step_as_saved(trainer: Trainer) -> None:

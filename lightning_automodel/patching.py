@@ -8,18 +8,6 @@ class PatchStack:
 
     Lightning and torch lack hooks for some of what the strategy must do. It then patches the instance in use, never a
     class that other runs share, and restores everything when the run is closed.
-
-    Example:
-        >>> class Counter:
-        ...     def step(self):
-        ...         return 1
-        >>> counter, patches = Counter(), PatchStack()
-        >>> patches.set(counter, "step", lambda: 2)
-        >>> counter.step()
-        2
-        >>> patches.restore()
-        >>> counter.step()
-        1
     """
 
     def __init__(self) -> None:

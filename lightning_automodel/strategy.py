@@ -544,8 +544,6 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._required_run.begin_batch()
-        if self._resume is not None:
-            self._resume.on_train_batch_start()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -87,10 +87,9 @@ class Resume:
         profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
         start = profiler.start
         before = {
-            "on_train_epoch_start": self._before_epoch,
             _FETCH: self._before_fetch,
             "on_validation_model_zero_grad": self._before_validation,
-            "on_train_epoch_end": self._reduce_logged_means,
+            "on_train_epoch_end": self._before_epoch_end,
         }
 
         def call_then_start(action_name: str) -> None:
@@ -102,22 +101,12 @@ class Resume:
 
         self._patches.set(profiler, "start", call_then_start)
 
-    def on_train_batch_start(self) -> None:
-        """Called in ``on_train_batch_start``, after the module's: of both that and the draw, the profiler was told."""
-        for name in ("on_train_batch_start", _FETCH)[: 1 if self._draws_in_step else 2]:
-            if name not in self._told:
-                raise UnsupportedReleaseError("lightning", f"the profiler's action {name!r}, to resume exactly")
-
-    def _before_epoch(self) -> None:
-        """Before an epoch: a loop of batches that was restarted at the end of the last one would end it at once."""
+    def _before_epoch_end(self) -> None:
+        """Before any hook of an epoch's end."""
+        # Restarted after the epoch's last batch, the loop of batches would end the next epoch at once.
         self._trainer.fit_loop.epoch_loop.restarting = False
-
-    def _reduce_logged_means(self) -> None:
-        """Reduce what was logged over the epoch, on every rank, before any hook of the epoch's end.
-
-        Otherwise the progress bar, which is on rank 0 alone, would do it while another rank gathers parameters in a
-        hook of the module, to save samples for instance: both would wait.
-        """
+        # Reduce what was logged over the epoch, on every rank. Otherwise the progress bar, on rank 0 alone, would do it
+        # while another rank gathers parameters in a hook of the module: both would wait.
         _ = self._trainer.callback_metrics
 
     def _before_fetch(self) -> None:
@@ -146,7 +135,13 @@ class Resume:
         return at.batches % self._trainer.accumulate_grad_batches == 0
 
     def stepped(self) -> None:
-        """An optimizer has stepped: a checkpoint can no longer resume before the step."""
+        """An optimizer has stepped: a checkpoint can no longer resume before the step.
+
+        Raises:
+            UnsupportedReleaseError: If the profiler was not told of the batch, or of a hook, by these names.
+        """
+        for name in {_FETCH, "on_train_batch_start"} - self._told:
+            raise UnsupportedReleaseError("lightning", f"the profiler's action {name!r}, to resume exactly")
         self._snapshot = None
 
     def _before_validation(self) -> None:
@@ -319,6 +314,7 @@ class Resume:
             self._say(
                 f"The checkpoint was saved with a different world size ({state['sizes']}, now {sizes}): the data goes"
                 " on where it stopped, and each rank's random states, buffers and metrics of the epoch start afresh."
+                " Without a DistributedSampler, samples of this epoch may be left out or used twice."
             )
         self._plan = plan = rng.loaded(plan)
         self._module.unfreeze(plan["flags"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -129,7 +130,7 @@ class ModuleState:
 
     def generators(self) -> list[Any]:
         """States of the module's own generators."""
-        return rng.generator_states(self._generators)
+        return list(map(rng.state_of, self._generators))
 
     def callbacks(self) -> dict[str, Any]:
         """Copies of the states of all callbacks that have one, by key."""
@@ -149,8 +150,7 @@ class ModuleState:
                 buffer.copy_(value)
         self.restore_flags(plan["flags"])
         rng.set_generators(self._generators, plan["generators"])
-        seen = {name: _moved(value, device) for name, value in plan["seen"].items()}
-        self._trainer.callback_metrics.update(seen)
+        self._trainer.callback_metrics.update(move_data_to_device(plan["seen"], device))
 
     def restore_flags(self, flags: dict[str, Any]) -> None:
         """Set flags by name."""
@@ -176,9 +176,3 @@ def _are_equal(one: Tensor, other: Tensor | None) -> bool:
     if other is None or one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one, other.to(one.device)) or bool((one.isnan() & other.isnan() | (one == other)).all())
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, list):
-        return [_moved(item, device) for item in value]
-    return value.to(device) if isinstance(value, Tensor) else value

@@ -53,7 +53,7 @@ def test_generators_come_back() -> None:
     loader = DataLoader(range(3), sampler=Mixed(), generator=torch.Generator())
     generators = rng.generators_of(rng.reachable_from(loader))
     assert len(generators) == 5
-    noted = rng.generator_states(generators)
+    noted = list(map(rng.state_of, generators))
     drawn = [draw(generator) for generator in generators]
     assert [draw(generator) for generator in generators] != drawn
     rng.set_generators(generators, through_a_file(noted))
