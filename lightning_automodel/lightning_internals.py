@@ -107,18 +107,6 @@ def patch_model_checkpoints(
             patches.set(callback, "file_exists", lambda path, of, exists=exists: is_pending(path) or exists(path, of))
 
 
-def mark_step_as_saved(trainer: Trainer) -> None:
-    """Keep each ``ModelCheckpoint`` that saves every few steps from saving the step that was resumed at once more.
-
-    Lightning does not store which step was saved last, and the callback would save in the next window's first batch.
-    """
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            every = callback._every_n_train_steps
-            if every and trainer.global_step % every == 0:
-                callback._last_global_step_saved = trainer.global_step
-
-
 def tell_sigterm(trainer: Trainer) -> None:
     """Make ``trainer`` leave its loop after the current batch with ``SIGTERMException``."""
     trainer._signal_connector.received_sigterm = True
@@ -164,6 +152,11 @@ def logging_step(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
+def set_logging_step(trainer: Trainer, step: int) -> None:
+    """Set what :func:`logging_step` returns."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = step
+
+
 def logged_metrics(loop: Any) -> set[int]:
     """Ids of the TorchMetrics objects that were logged in ``loop``, which resets them at its end."""
     return {id(result.value) for result in loop._results.values() if not result.is_tensor}
@@ -190,8 +183,7 @@ def probe(trainer: Trainer) -> None:
     check(Metric, "_computed", "_update_count", writable=True)
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
-            check(callback, "_every_n_train_steps", "_link_checkpoint", "file_exists")
-            check(callback, "_last_global_step_saved", writable=True)
+            check(callback, "_link_checkpoint", "file_exists")
 
 
 def told_weights_only(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:

@@ -3,31 +3,36 @@
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, StochasticWeightAveraging, Timer
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, ModelCheckpoint, StochasticWeightAveraging, Timer
 from torch import nn
 
 from lightning_automodel.patching import PatchStack
 
 
-def save_last(trainer: "pl.Trainer", patches: PatchStack) -> None:
-    """Make checkpoint callbacks save after the module's own ``on_train_batch_end``.
+def save_last(trainer: "pl.Trainer", patches: PatchStack, resumed_at: int | None) -> None:
+    """Make checkpoint callbacks save after the module's own ``on_train_batch_end``, and no step twice.
 
     Lightning calls all callbacks first, so what the module does there (the momentum update of a teacher, say) would be
-    missing from the checkpoint and the resumed run. At the end of an epoch Lightning itself calls them last.
+    missing from the checkpoint and the resumed run. At the end of an epoch Lightning itself calls them last. Nor does
+    it store which step was saved last: ``ModelCheckpoint`` would save it again within the first window.
+
+    Args:
+        trainer: The Trainer that runs the fit.
+        patches: Restores the methods.
+        resumed_at: The global step that was resumed at, if any.
     """
     module = trainer.lightning_module
     saving: list[Any] = [each for each in trainer.callbacks if isinstance(each, Checkpoint)]  # type: ignore[attr-defined]
-    if not saving or not is_overridden("on_train_batch_end", module):
-        return
     hook = module.on_train_batch_end
 
     def hook_then_saves(*args: Any) -> None:
         hook(*args)
         for callback in saving:
-            type(callback).on_train_batch_end(callback, trainer, module, *args)
+            if trainer.global_step != resumed_at or not isinstance(callback, ModelCheckpoint):
+                type(callback).on_train_batch_end(callback, trainer, module, *args)
 
-    patches.set(module, "on_train_batch_end", hook_then_saves)
+    if saving:
+        patches.set(module, "on_train_batch_end", hook_then_saves)
     for callback in saving:
         patches.set(callback, "on_train_batch_end", lambda *_: None)
 

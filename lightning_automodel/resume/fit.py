@@ -80,8 +80,9 @@ class Resume:
         plan, self._plan = self._plan, None
         if plan is not None:
             self._go_on(plan)
-        self._logged = loops.steps_logged(self._trainer)
-        checkpoint_callbacks.save_last(self._trainer, self._patches)
+        self._logged = lightning_internals.logging_step(self._trainer)
+        resumed_at = None if plan is None else self._trainer.global_step
+        checkpoint_callbacks.save_last(self._trainer, self._patches, resumed_at)
         # Lightning has no hook before a batch is drawn, and none that comes before those of all callbacks. But its
         # loops tell the profiler what they are about to do: the name of a hook, or that they draw a batch.
         profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
@@ -113,9 +114,9 @@ class Resume:
         """Before a training batch is drawn, which may use random numbers: the last point before a window."""
         self._loaders.before_fetch()
         if self._logged_next is not None:
-            loops.set_steps_logged(self._trainer, self._logged_next)
+            lightning_internals.set_logging_step(self._trainer, self._logged_next)
             self._logged_next = None
-        self._logged = loops.steps_logged(self._trainer)
+        self._logged = lightning_internals.logging_step(self._trainer)
         fit_loop: Any = self._trainer.fit_loop
         used = fit_loop.epoch_loop.batch_progress.current.processed
         at = loops.Position(loops.BATCH, used, fit_loop.epoch_progress.current.processed)
@@ -218,7 +219,7 @@ class Resume:
                 " not exact: save where all optimizers have stepped."
             )
         is_counted = at.stage not in (loops.STEP, loops.VALIDATION)
-        logged = loops.steps_logged(self._trainer) if is_counted else self._logged + 1
+        logged = lightning_internals.logging_step(self._trainer) if is_counted else self._logged + 1
         now = self._take(at, logged)
         # At the end of a validation, modules are still in evaluation mode.
         return now if at.stage != loops.VALIDATION or held is None else replace(now, flags=held.flags), remark
@@ -317,7 +318,9 @@ class Resume:
                 " Without a DistributedSampler, samples of this epoch may be left out or used twice."
             )
         self._plan = plan = rng.loaded(plan)
-        self._module.unfreeze(plan["flags"])
+        # Before optimizers are loaded, as these have no state for frozen parameters.
+        unfrozen = {name for name, value in plan["flags"].items() if value and name.endswith(".requires_grad")}
+        self._module.restore_flags(dict.fromkeys(unfrozen, True))
         at = loops.Position(plan["stage"], plan["batches"], plan["epochs"])
         fit_loop = loops.counters_at(checkpoint["loops"]["fit_loop"], at, plan["logged"])
         checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": fit_loop}
@@ -330,7 +333,6 @@ class Resume:
         self._loaders.start()
         if stage != loops.EPOCH:
             checkpoint_callbacks.start_averaging(self._trainer, self._averaging)
-        lightning_internals.mark_step_as_saved(self._trainer)
         self._module.restore(plan, self._device)
         self._restore_own_state(plan["own"])
         if plan["is_epoch_ending"]:

@@ -134,7 +134,8 @@ class ModuleState:
 
     def callbacks(self) -> dict[str, Any]:
         """Copies of the states of all callbacks that have one, by key."""
-        stateful = [c for c in _callbacks(self._trainer) if type(c).state_dict is not Callback.state_dict]
+        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        stateful = [callback for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
         states = {callback.state_key: callback.state_dict() for callback in stateful}
         return copy.deepcopy({key: state for key, state in states.items() if state})
 
@@ -157,14 +158,6 @@ class ModuleState:
         for name, owner, flag in self._flag_owners:
             if name in flags:
                 setattr(owner, flag, flags[name])
-
-    def unfreeze(self, flags: dict[str, Any]) -> None:
-        """Unfreeze parameters before optimizers are loaded, as these have no state for frozen parameters."""
-        self.restore_flags({name: True for name, value in flags.items() if value and name.endswith(".requires_grad")})
-
-
-def _callbacks(trainer: "pl.Trainer") -> list[Callback]:
-    return trainer.callbacks  # type: ignore[attr-defined]
 
 
 def _has_plain_values(buffer: Any) -> bool:
