@@ -63,7 +63,7 @@ def load_early(trainer: "pl.Trainer", states: dict[str, Any]) -> list[Stochastic
             if isinstance(callback, StochasticWeightAveraging):
                 if max_epochs != -1:  # its first on_fit_start may have added an epoch, which does not count as trained
                     trainer.fit_loop.max_epochs = int(callback.swa_end) + 1
-                averaging += [callback] if state["scheduler_state"] is not None else []
+                averaging += [callback] if state.get("scheduler_state") is not None else []
             callback.on_fit_start(trainer, trainer.lightning_module)
             trainer.fit_loop.max_epochs = max_epochs
     return averaging

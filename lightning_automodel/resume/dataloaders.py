@@ -123,9 +123,8 @@ class RecordingSampler(Sampler[Any]):
 def own_states(loader: Any) -> tuple[list[Any], list[Any]]:
     """States of the generators and of the samplers that a loader holds."""
     generators = rng.generators_of(rng.reachable_from(loader))
-    return list(map(rng.state_of, generators)), [
-        copy.deepcopy(sampler.state_dict()) for sampler in rng.samplers_of(loader)
-    ]
+    samplers = [copy.deepcopy(sampler.state_dict()) for sampler in rng.samplers_of(loader)]
+    return list(map(rng.state_of, generators)), samplers
 
 
 def set_own_states(loader: Any, generators: list[Any], samplers: list[Any]) -> None:
@@ -276,6 +275,11 @@ class TrainingLoaders:
             )
         recorder = _recorder(loader)
         if recorder is not None and "iteration" in at:
+            if at["iteration"][2] and (plan["is_drawn"] or loops.prefetches(self._trainer)):
+                self._say(
+                    "A training loader had started over within the epoch, beside one that has no length or no state:"
+                    " samples of this epoch may be left out or used twice."
+                )
             if not plan["is_drawn"]:
                 self._check_length(loader, at)
             recorder.target = Iteration(*at["iteration"]), 0 if plan["is_drawn"] else at["yielded"]

@@ -229,7 +229,7 @@ class Resume:
             at=at,
             logged=logged,
             random=rng.global_states(self._device),
-            generators=self._module.generators(),
+            generators=list(map(rng.state_of, self._module.generators)),
             loaders=self._loaders.positions(at, is_fetching),
             buffers=self._module.buffers(),
             metrics=self._module.metrics(),

@@ -54,12 +54,15 @@ class ModuleState:
 
     Args:
         trainer: The Trainer that runs the fit, set up.
+
+    Attributes:
+        generators: The module's own generators.
     """
 
     def __init__(self, trainer: "pl.Trainer") -> None:
         self._trainer, self._module = trainer, trainer.lightning_module
         self._metrics: dict[str, Metric] = {}
-        self._generators: list[rng.Generator] = []
+        self.generators: list[rng.Generator] = []
         self._flag_owners: list[tuple[str, Any, str]] = []
         self._buffer_owners: list[tuple[str, nn.Module, str]] = []
         self._first_buffers: dict[str, Tensor] = {}
@@ -75,7 +78,7 @@ class ModuleState:
         """Find the module's present parts. Not done for each snapshot: finding them takes longer than copying."""
         modules = list(self._module.named_modules())
         self._metrics = {name: module for name, module in modules if isinstance(module, Metric)}
-        self._generators = rng.generators_of(self._module.modules())
+        self.generators = rng.generators_of(self._module.modules())
         averages = [each.named_modules() for each in weight_averaging.averaged_models(self._module)]
         self._buffer_owners = [
             (f"{prefix}.{name}".removeprefix("."), module, name)
@@ -128,10 +131,6 @@ class ModuleState:
         first = self._first_flags
         return {name: value for name, value in flags.items() if name in first and value != first[name]}
 
-    def generators(self) -> list[Any]:
-        """States of the module's own generators."""
-        return list(map(rng.state_of, self._generators))
-
     def callbacks(self) -> dict[str, Any]:
         """Copies of the states of all callbacks that have one, by key."""
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
@@ -150,7 +149,7 @@ class ModuleState:
             if value is not None and value.shape == buffer.shape:
                 buffer.copy_(value)
         self.restore_flags(plan["flags"])
-        rng.set_generators(self._generators, plan["generators"])
+        rng.set_generators(self.generators, plan["generators"])
         self._trainer.callback_metrics.update(move_data_to_device(plan["seen"], device))
 
     def restore_flags(self, flags: dict[str, Any]) -> None:

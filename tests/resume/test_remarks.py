@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_automodel import AutomodelStrategy, destroy_global_state
 from lightning_automodel.release_probe import UnsupportedReleaseError
@@ -63,8 +65,14 @@ class Adversaries(Saves):
 
 
 def _said(
-    module: Saves, caplog: pytest.LogCaptureFixture, saves: ModelCheckpoint | None = None, ckpt_path: Path | None = None
+    module: Saves,
+    caplog: pytest.LogCaptureFixture,
+    saves: ModelCheckpoint | None = None,
+    ckpt_path: Path | None = None,
+    loader: Any = None,
 ) -> list[str]:
+    if loader is None:
+        loader = DataLoader(torch.randn(6, 1, 2), batch_size=None)
     trainer = pl.Trainer(
         callbacks=saves,
         accelerator="cpu",
@@ -78,7 +86,7 @@ def _said(
         enable_model_summary=False,
     )
     with caplog.at_level(logging.INFO):
-        trainer.fit(module, DataLoader(torch.randn(6, 1, 2), batch_size=None), ckpt_path=ckpt_path)
+        trainer.fit(module, loader, ckpt_path=ckpt_path)
     destroy_global_state()
     return [message for message in caplog.messages if MIDDLE in message or HELD in message]
 
@@ -114,6 +122,33 @@ def test_renamed_attribute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capl
     with pytest.raises(UnsupportedReleaseError, match=r"needs _TrainingEpochLoop\._broadcast_sigterm_tensor, which"):
         _said(Saves(tmp_path, set()), caplog)
     destroy_global_state()
+
+
+class SaysBatches(Saves):
+    """Takes its batches from a stream and a list."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch["stream"] + batch["few"], batch_idx)
+
+
+def test_loader_that_started_over_beside_a_stream(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It cannot go on exactly, and the run says so."""
+    for after, ckpt_path in (({2}, None), (set(), tmp_path / "2.ckpt")):
+        assert "had started over within the epoch" not in caplog.text
+        stream = (torch.randn(1, 2) for _ in range(6))
+        loaders = {"stream": DataLoader(Stream(stream), batch_size=None), "few": DataLoader(torch.randn(2, 2))}
+        _said(SaysBatches(tmp_path, after), caplog, None, ckpt_path, CombinedLoader(loaders, "max_size_cycle"))
+    assert "had started over within the epoch" in caplog.text
+
+
+class Stream(IterableDataset):
+    """Has no length."""
+
+    def __init__(self, rows: Iterator[torch.Tensor]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self.rows
 
 
 class Rolls(Saves):
