@@ -63,7 +63,6 @@ class Resume:
         self._logged_next: int | None = None
         self._plan: dict[str, Any] | None = None
         self._averaging: list[StochasticWeightAveraging] = []
-        self._has_started = False
         self._told: set[str] = set()
 
     # --- Recording ----------------------------------------------------------------------------------------------------
@@ -76,13 +75,11 @@ class Resume:
     def on_train_start(self) -> None:
         """Called in ``on_train_start``, after everything is loaded and the other hooks. Every rank calls it."""
         self._module.start()
-        self._has_started = True
         plan, self._plan = self._plan, None
         if plan is not None:
             self._go_on(plan)
         self._logged = lightning_internals.logging_step(self._trainer)
-        resumed_at = None if plan is None else self._trainer.global_step
-        checkpoint_callbacks.save_last(self._trainer, self._patches, resumed_at)
+        checkpoint_callbacks.save_last(self._trainer, self._patches, self._trainer.global_step if plan else None)
         # Lightning has no hook before a batch is drawn, and none that comes before those of all callbacks. But its
         # loops tell the profiler what they are about to do: the name of a hook, or that they draw a batch.
         profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
@@ -294,7 +291,7 @@ class Resume:
         Raises:
             ValueError: If another version of this package wrote ``state``, in another format.
         """
-        if self._has_started:  # a hook loads weights: the fit goes on where it is
+        if self._told:  # the fit runs, and a hook loads weights: it goes on where it is
             return
         self._averaging = checkpoint_callbacks.load_early(self._trainer, checkpoint.get("callbacks", {}))
         if state is None:
