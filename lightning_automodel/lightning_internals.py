@@ -25,11 +25,13 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torchmetrics import Metric
 
+from lightning_automodel import release_probe
 from lightning_automodel.patching import PatchStack
 
 
@@ -101,13 +103,8 @@ def patch_model_checkpoints(
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             patches.set(callback, "_link_checkpoint", lambda _, path, name: link(path, name))
-            patches.set(callback, "file_exists", partial(_is_there, callback.file_exists, is_pending))
-
-
-def _is_there(
-    file_exists: Callable[[str, Trainer], bool], is_pending: Callable[[str], bool], filepath: str, trainer: Trainer
-) -> bool:
-    return is_pending(filepath) or file_exists(filepath, trainer)
+            exists = callback.file_exists
+            patches.set(callback, "file_exists", lambda path, of, exists=exists: is_pending(path) or exists(path, of))
 
 
 def tell_sigterm(trainer: Trainer) -> None:
@@ -155,6 +152,11 @@ def logging_step(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
+def set_logging_step(trainer: Trainer, step: int) -> None:
+    """Set what :func:`logging_step` returns."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = step
+
+
 def logged_metrics(loop: Any) -> set[int]:
     """Ids of the TorchMetrics objects that were logged in ``loop``, which resets them at its end."""
     return {id(result.value) for result in loop._results.values() if not result.is_tensor}
@@ -162,6 +164,26 @@ def logged_metrics(loop: Any) -> set[int]:
 
 def _do_nothing(*_: Any) -> None:
     pass
+
+
+def probe(trainer: Trainer) -> None:
+    """Check, before a run, the private attributes that the functions above read and write."""
+    check = partial(release_probe.check, "lightning")
+    fit_loop: Any = trainer.fit_loop
+    check(trainer, "_signal_connector")
+    check(trainer._signal_connector, "_original_handlers", "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")
+    check(trainer._signal_connector, "received_sigterm", writable=True)
+    check(fit_loop, "_data_fetcher")
+    check(fit_loop, "_restarting", writable=True)
+    check(fit_loop.epoch_loop, "_batches_that_stepped", "_broadcast_sigterm_tensor", "_results", "_should_check_val_fx")
+    check(fit_loop.epoch_loop.val_loop, "_combined_loader", "_data_fetcher", "_results")
+    check(fit_loop.epoch_loop.val_loop, "_has_run", writable=True)
+    check(LightningModule, "_current_fx_name")
+    check(CombinedLoader, "_mode")
+    check(Metric, "_computed", "_update_count", writable=True)
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            check(callback, "_link_checkpoint", "file_exists")
 
 
 def told_weights_only(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:

@@ -8,25 +8,22 @@ class PatchStack:
 
     Lightning and torch lack hooks for some of what the strategy must do. It then patches the instance in use, never a
     class that other runs share, and restores everything when the run is closed.
-
-    Example:
-        >>> class Counter:
-        ...     def step(self):
-        ...         return 1
-        >>> counter, patches = Counter(), PatchStack()
-        >>> patches.set(counter, "step", lambda: 2)
-        >>> counter.step()
-        2
-        >>> patches.restore()
-        >>> counter.step()
-        1
     """
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, bool, Any]] = []
 
-    def set(self, target: Any, name: str, value: Any) -> None:
-        """Set ``target.name``, and remember the value that the target itself had, if any."""
+    def set(self, target: Any, name: str, value: Any, is_new: bool = False) -> None:
+        """Set ``target.name``, and remember the value that the target itself had, if any.
+
+        Raises:
+            AttributeError: If there is no such attribute, so that nobody would call ``value``, unless it ``is_new``.
+        """
+        if not is_new and not hasattr(target, name):
+            raise AttributeError(
+                f"{type(target).__name__} has no attribute {name!r} for lightning_automodel to replace: this release of"
+                f" {type(target).__module__.partition('.')[0]} is not supported."
+            )
         own = vars(target)
         self._undo.append((target, name, name in own, own.get(name)))
         setattr(target, name, value)

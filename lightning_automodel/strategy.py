@@ -444,6 +444,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         module, fitting = self._module, trainer.state.fn == TrainerFn.FITTING
+        lightning_internals.probe(trainer)
         self._close_run()  # if an `on_exception` hook raised, Lightning did not tear down the last run
         if self.world_size > 1:
             lightning_internals.patch_signals(trainer, self._supervisor.ask_to_requeue, self._trainer_patches)

@@ -1,5 +1,7 @@
 """The undo stack for what is replaced on foreign objects."""
 
+import pytest
+
 from lightning_automodel.patching import PatchStack
 
 
@@ -27,6 +29,16 @@ def test_restore_twice_and_after_a_foreign_removal() -> None:
     patches.restore()
     patches.restore()
     assert target.step() == "class"
+
+
+def test_what_nobody_would_call_is_refused() -> None:
+    target, patches = Target(), PatchStack()
+    with pytest.raises(AttributeError, match="Target has no attribute 'renamed' for lightning_automodel to replace"):
+        patches.set(target, "renamed", lambda: "ours")
+    patches.set(target, "renamed", lambda: "ours", is_new=True)
+    assert target.renamed() == "ours"  # type: ignore[attr-defined]
+    patches.restore()
+    assert vars(target) == {}
 
 
 def test_stack_can_be_used_again() -> None:

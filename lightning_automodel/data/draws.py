@@ -84,7 +84,7 @@ class Draws(Iterator[Any]):
     def begin(self, num_prefetched: int) -> Draw | None:
         """Return the draw of the batch about to be trained on; ``num_prefetched`` later ones are handed out already."""
         draw = None
-        while len(self.handed_out) > num_prefetched:  # more than one if batches were None
+        while len(self.handed_out) > num_prefetched:  # more than one if some were None, or dropped to resume
             draw = self.handed_out.popleft()
         return draw
 
@@ -92,11 +92,6 @@ class Draws(Iterator[Any]):
         """Draw ``number`` batches now, to be handed out later. Returns their draws, fewer if the data ends."""
         self._ahead.extend(islice(self._source, max(number - len(self._ahead), 0)))
         return [draw for draw, _ in self._ahead][:number]
-
-    def forget(self, number: int) -> None:
-        """Forget the oldest batches that were handed out: they were dropped without a step."""
-        for _ in range(min(number, len(self.handed_out))):
-            self.handed_out.popleft()
 
     def _counted(self, drawn: tuple[Draw, Any]) -> tuple[Draw, Any]:
         draw, batch = drawn
@@ -184,9 +179,3 @@ class LoaderProxy:
 def users_own(loader: Any) -> Any:
     """The user's loader behind a proxy; any other loader unchanged."""
     return vars(loader)["user_loader"] if type(loader) is LoaderProxy else loader
-
-
-def forget_draws(loader: Any, number: int) -> None:
-    """Forget batches that a resumed epoch drew only to drop them; see :meth:`Draws.forget`."""
-    if type(loader) is LoaderProxy:
-        vars(loader)["draws"].forget(number)

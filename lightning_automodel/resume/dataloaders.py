@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from typing_extensions import override
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.data.draws import forget_draws, users_own
+from lightning_automodel.data.draws import users_own
 from lightning_automodel.resume import loops, rng
 
 _TOO_SHORT = (
@@ -54,14 +54,17 @@ class RecordingSampler(Sampler[Any]):
 
     Attributes:
         iteration: The newest iteration; None before the first.
+        target: An iteration to repeat, and how many batches of it to skip; a stream only starts from its states. None:
+            iterations start at the beginning.
+        is_stream: Whether the dataset is iterable, so that its sampler yields nothing of use.
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device, batches: Callable[[], int]) -> None:
         self._loader, self._device, self._batches = loader, device, batches
         self._name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._inner: Any = getattr(loader, self._name)
-        self._is_stream = isinstance(loader.dataset, IterableDataset)
-        self._target: tuple[Iteration, int] | None = None
+        self.is_stream = isinstance(loader.dataset, IterableDataset)
+        self.target: tuple[Iteration, int] | None = None
         self.iteration: Iteration | None = None
         # DataLoader refuses to set its sampler after its construction.
         vars(loader)[self._name] = self
@@ -69,14 +72,6 @@ class RecordingSampler(Sampler[Any]):
     def close(self) -> None:
         """Restore the loader's own sampler."""
         vars(self._loader)[self._name] = self._inner
-
-    def go_on(self, iteration: Iteration, batches: int) -> None:
-        """Make the next iteration ``iteration`` after ``batches`` of it; a stream only starts from its states."""
-        self._target = iteration, batches
-
-    def forget(self) -> None:
-        """Make later iterations start at the beginning."""
-        self._target = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -88,11 +83,13 @@ class RecordingSampler(Sampler[Any]):
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        if self._target is not None and not self._is_stream:
-            return self._replay(*self._target)
-        if self._target is not None:
+        if self.target is not None and not self.is_stream:
+            # Here and not with the first index, before which the first window's snapshot is taken.
+            self.iteration = self.target[0]
+            return self._replay(*self.target)
+        if self.target is not None:
             # Workers are seeded, and streams often shuffled, from the states at this point.
-            self._set(self._target[0].made)
+            self._set(self.target[0].made)
         self.iteration = Iteration(self._states(), None, self._batches())
         return self._record(self.iteration, iter(self._inner))
 
@@ -101,15 +98,11 @@ class RecordingSampler(Sampler[Any]):
         yield from indices
 
     def _replay(self, target: Iteration, batches: int) -> Iterator[Any]:
-        self.iteration = target
         now = self._states()
         self._set(target.made)
         indices = iter(self._inner)
         if target.first is not None:
             self._set(target.first)
-        elif target.made is not None and self._loader.num_workers > 0:
-            # Checkpoints of format 1 leave out ``first``; the iterator seeds its workers before it draws an index.
-            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
         for _ in range(batches):
             next(indices, None)
         # The first index is drawn here, under the states of that time, since drawing it may use random numbers.
@@ -129,19 +122,16 @@ class RecordingSampler(Sampler[Any]):
 
 def own_states(loader: Any) -> tuple[list[Any], list[Any]]:
     """States of the generators and of the samplers that a loader holds."""
-    generators = rng.generator_states(rng.generators_of(rng.reachable_from(loader)))
-    return generators, [copy.deepcopy(sampler.state_dict()) for sampler in _samplers(loader)]
+    generators = rng.generators_of(rng.reachable_from(loader))
+    samplers = [copy.deepcopy(sampler.state_dict()) for sampler in rng.samplers_of(loader)]
+    return list(map(rng.state_of, generators)), samplers
 
 
 def set_own_states(loader: Any, generators: list[Any], samplers: list[Any]) -> None:
     """Set what :func:`own_states` returned."""
     rng.set_generators(rng.generators_of(rng.reachable_from(loader)), generators)
-    for sampler, state in zip(_samplers(loader), samplers, strict=False):
+    for sampler, state in zip(rng.samplers_of(loader), samplers, strict=False):
         sampler.load_state_dict(copy.deepcopy(state))
-
-
-def _samplers(loader: Any) -> list[Any]:
-    return [sampler for sampler in rng.samplers_of(loader) if not isinstance(sampler, RecordingSampler)]
 
 
 class TrainingLoaders:
@@ -157,17 +147,19 @@ class TrainingLoaders:
         self._trainer, self._device, self._say = trainer, device, say
         self._recorders: list[RecordingSampler] = []
         self._plan: dict[str, Any] | None = None
-        self._processed = 0
+        self._dropped = 0  # batches that were drawn to be dropped, while resuming so
         self._stateful: tuple[list[Any] | None, list[Any] | None] = None, None
 
     def process(self, loader: Any) -> None:
-        """Record a training loader that is about to be iterated, and restore its position if there is a plan."""
+        """Record a training loader that is about to be iterated."""
         if isinstance(loader, DataLoader) and not _is_stateful(loader) and _recorder(loader) is None:
-            progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
-            self._recorders.append(RecordingSampler(loader, self._device, lambda: progress.current.processed))
-        if self._plan is not None:
-            self._restore_position(self._plan, loader, self._processed)
-            self._processed += 1
+            self._recorders.append(RecordingSampler(loader, self._device, self._num_used))
+
+    def _num_used(self) -> int:
+        if self._plan is not None and self._plan["is_drawn"]:
+            return self._dropped
+        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
+        return progress.current.processed
 
     @property
     def _fetcher(self) -> Any:
@@ -209,18 +201,18 @@ class TrainingLoaders:
         if recorder is not None and recorder.iteration is not None:
             made, first, start = recorder.iteration.made, recorder.iteration.first, recorder.iteration.start
             found |= {"iteration": (made, first, start), "yielded": at.batches - start, "length": sized_len(loader)}
-            found["is_stream"] = not _is_map_style(loader)
+            found["is_stream"] = recorder.is_stream
         return found
 
     # --- Resuming -----------------------------------------------------------------------------------------------------
 
     def plan(self, plan: dict[str, Any]) -> None:
-        """Resume from ``plan``, this rank's state in a checkpoint. The loaders may exist already."""
-        self._plan, self._processed = plan, 0
+        """Let :meth:`start` resume from ``plan``, this rank's state in a checkpoint."""
+        self._plan, self._dropped = plan, 0
 
     def start(self) -> None:
         """Finish resuming, once the loaders are iterated and the run has started. Changes the random states."""
-        plan, self._plan = self._plan, None
+        plan = self._plan
         if plan is None or not plan["loaders"]:
             return
         if len(self._all()) != len(plan["loaders"]):
@@ -228,13 +220,10 @@ class TrainingLoaders:
                 f"The checkpoint holds the positions of {len(plan['loaders'])} training loaders, and there are"
                 f" {len(self._all())}: pass the same loaders, or resume from the end of an epoch."
             )
-        if not self._processed:
-            # configure_optimizers asked for the number of steps, so that the loaders were made before the checkpoint
-            # was read.
-            for index, loader in enumerate(self._all()):
-                self._restore_position(plan, loader, index)
-            if plan["is_iterated"] or any("state" in at for at in plan["loaders"]):
-                iter(self._fetcher)
+        for loader, at in zip(self._all(), plan["loaders"], strict=True):
+            self._restore_position(plan, loader, at)
+        if plan["is_iterated"] or any("state" in at for at in plan["loaders"]):
+            iter(self._fetcher)
         used = plan["batches"]
         if plan["is_drawn"]:
             self._say(
@@ -242,14 +231,13 @@ class TrainingLoaders:
                 f" resumes by drawing and dropping {used} batches; torchdata's StatefulDataLoader need not."
             )
             batches = getattr(self._fetcher, "iterator_wrapper", self._fetcher)  # for a step that draws its batches
-            for drawn in range(used):
+            for self._dropped in range(used):
                 if next(batches, None) is None:
-                    raise ValueError(_TOO_SHORT.format(used=used, now=drawn))
-            for loader in self._fetcher.combined_loader.flattened:
-                forget_draws(loader, used)
+                    raise ValueError(_TOO_SHORT.format(used=used, now=self._dropped))
             self._fetcher.fetched -= used  # the loop adds what it has used
+        self._plan = None
         for recorder in self._recorders:
-            recorder.forget()
+            recorder.target = None
 
     def restore_generators(self, plan: dict[str, Any]) -> None:
         """Set the loaders' own generators, and before an epoch their samplers, to what a checkpoint holds."""
@@ -270,10 +258,7 @@ class TrainingLoaders:
                 torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         return True
 
-    def _restore_position(self, plan: dict[str, Any], loader: Any, index: int) -> None:
-        if index >= len(plan["loaders"]):
-            return
-        at = plan["loaders"][index]
+    def _restore_position(self, plan: dict[str, Any], loader: Any, at: dict[str, Any]) -> None:
         self._restore_seed(loader, at)
         if not plan["is_iterated"]:
             if _is_stateful(loader) and "state" in at:
@@ -290,9 +275,14 @@ class TrainingLoaders:
             )
         recorder = _recorder(loader)
         if recorder is not None and "iteration" in at:
+            if at["iteration"][2] and (plan["is_drawn"] or loops.prefetches(self._trainer)):
+                self._say(
+                    "A training loader had started over within the epoch, beside one that has no length or no state:"
+                    " samples of this epoch may be left out or used twice."
+                )
             if not plan["is_drawn"]:
                 self._check_length(loader, at)
-            recorder.go_on(Iteration(*at["iteration"]), 0 if plan["is_drawn"] else at["yielded"])
+            recorder.target = Iteration(*at["iteration"]), 0 if plan["is_drawn"] else at["yielded"]
         elif at.get("state") is not None and not plan["is_drawn"]:
             loader.load_state_dict(at["state"])
 
@@ -312,12 +302,6 @@ class TrainingLoaders:
                 f"A training loader had {at['length']} batches when the checkpoint was written, and has {length} now:"
                 " samples of this epoch may be left out or used twice."
             )
-        is_of_other_ranks = at["iteration"][0] is None
-        if is_of_other_ranks and at["yielded"] and not isinstance(_innermost_sampler(loader), DistributedSampler):
-            self._say(
-                "The checkpoint was saved with a different world size, and a training loader has no DistributedSampler:"
-                " samples of this epoch may be left out or used twice."
-            )
 
     def close(self) -> None:
         """Restore the loaders' own samplers."""
@@ -331,9 +315,8 @@ def _is_stateful(loader: Any) -> bool:
 
 
 def _is_map_style(loader: Any) -> bool:
-    return (
-        isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and not _is_stateful(loader)
-    )
+    recorder = _recorder(loader)
+    return recorder is not None and not recorder.is_stream
 
 
 def _state_of(loader: Any) -> Any:

@@ -8,17 +8,20 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.distributed.mesh import CONTEXT
 from lightning_automodel.patching import PatchStack
-from lightning_automodel.resume import checkpoint_callbacks, dataloaders, format_1, loops, other_world_size, rng
+from lightning_automodel.release_probe import UnsupportedReleaseError
+from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops, other_world_size, rng
 from lightning_automodel.resume.snapshot import ModuleState, Snapshot
 
 CHECKPOINT_KEY = "lightning_automodel"
 FORMAT = 2
+_FETCH = "train_dataloader_next"
 
 
 class Resume:
@@ -59,6 +62,8 @@ class Resume:
         self._logged = 0
         self._logged_next: int | None = None
         self._plan: dict[str, Any] | None = None
+        self._averaging: list[StochasticWeightAveraging] = []
+        self._told: set[str] = set()
 
     # --- Recording ----------------------------------------------------------------------------------------------------
 
@@ -73,44 +78,42 @@ class Resume:
         plan, self._plan = self._plan, None
         if plan is not None:
             self._go_on(plan)
-        self._logged = loops.steps_logged(self._trainer)
-        checkpoint_callbacks.save_last(self._trainer, self._patches)
-        # The loops tell the profiler what they are about to do; before a batch is drawn there is no other hook.
+        self._logged = lightning_internals.logging_step(self._trainer)
+        checkpoint_callbacks.save_last(self._trainer, self._patches, self._trainer.global_step if plan else None)
+        # Lightning has no hook before a batch is drawn, and none that comes before those of all callbacks. But its
+        # loops tell the profiler what they are about to do: the name of a hook, or that they draw a batch.
         profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
         start = profiler.start
-        waiting = {
-            "on_train_epoch_start": self._before_epoch,
-            "train_dataloader_next": self._before_fetch,
+        before = {
+            _FETCH: self._before_fetch,
             "on_validation_model_zero_grad": self._before_validation,
-            "on_train_epoch_end": self._reduce_logged_means,
+            "on_train_epoch_end": self._before_epoch_end,
         }
 
         def call_then_start(action_name: str) -> None:
-            if before := waiting.get(action_name.rsplit(".", 1)[-1]):
-                before()
+            name = action_name.rsplit(".", 1)[-1]
+            self._told.add(name)
+            if name in before:
+                before[name]()
             start(action_name)
 
         self._patches.set(profiler, "start", call_then_start)
 
-    def _before_epoch(self) -> None:
-        """Before an epoch: a loop of batches that was restarted at the end of the last one would end it at once."""
+    def _before_epoch_end(self) -> None:
+        """Before any hook of an epoch's end."""
+        # Restarted after the epoch's last batch, the loop of batches would end the next epoch at once.
         self._trainer.fit_loop.epoch_loop.restarting = False
-
-    def _reduce_logged_means(self) -> None:
-        """Reduce what was logged over the epoch, on every rank, before any hook of the epoch's end.
-
-        Otherwise the progress bar, which is on rank 0 alone, would do it while another rank gathers parameters in a
-        hook of the module, to save samples for instance: both would wait.
-        """
+        # Reduce what was logged over the epoch, on every rank. Otherwise the progress bar, on rank 0 alone, would do it
+        # while another rank gathers parameters in a hook of the module: both would wait.
         _ = self._trainer.callback_metrics
 
     def _before_fetch(self) -> None:
         """Before a training batch is drawn, which may use random numbers: the last point before a window."""
         self._loaders.before_fetch()
         if self._logged_next is not None:
-            loops.set_steps_logged(self._trainer, self._logged_next)
+            lightning_internals.set_logging_step(self._trainer, self._logged_next)
             self._logged_next = None
-        self._logged = loops.steps_logged(self._trainer)
+        self._logged = lightning_internals.logging_step(self._trainer)
         fit_loop: Any = self._trainer.fit_loop
         used = fit_loop.epoch_loop.batch_progress.current.processed
         at = loops.Position(loops.BATCH, used, fit_loop.epoch_progress.current.processed)
@@ -130,7 +133,13 @@ class Resume:
         return at.batches % self._trainer.accumulate_grad_batches == 0
 
     def stepped(self) -> None:
-        """An optimizer has stepped: a checkpoint can no longer resume before the step."""
+        """An optimizer has stepped: a checkpoint can no longer resume before the step.
+
+        Raises:
+            UnsupportedReleaseError: If the profiler was not told of the batch, or of a hook, by these names.
+        """
+        for name in {_FETCH, "on_train_batch_start"} - self._told:
+            raise UnsupportedReleaseError("lightning", f"the profiler's action {name!r}, to resume exactly")
         self._snapshot = None
 
     def _before_validation(self) -> None:
@@ -162,8 +171,10 @@ class Resume:
         Returns:
             A remark for the user, to follow the path of the checkpoint once it is written.
         """
-        own, remark = self._plan, None
-        if own is None:
+        remark = None
+        if self._plan is not None:  # a hook saves before the run has started
+            own = rng.savable(self._plan)
+        else:
             snapshot, remark = self._final or self._to_save()
             own = self._savable(snapshot)
             progress = checkpoint["loops"]["fit_loop"]
@@ -205,7 +216,7 @@ class Resume:
                 " not exact: save where all optimizers have stepped."
             )
         is_counted = at.stage not in (loops.STEP, loops.VALIDATION)
-        logged = loops.steps_logged(self._trainer) if is_counted else self._logged + 1
+        logged = lightning_internals.logging_step(self._trainer) if is_counted else self._logged + 1
         now = self._take(at, logged)
         # At the end of a validation, modules are still in evaluation mode.
         return now if at.stage != loops.VALIDATION or held is None else replace(now, flags=held.flags), remark
@@ -215,7 +226,7 @@ class Resume:
             at=at,
             logged=logged,
             random=rng.global_states(self._device),
-            generators=self._module.generators(),
+            generators=list(map(rng.state_of, self._module.generators)),
             loaders=self._loaders.positions(at, is_fetching),
             buffers=self._module.buffers(),
             metrics=self._module.metrics(),
@@ -278,18 +289,19 @@ class Resume:
             rank: Global rank.
 
         Raises:
-            ValueError: If a newer version of this package wrote ``state``.
+            ValueError: If another version of this package wrote ``state``, in another format.
         """
-        checkpoint_callbacks.load_early(self._trainer, checkpoint.get("callbacks", {}))
+        if self._told:  # the fit runs, and a hook loads weights: it goes on where it is
+            return
+        self._averaging = checkpoint_callbacks.load_early(self._trainer, checkpoint.get("callbacks", {}))
         if state is None:
             return
-        if state["format"] > FORMAT:
+        if state["format"] != FORMAT:
             raise ValueError(
                 f"The checkpoint's resume state has format {state['format']}, and this version of lightning_automodel"
-                f" knows formats up to {FORMAT}: upgrade the package that loads it."
+                f" knows format {FORMAT}: resume with the version that wrote it, or take only its weights"
+                " (load_from_checkpoint)."
             )
-        if state["format"] < FORMAT:
-            state = {**state, "ranks": [format_1.upgraded(each) for each in state["ranks"]]}
         is_alike = len(state["ranks"]) == self._trainer.world_size
         # Each context peer has its own metrics; tensor-parallel peers have the same.
         is_alike &= state["sizes"].get(CONTEXT, 1) == sizes.get(CONTEXT, 1)
@@ -300,12 +312,14 @@ class Resume:
             self._say(
                 f"The checkpoint was saved with a different world size ({state['sizes']}, now {sizes}): the data goes"
                 " on where it stopped, and each rank's random states, buffers and metrics of the epoch start afresh."
+                " Without a DistributedSampler, samples of this epoch may be left out or used twice."
             )
         self._plan = plan = rng.loaded(plan)
-        self._module.unfreeze(plan["flags"])
+        # Before optimizers are loaded, as these have no state for frozen parameters.
+        unfrozen = {name for name, value in plan["flags"].items() if value and name.endswith(".requires_grad")}
+        self._module.restore_flags(dict.fromkeys(unfrozen, True))
         at = loops.Position(plan["stage"], plan["batches"], plan["epochs"])
-        progress = checkpoint["loops"]["fit_loop"] | plan.get("progress", {})
-        fit_loop = loops.counters_at(progress, at, plan["logged"])
+        fit_loop = loops.counters_at(checkpoint["loops"]["fit_loop"], at, plan["logged"])
         checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": fit_loop}
         self._loaders.plan(plan)
         # Lightning warns of every loader without a state, and does not know that these resume.
@@ -314,6 +328,8 @@ class Resume:
     def _go_on(self, plan: dict[str, Any]) -> None:
         stage = plan["stage"]
         self._loaders.start()
+        if stage != loops.EPOCH:
+            checkpoint_callbacks.start_averaging(self._trainer, self._averaging)
         self._module.restore(plan, self._device)
         self._restore_own_state(plan["own"])
         if plan["is_epoch_ending"]:

@@ -13,11 +13,13 @@ import lightning.pytorch as pl
 from lightning_automodel import lightning_internals
 
 EPOCH = "epoch"
+"""Stage: an epoch comes next, its hooks first."""
 BATCH = "batch"
+"""Stage: a batch comes next."""
 STEP = "step"
+"""Stage: a batch was just trained on, and a validation may be due."""
 VALIDATION = "validation"
-"""The stages: an epoch comes next, its hooks first; a batch comes next; a batch was just trained on, and a validation
-may be due; the validation after a batch is over."""
+"""Stage: the validation after a batch is over."""
 
 
 @dataclass(frozen=True)
@@ -63,25 +65,13 @@ def is_last_batch(trainer: "pl.Trainer") -> bool:
     return progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
 
 
-def steps_logged(trainer: "pl.Trainer") -> int:
-    """Number of batches that stepped, as loggers count them."""
-    return trainer.fit_loop.epoch_loop.on_save_checkpoint()["_batches_that_stepped"]
-
-
-def set_steps_logged(trainer: "pl.Trainer", steps: int) -> None:
-    """Set what :func:`steps_logged` returns."""
-    trainer.fit_loop.epoch_loop.on_load_checkpoint(
-        {**trainer.fit_loop.epoch_loop.on_save_checkpoint(), "_batches_that_stepped": steps}
-    )
-
-
 def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, Any]:
     """The state of the fit loop with counters from which Lightning's loops resume at ``at``.
 
     Args:
         saved: What ``fit_loop.state_dict()`` returned at that position, or in the window after it.
         at: Position to resume at.
-        logged: What :func:`steps_logged` returns at that position.
+        logged: What ``logging_step`` returns at that position.
     """
     in_epoch = at.stage != EPOCH
     epochs = dict.fromkeys(("ready", "started"), at.epochs + in_epoch)
@@ -147,7 +137,7 @@ def finish_restart(trainer: "pl.Trainer", stage: str, logged: int) -> None:
     # The restarted loop runs or skips a due validation, then finishes the batch. With none due, it would draw the next
     # batch at once, so the batch is finished here.
     epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
-    set_steps_logged(trainer, logged)
+    lightning_internals.set_logging_step(trainer, logged)
     lightning_internals.skip_validation(epoch_loop.val_loop)
 
 

@@ -23,17 +23,15 @@ def carried_over(state: dict[str, Any], data_parallel: int) -> dict[str, Any]:
         "metrics": {},
         "own": {**plan["own"], "engine": {}},
     }
-    if plan["stage"] != loops.EPOCH:
-        plan["batches"] = plan["batches"] * then // data_parallel
     plan["loaders"] = [_scaled(at, then, data_parallel) for at in plan["loaders"]]
     if plan["stage"] != loops.EPOCH:
+        plan["batches"] = plan["batches"] * then // data_parallel
         plan["is_drawn"] = any("iteration" not in at or at.get("is_stream") for at in plan["loaders"])
     return plan
 
 
 def _scaled(at: dict[str, Any], then: int, now: int) -> dict[str, Any]:
-    scaled = {name: value for name, value in at.items() if name in ("seed", "is_stream")}
-    scaled |= {"generators": [], "samplers": []}
+    scaled = {"generators": [], "samplers": []} | {name: at[name] for name in ("seed", "is_stream") if name in at}
     if "iteration" in at:
         scaled |= {"iteration": (None, None, 0), "yielded": at["yielded"] * then // now, "length": None}
     return scaled

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch.utils.data import Sampler
 
 from lightning_automodel import lightning_internals
@@ -39,10 +40,11 @@ def generators_of(owners: Iterable[Any]) -> list[Generator]:
     return list({id(value): value for value in held if isinstance(value, Generator)}.values())
 
 
-def samplers_of(loader: Any) -> list[lightning_internals.Stateful[Any]]:
+def samplers_of(loader: Any) -> list[Any]:
     """The samplers of a loader that have ``state_dict`` and ``load_state_dict``, in a fixed order."""
-    samplers = (owner for owner in reachable_from(loader) if isinstance(owner, _SAMPLERS))
-    return [sampler for sampler in samplers if isinstance(sampler, lightning_internals.Stateful)]
+    samplers = [owner for owner in reachable_from(loader) if isinstance(owner, _SAMPLERS)]
+    # Asked of the class: a sampler that records another has its attributes.
+    return [sampler for sampler in samplers if hasattr(type(sampler), "load_state_dict")]
 
 
 def reachable_from(owner: Any) -> list[Any]:
@@ -54,11 +56,6 @@ def reachable_from(owner: Any) -> list[Any]:
         waiting += [value for value in new if id(value) not in found]
         found |= {id(value): value for value in new}
     return list(found.values())
-
-
-def generator_states(generators: Iterable[Generator]) -> list[Any]:
-    """States of ``generators``, in order."""
-    return [_state(generator) for generator in generators]
 
 
 def set_generators(generators: list[Generator], states: list[Any]) -> None:
@@ -74,7 +71,8 @@ def set_generators(generators: list[Generator], states: list[Any]) -> None:
             generator.set_state(state)
 
 
-def _state(generator: Generator) -> Any:
+def state_of(generator: Generator) -> Any:
+    """State of a generator, for :func:`set_generators`."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -89,18 +87,16 @@ def savable(value: Any) -> Any:
 
     Unsigned arrays become signed tensors: pickle, by which ranks send them, supports no other (torch 2.13).
     """
-    if isinstance(value, np.ndarray):
-        signed = value.view(f"i{value.itemsize}") if value.dtype.kind == "u" else value
-        return {"numpy": torch.from_numpy(signed.copy()), "dtype": str(value.dtype)}
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().clone()
-    if isinstance(value, dict):
-        return {key: savable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(savable, value)) if type(value) in (list, tuple) else value
-    return value
+
+    def plain(found: Any) -> Any:
+        if isinstance(found, torch.Tensor):
+            return found.detach().cpu().clone()
+        if isinstance(found, np.generic):
+            return found.item()
+        signed = found.view(f"i{found.itemsize}") if found.dtype.kind == "u" else found
+        return {"numpy": torch.from_numpy(signed.copy()), "dtype": str(found.dtype)}
+
+    return apply_to_collection(value, (np.ndarray, np.generic, torch.Tensor), plain)
 
 
 def loaded(value: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -53,12 +54,15 @@ class ModuleState:
 
     Args:
         trainer: The Trainer that runs the fit, set up.
+
+    Attributes:
+        generators: The module's own generators.
     """
 
     def __init__(self, trainer: "pl.Trainer") -> None:
         self._trainer, self._module = trainer, trainer.lightning_module
         self._metrics: dict[str, Metric] = {}
-        self._generators: list[rng.Generator] = []
+        self.generators: list[rng.Generator] = []
         self._flag_owners: list[tuple[str, Any, str]] = []
         self._buffer_owners: list[tuple[str, nn.Module, str]] = []
         self._first_buffers: dict[str, Tensor] = {}
@@ -74,7 +78,7 @@ class ModuleState:
         """Find the module's present parts. Not done for each snapshot: finding them takes longer than copying."""
         modules = list(self._module.named_modules())
         self._metrics = {name: module for name, module in modules if isinstance(module, Metric)}
-        self._generators = rng.generators_of(self._module.modules())
+        self.generators = rng.generators_of(self._module.modules())
         averages = [each.named_modules() for each in weight_averaging.averaged_models(self._module)]
         self._buffer_owners = [
             (f"{prefix}.{name}".removeprefix("."), module, name)
@@ -127,13 +131,10 @@ class ModuleState:
         first = self._first_flags
         return {name: value for name, value in flags.items() if name in first and value != first[name]}
 
-    def generators(self) -> list[Any]:
-        """States of the module's own generators."""
-        return rng.generator_states(self._generators)
-
     def callbacks(self) -> dict[str, Any]:
         """Copies of the states of all callbacks that have one, by key."""
-        stateful = [c for c in _callbacks(self._trainer) if type(c).state_dict is not Callback.state_dict]
+        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        stateful = [callback for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
         states = {callback.state_key: callback.state_dict() for callback in stateful}
         return copy.deepcopy({key: state for key, state in states.items() if state})
 
@@ -148,23 +149,14 @@ class ModuleState:
             if value is not None and value.shape == buffer.shape:
                 buffer.copy_(value)
         self.restore_flags(plan["flags"])
-        rng.set_generators(self._generators, plan["generators"])
-        seen = {name: _moved(value, device) for name, value in plan["seen"].items()}
-        self._trainer.callback_metrics.update(seen)
+        rng.set_generators(self.generators, plan["generators"])
+        self._trainer.callback_metrics.update(move_data_to_device(plan["seen"], device))
 
     def restore_flags(self, flags: dict[str, Any]) -> None:
         """Set flags by name."""
         for name, owner, flag in self._flag_owners:
             if name in flags:
                 setattr(owner, flag, flags[name])
-
-    def unfreeze(self, flags: dict[str, Any]) -> None:
-        """Unfreeze parameters before optimizers are loaded, as these have no state for frozen parameters."""
-        self.restore_flags({name: True for name, value in flags.items() if value and name.endswith(".requires_grad")})
-
-
-def _callbacks(trainer: "pl.Trainer") -> list[Callback]:
-    return trainer.callbacks  # type: ignore[attr-defined]
 
 
 def _has_plain_values(buffer: Any) -> bool:
@@ -176,9 +168,3 @@ def _are_equal(one: Tensor, other: Tensor | None) -> bool:
     if other is None or one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one, other.to(one.device)) or bool((one.isnan() & other.isnan() | (one == other)).all())
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, list):
-        return [_moved(item, device) for item in value]
-    return value.to(device) if isinstance(value, Tensor) else value

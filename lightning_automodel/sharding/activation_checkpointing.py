@@ -198,7 +198,7 @@ def _switch_on(block: nn.Module, checkpointed: _Checkpoint) -> Callable[[], None
     patches = PatchStack()
     if not block.gradient_checkpointing:
         patches.set(block, "gradient_checkpointing", True)
-        patches.set(block, "_gradient_checkpointing_func", checkpointed)
+        patches.set(block, "_gradient_checkpointing_func", checkpointed, is_new=True)
     return patches.restore
 
 

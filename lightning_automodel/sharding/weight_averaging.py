@@ -117,7 +117,7 @@ class AverageCopies:
     def _set_up(self, callback: Callback, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
         patches = PatchStack()
         # Only within this call: other callbacks that copy the module want it whole.
-        patches.set(module, "__deepcopy__", self._copy)
+        patches.set(module, "__deepcopy__", self._copy, is_new=True)
         try:
             type(callback).setup(callback, trainer, module, stage)
         finally:

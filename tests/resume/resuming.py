@@ -260,6 +260,10 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
             "rows": DataLoader(rows, shuffle=True, **options),
         }
         return CombinedLoader(loaders, "min_size")
+    if kind in ("stream and few rows", "stateful stream and few rows"):
+        stream = (StatefulDataLoader if kind.startswith("stateful") else DataLoader)(Stream(rank, ranks), **options)
+        few = DataLoader(Subset(rows, range(4)), shuffle=True, generator=generator, **options)
+        return CombinedLoader({"stream": stream, "few": few}, "max_size_cycle")
     if kind == "stream":
         return DataLoader(Stream(rank, ranks), **options)
     if kind == "iterable":

@@ -148,7 +148,7 @@ def compare_without(folder: Path) -> dict[str, list[str]]:
     setting, path = Setting(FSDP2, DOUBLE, loader="global generator"), folder / "stopped.ckpt"
     expected = run(setting, Saver("on_train_batch_start", 5, path))[1]
     found = {}
-    for owner, name in ((fit.rng, "set_to"), (TrainingLoaders, "plan"), (snapshot.ModuleState, "restore")):
+    for owner, name in ((fit.rng, "set_global_states"), (TrainingLoaders, "plan"), (snapshot.ModuleState, "restore")):
         kept = getattr(owner, name)
         setattr(owner, name, lambda *_, **__: None)
         try:

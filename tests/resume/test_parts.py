@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
-from lightning_automodel.resume import loops, other_world_size, rng
+from lightning_automodel.resume import fit, loops, other_world_size, rng
 
 
 def through_a_file(value: Any) -> Any:
@@ -53,7 +54,7 @@ def test_generators_come_back() -> None:
     loader = DataLoader(range(3), sampler=Mixed(), generator=torch.Generator())
     generators = rng.generators_of(rng.reachable_from(loader))
     assert len(generators) == 5
-    noted = rng.generator_states(generators)
+    noted = list(map(rng.state_of, generators))
     drawn = [draw(generator) for generator in generators]
     assert [draw(generator) for generator in generators] != drawn
     rng.set_generators(generators, through_a_file(noted))
@@ -113,3 +114,9 @@ def test_counters_are_consistent() -> None:
     assert counters["epoch_loop.scheduler_progress"]["total"] == {"ready": 2, "completed": 2}
     assert counters["state_dict"] == {"own": 1}
     assert loops.counters_at(counters, loops.Position(loops.BATCH, 2, 1), 9) == counters
+
+
+def test_another_format_is_refused() -> None:
+    resume: Any = SimpleNamespace(_told=set(), _trainer=SimpleNamespace(callbacks=[]))
+    with pytest.raises(ValueError, match="has format 1, and this version of lightning_automodel knows format 2"):
+        fit.Resume.load(resume, {"format": 1}, {}, {}, 0)

@@ -46,6 +46,10 @@ def averaging() -> list[Callback]:
     return [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)]
 
 
+def annealing() -> list[Callback]:
+    return [StochasticWeightAveraging(swa_lrs=0.2, swa_epoch_start=1, annealing_epochs=3)]
+
+
 class Unnormed(Learner):
     """Has no batch statistics, for which another epoch would follow the average."""
 
@@ -94,6 +98,20 @@ class Keeping(Learner):
             AVERAGING,
             marks=pytest.mark.sweep,
         ),
+        (
+            Setting(DDP, {**DOUBLE, "max_epochs": 4}, {"schedule": "epoch"}, Unnormed, callbacks=annealing),
+            AVERAGING[:1],
+        ),
+        pytest.param(
+            Setting(FSDP2, {**DOUBLE, "max_epochs": 4}, {"schedule": "epoch"}, Unnormed, callbacks=annealing),
+            (*AVERAGING, *SECOND_EPOCH),
+            marks=pytest.mark.sweep,
+        ),
+        pytest.param(
+            Setting(DDP, {**DOUBLE, "max_epochs": 2}, {"schedule": "epoch"}, callbacks=annealing),
+            (*AVERAGING, *SECOND_EPOCH),
+            marks=pytest.mark.sweep,
+        ),
         pytest.param(
             Setting(FSDP2, {**DOUBLE, "val_check_interval": 3}, module=Switching), SECOND_EPOCH, marks=pytest.mark.sweep
         ),
@@ -110,6 +128,9 @@ class Keeping(Learner):
         "backbone, sharded",
         "backbone, copied",
         "average",
+        "schedule of averages",
+        "schedule of averages, sharded",
+        "schedule of averages, batch statistics",
         "modes",
         "kept",
         "backbone, validated",
