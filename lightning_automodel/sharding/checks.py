@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_automodel import lightning_internals, torch_internals
+from lightning_automodel.sharding.grad_sync import PENALTY_ON_WEIGHTS
 from lightning_automodel.sharding.units import class_name
 
 _FREED = (
@@ -19,9 +20,7 @@ _FREED = (
 _FSDP2_ERRORS = {
     "got mixed torch.Tensor and DTensor": (
         "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit for its forward, so code that"
-        " uses them outside of it sees shards. For a penalty on weights, use weight_decay; or compute it after the"
-        " forward and pass reshard_during_accumulation=False, which leaves parameters gathered; or pass"
-        " data_parallel='ddp'."
+        f" uses them outside of it sees shards. For a penalty on weights, use weight_decay. {PENALTY_ON_WEIGHTS}"
     ),
     "out of bounds for storage of size 0": _FREED,
     "but its data is not allocated yet": _FREED,
