@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -53,6 +53,7 @@ class Window:
         sums: Sums over its backwards on this rank.
         optimizers: The optimizers whose parameters it holds gradients of.
         owned: The parameters of these optimizers. No other open window may hold any of them.
+        trained: All parameters that were trainable in any of its backwards, the same on all ranks.
         ahead: Its totals, if it was counted ahead: losses are divided by them before backward, so that gradients are
             final at once.
     """
@@ -60,6 +61,7 @@ class Window:
     sums: WindowSums
     optimizers: list[Optimizer]
     owned: set[nn.Parameter]
+    trained: set[nn.Parameter] = field(default_factory=set)
     ahead: WindowTotals | None = None
 
 
@@ -193,6 +195,7 @@ class GradientWindows:
 
         Ending a window is a collective over the data-parallel group: every rank must end the same window.
         """
+        window.trained.update(parameter for parameter in self._parameters if parameter.requires_grad)
         grads_before = self._swap_in()
         self.in_backward = True
         try:
@@ -245,7 +248,7 @@ class GradientWindows:
         self._open = {key: other for key, other in self._open.items() if other is not window}
         owned_elsewhere = {parameter for other in self._open.values() for parameter in other.owned}
         parameters = [parameter for parameter in self._parameters if parameter not in owned_elsewhere]
-        self._engine.complete_gradients(parameters)
+        self._engine.complete_gradients([parameter for parameter in parameters if parameter in window.trained])
         divisor = self._mesh.sizes.divisor
         totals = self._summed(window.sums.totals(self._device), self._engine.followed(parameters))
         denominator = self._weighting.denominator(totals)
