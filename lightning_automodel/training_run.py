@@ -162,6 +162,7 @@ class TrainingRun:
             precision.passes_float16(plugin, self.module) and not options.count_window_ahead,
             options.per_token_loss,
             self.device,
+            self._mesh.group if self._mesh.sizes.divisor > 1 else None,
         )
         scaler = precision.enabled_scaler(plugin)
         return LossScaling(scaler, range_scale, self.device, self._is_sharded, self.patches)
@@ -352,7 +353,8 @@ class TrainingRun:
             objective = objective * 0
         with self.windows.backward(window, ends):
             with self.engine.micro_batch(is_last=ends), self._recomputation():
-                plugin.backward(self._scaling.apply(objective, window.sums), module, optimizer, *args, **kwargs)
+                scaled = self._scaling.apply(objective, count, window.sums)
+                plugin.backward(scaled, module, optimizer, *args, **kwargs)
                 self.engine.end_backward()
             if not self.inputs.is_filler:
                 window.sums.add(reported, count)

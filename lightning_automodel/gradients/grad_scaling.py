@@ -7,28 +7,41 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_automodel import torch_internals
-from lightning_automodel.gradients.token_loss import WindowSums
+from lightning_automodel.gradients.token_loss import Count, WindowSums
 from lightning_automodel.patching import PatchStack
-
-_TOKENS_BEFORE_ANY_STEP = 2.0**10
 
 
 class RangeScale:
     """Factor of token sums before backward: gradients of a mean fit into float16, gradients of a sum may not.
 
     It is a power of two, so multiplying does not round unless a value becomes subnormal. It is the same on all ranks
-    throughout a window: one over the mean tokens per rank of the previous window, or over a guess for the first.
+    throughout a window: one over the mean tokens per rank of the previous window, or of the first micro-batch of all.
     bfloat16 has the range of float32 and does not need it. It stays on the device.
 
     Args:
         is_needed: False: there is no factor.
         per_token: Whether losses are sums over tokens; otherwise there is one mean for each micro-batch.
         device: Device of the losses.
+        group: Ranks whose tokens are counted.
     """
 
-    def __init__(self, is_needed: bool, per_token: bool, device: torch.device) -> None:
-        first = 1 / _TOKENS_BEFORE_ANY_STEP if per_token else 1.0
-        self.factor = torch.full((), first, device=device) if is_needed else None
+    def __init__(self, is_needed: bool, per_token: bool, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self.factor = torch.ones((), device=device) if is_needed else None
+        self._group, self._is_unset = group, is_needed and per_token
+
+    def restore(self, factor: Tensor | None) -> None:
+        """Set the factor of a saved run."""
+        if self.factor is not None and factor is not None:
+            self.factor, self._is_unset = factor.to(self.factor), False
+
+    def start(self, count: Count) -> None:
+        """Set the first factor by the label tokens of this micro-batch. A collective over the group, once in a run."""
+        if self._is_unset and self.factor is not None:
+            self._is_unset = False
+            total = torch.as_tensor(count).detach().to(self.factor, copy=True)
+            if self._group is not None:
+                dist.all_reduce(total, group=self._group)
+            self.follow(total, 1 if self._group is None else self._group.size())
 
     def follow(self, denominator: Tensor, divisor: int) -> None:
         """Set the factor for the next windows.
@@ -38,7 +51,7 @@ class RangeScale:
             divisor: Number of ranks that the denominator is summed over.
         """
         if self.factor is not None:
-            factor = torch.exp2(-torch.log2(denominator / divisor).round().clamp(min=0))
+            factor = torch.exp2(-torch.log2(denominator / divisor).round())
             self.factor = torch.where(denominator > 0, factor.to(self.factor), self.factor)
 
 
@@ -79,11 +92,11 @@ class LossScaling:
 
     @range_factor.setter
     def range_factor(self, factor: Tensor | None) -> None:
-        if self._range.factor is not None and factor is not None:
-            self._range.factor = factor.to(self._range.factor)
+        self._range.restore(factor)
 
-    def apply(self, objective: Tensor, sums: WindowSums) -> Tensor:
-        """[] the scaled sum of token losses, to be backpropagated. The first of a window fixes the window's scales."""
+    def apply(self, objective: Tensor, count: Count, sums: WindowSums) -> Tensor:
+        """[] the scaled sum of ``count`` token losses. The first of a window fixes the window's scales."""
+        self._range.start(count)
         if sums.num_micro_batches == 0:
             sums.range_scale = self._range.factor
             sums.loss_scale = None if self.scaler is None else self.scaler.scale(torch.ones((), device=self._device))
