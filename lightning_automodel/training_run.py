@@ -119,6 +119,7 @@ class TrainingRun:
         self._batch: Any = None
         self._count: Count | None = None
         self._aux_loss: Tensor | None = None
+        self._counted: dict[Optimizer | None, int] = {}
         self._ends_window = True
         self._filler_state: FillerState | None = None
 
@@ -289,7 +290,7 @@ class TrainingRun:
 
     def start_step(self, batch: Any) -> None:
         """Called when a training step is about to run on ``batch``."""
-        self._batch = batch
+        self._batch, self._counted = batch, {}
         # Only in the first window, since it reads the device.
         is_checked = self.windows.last_step is None and not (self.inputs.is_filler or self._draws_its_batches)
         if self._ahead is not None and is_checked:
@@ -397,7 +398,32 @@ class TrainingRun:
             kwargs.pop("num_label_tokens", None)
             return 0, 1
         given = {"num_label_tokens": kwargs.pop("num_label_tokens")} if "num_label_tokens" in kwargs else None
+        if given is None and self._options.per_token_loss:
+            self._check_not_counted_before()
         return self.weighting.count(self._batch, given), 1
+
+    def _check_not_counted_before(self) -> None:
+        """Refuse chunks of a batch that each weigh as all of it, or warn where backwards may be of the whole batch.
+
+        A GAN has several losses of a batch for one step, whose count is its rows. Where a step or `zero_grad` lies
+        between two backwards, they may be of SAM or of two networks.
+
+        Raises:
+            ValueError: If the label tokens of one batch would be counted twice for one step.
+        """
+        key, resets = self.windows.toggled, self.windows.num_resets
+        before, self._counted[key] = self._counted.get(key), resets
+        counts_samples = self._options.count == "samples"
+        if before is None or (counts_samples and before != resets):
+            return
+        text = (
+            f"manual_backward is called again for the same batch, and each loss weighs by all {self._denominator()} of"
+            " that batch. For the loss of a chunk, give the chunk's count: self.manual_backward(loss,"
+            " num_label_tokens=n)."
+        )
+        if before == resets and not counts_samples:
+            raise ValueError(f"{text} Losses of the whole batch: add them up for one manual_backward, or give counts.")
+        self.advice.say_once(f"{text} Losses of the whole batch, as of a GAN, are right as they are.")
 
     def _zero_if_skipped(self, optimizer: Optimizer) -> None:
         """Zero the gradients of the previous step if Lightning has not: it does so only in a window's first batch.

@@ -98,6 +98,9 @@ class GradientWindows:
             are the gathered ones.)
         reuses_buffers: Whether a backward may overwrite a tensor that is in ``.grad`` (DDP's
             ``gradient_as_bucket_view``), so that earlier gradients must be copied.
+
+    Attributes:
+        num_resets: How often an optimizer has stepped or gradients were zeroed.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class GradientWindows:
         self.optimizers: list[Optimizer] = []
         self.toggled: Optimizer | None = None
         self.in_backward = False
+        self.num_resets = 0
 
     @property
     def open_windows(self) -> list[Window]:
@@ -129,6 +133,7 @@ class GradientWindows:
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drop the gradients that open windows hold for these parameters, which have been zeroed."""
+        self.num_resets += 1
         dropped = set(parameters)
         if all(window.owned.isdisjoint(dropped) for window in self._open.values()):
             return
@@ -147,6 +152,7 @@ class GradientWindows:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Start a new report: the optimizer has stepped, or a gradient scaler has skipped its step."""
+        self.num_resets += 1
         self.since_step.pop(optimizer, None)
         self._scaling.stepped(optimizer)
 
