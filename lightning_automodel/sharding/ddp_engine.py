@@ -77,7 +77,14 @@ class DDPEngine(Engine):
 
     @override
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if is_last or self._ddp is None else self._ddp.no_sync()
+        if is_last or self._ddp is None:
+            return nullcontext()
+        if self._ddp.static_graph:
+            raise ValueError(
+                "ddp_kwargs: static_graph=True works without accumulation alone, since DDP learns the graph from a"
+                " backward that synchronises: leave it out, or pass accumulate_grad_batches=1."
+            )
+        return self._ddp.no_sync()
 
     @override
     def start_backward(self, loss: Tensor, counts: bool = True) -> None:
