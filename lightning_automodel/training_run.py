@@ -26,7 +26,6 @@ from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients.clipping import GradientClipper
 from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
 from lightning_automodel.gradients.optimizer_watch import OptimizerWatch
-from lightning_automodel.gradients.precision_plugin import patch_clipping
 from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting, WindowTotals
 from lightning_automodel.gradients.windows import GradientWindows, optimizer_parameters
 from lightning_automodel.options import StrategyOptions
@@ -245,7 +244,7 @@ class TrainingRun:
 
     def patch_plugin(self) -> None:
         """Patch clipping and casting on the Trainer's precision plugin. Called once Lightning has set it up."""
-        patch_clipping(self.plugin, self.clipper, self.patches)
+        self.clipper.patch(self.plugin, self.patches)
         precision.leave_casting_to_units(self.plugin, self.module, self.patches)
 
     def watch_optimizers(self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer]) -> None:
@@ -404,13 +403,10 @@ class TrainingRun:
         return self.weighting.count(self._batch, given), 1
 
     def _check_not_counted_before(self) -> None:
-        """Refuse chunks of a batch that each weigh as all of it, or warn where backwards may be of the whole batch.
+        """Refuse chunks of a batch that would each weigh as all of it.
 
-        A GAN has several losses of a batch for one step, whose count is its rows. Where a step or `zero_grad` lies
-        between two backwards, they may be of SAM or of two networks.
-
-        Raises:
-            ValueError: If the label tokens of one batch would be counted twice for one step.
+        Only warn where two backwards may be of the whole batch: samples are those of a GAN, and with a step or
+        ``zero_grad`` in between they may be of SAM.
         """
         key, resets = self.windows.toggled, self.windows.num_resets
         before, self._counted[key] = self._counted.get(key), resets
@@ -475,14 +471,14 @@ class TrainingRun:
         report = self.windows.last_step
         return {
             "engine": self.engine.state(),
-            "range_scale": self._scaling.range_factor,
+            "range_scale": self._scaling.range_scale.factor,
             "last_step": None if report is None else vars(report),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
         self.engine.load_state(state["engine"])
-        self._scaling.range_factor = state["range_scale"]
+        self._scaling.range_scale.restore(state["range_scale"])
         if state["last_step"] is not None:
             saved = state["last_step"].items()
             self.windows.last_step = StepReport(

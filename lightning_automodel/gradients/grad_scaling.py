@@ -22,7 +22,7 @@ class RangeScale:
         is_needed: False: there is no factor.
         per_token: Whether losses are sums over tokens; otherwise there is one mean for each micro-batch.
         device: Device of the losses.
-        group: Ranks whose tokens are counted.
+        group: Ranks whose tokens are counted; None for one.
     """
 
     def __init__(self, is_needed: bool, per_token: bool, device: torch.device, group: dist.ProcessGroup | None) -> None:
@@ -78,45 +78,27 @@ class LossScaling:
         is_sharded: bool,
         patches: PatchStack,
     ) -> None:
-        self.scaler = scaler
-        self._range, self._device, self._is_sharded = range_scale, device, is_sharded
+        self.scaler, self.range_scale = scaler, range_scale
+        self._device, self._is_sharded = device, is_sharded
         self._is_checked: dict[Optimizer, bool] = {}
         if scaler is not None:
             scaler.scale(torch.zeros((), device=device))  # torch creates the scale with the first loss
             torch_internals.patch_unscaling(scaler, self._is_checked, self._agree if is_sharded else None, patches)
 
-    @property
-    def range_factor(self) -> Tensor | None:
-        """[] the power of two for the next windows; None if there is none."""
-        return self._range.factor
-
-    @range_factor.setter
-    def range_factor(self, factor: Tensor | None) -> None:
-        self._range.restore(factor)
-
     def apply(self, objective: Tensor, count: Count, sums: WindowSums) -> Tensor:
-        """[] the scaled sum of ``count`` token losses. The first of a window fixes the window's scales."""
-        self._range.start(count)
+        """[] the scaled sum of ``count`` token losses. The first of a window fixes the window's scale."""
+        self.range_scale.start(count)
         if sums.num_micro_batches == 0:
-            sums.range_scale = self._range.factor
-            sums.loss_scale = None if self.scaler is None else self.scaler.scale(torch.ones((), device=self._device))
-        for scale in (sums.range_scale, sums.loss_scale):
-            if scale is not None:
-                objective = objective * scale.to(objective.device)
-        return objective
-
-    def correction(self, sums: WindowSums) -> Tensor | None:
-        """[] the factor that removes the scales from a window's gradients; None without any."""
-        correction = None
-        for scale in (sums.range_scale, sums.loss_scale):
-            if scale is not None:
-                correction = 1 / scale if correction is None else correction / scale
-        return correction
+            scale = self.range_scale.factor
+            if self.scaler is not None:
+                scale = self.scaler.scale(torch.ones((), device=self._device) if scale is None else scale)
+            sums.scale = scale
+        return objective if sums.scale is None else objective * sums.scale.to(objective.device)
 
     def window_ended(self, optimizers: list[Optimizer], denominator: Tensor, divisor: int) -> None:
         """Note that these optimizers' gradients are now unscaled; for the rest see :meth:`RangeScale.follow`."""
         self._is_checked.update(dict.fromkeys(optimizers, False))
-        self._range.follow(denominator, divisor)
+        self.range_scale.follow(denominator, divisor)
 
     def look_for_overflow(self, optimizer: Optimizer) -> None:
         """Must run before a step, or fused optimizers would divide by the scale. A collective if sharded."""

@@ -137,8 +137,9 @@ def check_finite(norm: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> None
 def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
     """Global 2-norm of the gradients. A collective as described at :func:`clip_gradients`.
 
-    It is float64 where the device has that, so that neither it nor the sum of squares overflows. Parameters that are sharded over the same groups
-    share one partial sum. One all-reduce per group then sums all partial sums that are sharded over it.
+    It is float64 where the device has that, so that neither it nor the sum of squares overflows. Parameters that are
+    sharded over the same groups share one partial sum. One all-reduce per group then sums all partial sums that are
+    sharded over it.
     """
     grads: dict[tuple[tuple[int, ...], ...], list[Tensor]] = defaultdict(list)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}

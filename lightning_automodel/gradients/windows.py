@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,20 +28,24 @@ def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-class GradientEngine(Protocol):
+class GradientEngine:
     """What windows need of the engine that holds the model."""
 
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Average gradients that backward has not averaged yet. May be a collective over the data-parallel group."""
+        """Average what backward has left, once a window. May be a collective over the data-parallel group.
+
+        ``parameters`` are those that were trainable in any of its backwards, the same on all ranks.
+        """
 
     def followed(self, parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
-        """Parameters that get a zero gradient if this rank did not use them, each with whether it did."""
+        """Parameters that get a zero gradient if a window does not use them, and whether this rank has used them."""
+        return []
 
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Drop gradients that the engine holds outside of ``.grad``."""
+        """Drop gradients that the engine holds outside of ``.grad`` for these (or all) parameters."""
 
     def recover(self) -> None:
-        """Clean up after an interrupted backward."""
+        """Drop the state of an interrupted micro-batch."""
 
 
 @dataclass(eq=False)
@@ -258,12 +261,11 @@ class GradientWindows:
         divisor = self._mesh.sizes.divisor
         totals = self._summed(window.sums.totals(self._device), self._engine.followed(parameters))
         denominator = self._weighting.denominator(totals)
-        correction = self._scaling.correction(window.sums)
+        factor = None if window.sums.scale is None else 1 / window.sums.scale
         if window.ahead is not None:
             self._check_ahead(window.sums, window.ahead)
-            factor = correction
         else:
-            factor = rescale_clip.gradient_factor(denominator, divisor) * (1.0 if correction is None else correction)
+            factor = rescale_clip.gradient_factor(denominator, divisor) * (1.0 if factor is None else factor)
         if factor is not None:
             rescale_clip.scale_gradients_(parameters, factor)
         self._engine.discard(parameters)

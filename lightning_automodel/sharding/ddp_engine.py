@@ -119,7 +119,7 @@ class DDPEngine(Engine):
 
     @override
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Average the gradients of parameters that were unfrozen after DDP's set-up: DDP never reduces them."""
+        # DDP never reduces what was frozen at its set-up.
         unfrozen = [parameter for parameter in parameters if id(parameter) not in self._reduced]
         if unfrozen and self.mesh.sizes.divisor > 1:
             rescale_clip.average_gradients_(unfrozen, self.mesh.group)

@@ -1,6 +1,6 @@
 """Which micro-batch communicates what: deferring gradient reduction, and keeping parameters gathered between them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Literal, cast
@@ -55,10 +55,7 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
             if isinstance(module, DistributedDataParallel) and not is_optim_step:
                 stack.enter_context(module.no_sync())
         units = torch_internals.fsdp_units(model)
-        stack.enter_context(torch_internals.communication_restored(units))
-        for unit in units:
-            _set_reduction(unit, is_optim_step, defer)
-        stack.enter_context(_one_gradient_dtype(units if is_optim_step else []))
+        stack.enter_context(_reduction(units, is_optim_step, defer))
         yield
         if is_optim_step:
             _reduce_deferred(units)
@@ -80,18 +77,25 @@ def _set_reduction(unit: FSDPModule, is_optim_step: bool, defer: Deferral) -> No
 
 
 @contextmanager
-def _one_gradient_dtype(units: Sequence[FSDPModule]) -> Iterator[None]:
-    """Context for the last micro-batch, in which all gradients of an FSDP unit get one dtype.
-
-    Otherwise parameters that no earlier micro-batch has used would get narrower gradients than the others.
-    """
-    groups = [group for unit in units for group in torch_internals.param_groups(unit)]
-    handles = [handle for group in groups for handle in torch_internals.accumulate_in_one_dtype(group)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _reduction(
+    units: Sequence[FSDPModule],
+    is_last: bool,
+    defer: Deferral,
+    configure: Callable[[FSDPModule], None] = lambda unit: None,
+) -> Iterator[None]:
+    """Context for one micro-batch, in which ``units`` reduce as ``defer`` says and as ``configure`` adds to it."""
+    with torch_internals.communication_restored(units):
+        for unit in units:
+            _set_reduction(unit, is_last, defer)
+            configure(unit)
+        # All gradients of a unit get one dtype: parameters that no earlier micro-batch has used would get a narrower.
+        groups = [group for unit in units if is_last for group in torch_internals.param_groups(unit)]
+        handles = [handle for group in groups for handle in torch_internals.accumulate_in_one_dtype(group)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 def _reduce_deferred(units: Sequence[FSDPModule]) -> None:
@@ -190,21 +194,20 @@ class FSDPGradSync:
         if self.is_last is not None:
             yield
             return
-        with torch_internals.communication_restored(self._units):
-            for unit in self._units:
-                _set_reduction(unit, is_last, self._defer)
-                # Ranks may differ in what they use of a unit, and must send gradients of the same shapes.
-                unit.set_reduce_scatter_unused_params(True, recurse=False)
-                if self._retain_unsharded:
-                    unit.set_reshard_after_forward(False, recurse=False)
-                    # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).
-                    unit.set_reshard_after_backward(False, recurse=False)
-            with _one_gradient_dtype(self._units if is_last else []):
-                self.is_last = is_last
-                try:
-                    yield
-                finally:
-                    self.is_last = None
+        with _reduction(self._units, is_last, self._defer, self._configure):
+            self.is_last = is_last
+            try:
+                yield
+            finally:
+                self.is_last = None
+
+    def _configure(self, unit: FSDPModule) -> None:
+        # Ranks may differ in what they use of a unit, and must send gradients of the same shapes.
+        unit.set_reduce_scatter_unused_params(True, recurse=False)
+        if self._retain_unsharded:
+            unit.set_reshard_after_forward(False, recurse=False)
+            # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).
+            unit.set_reshard_after_backward(False, recurse=False)
 
     def resume(self) -> None:
         """Start a micro-batch: use retained parameters again unless the sharded ones were written since.
@@ -253,9 +256,9 @@ class FSDPGradSync:
         self._in_backward = False
         if self._bypassed:
             raise RuntimeError(
-                f"{', '.join(self._bypassed[:3])}: {len(self._bypassed)} parameters that FSDP2 shards got a gradient that"
-                " it does not reduce, since training_step uses them outside of their unit's forward, as a penalty on"
-                f" weights does (`p.full_tensor()`). {PENALTY_ON_WEIGHTS}"
+                f"{', '.join(self._bypassed[:3])}: {len(self._bypassed)} parameters that FSDP2 shards got a gradient"
+                " that it does not reduce, since training_step uses them outside of their unit's forward, as a penalty"
+                f" on weights does (`p.full_tensor()`). {PENALTY_ON_WEIGHTS}"
             )
         if self.is_last:
             _reduce_deferred(self._units)

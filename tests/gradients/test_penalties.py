@@ -116,7 +116,9 @@ def plainly(penalty: str, accumulate: int, only_in_last: bool = False) -> Outcom
     return prefixed(full_weights(model))
 
 
-def _right_or_refused(penalty: str, is_first: bool, options: dict[str, Any], accumulate: int) -> dict[str, Tensor] | str:
+def _right_or_refused(
+    penalty: str, is_first: bool, options: dict[str, Any], accumulate: int
+) -> dict[str, Tensor] | str:
     try:
         return fit(InTrainingStep(penalty, is_first), options, accumulate)
     except RuntimeError as error:

@@ -109,7 +109,7 @@ def test_range_of_sums(per_token: bool) -> None:
     window.add(loss, 1)
     scaling.window_ended([], torch.tensor(3000.0, dtype=FP64), 2)
     assert scaling.apply(loss, 1, window) == 3.0 * first
-    assert scaling.correction(window) == 1 / first
+    assert window.scale == first
     later = WindowSums()
     assert scaling.apply(loss, 1, later) == 3.0 * 2.0**-11  # 1500 tokens a rank
     scaling.window_ended([], torch.tensor(0.0, dtype=FP64), 2)
@@ -122,4 +122,4 @@ def test_no_range_to_keep() -> None:
     """Without float16 nothing is multiplied."""
     scaling, window, loss = _scaling(False), WindowSums(), torch.tensor(3.0)
     assert scaling.apply(loss, 1, window) is loss
-    assert scaling.correction(window) is None
+    assert window.scale is None
