@@ -89,7 +89,7 @@ class TrainingRun:
         self._checkpointed = self._checkpoint_activations(fitting)
         # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not trace.
         self._compiled = self._compile_blocks()
-        checks.check_equal_models(module)
+        checks.check_equal_models(module, host_group)
         self.engine = self._make_engine()
         self.model = self.engine.setup(module, fitting, self._give_values)
         tensor_parallel.synchronize_metrics(module, mesh, self.patches)

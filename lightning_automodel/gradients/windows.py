@@ -32,10 +32,7 @@ class GradientEngine:
     """What windows need of the engine that holds the model."""
 
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Average what backward has left, once a window. May be a collective over the data-parallel group.
-
-        ``parameters`` are those that were trainable in any of its backwards, the same on all ranks.
-        """
+        """Average what backward has left of parameters that a window has trained. May be a collective."""
 
     def followed(self, parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
         """Parameters that get a zero gradient if a window does not use them, and whether this rank has used them."""

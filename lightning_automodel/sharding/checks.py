@@ -73,14 +73,14 @@ def check_training(module: pl.LightningModule, accumulate_grad_batches: int, cou
         )
 
 
-def check_equal_models(module: nn.Module) -> None:
-    """Refuse on every rank a model that ranks cannot train together. A collective over the world.
+def check_equal_models(module: nn.Module, host_group: dist.ProcessGroup) -> None:
+    """Refuse on every rank a model that ranks cannot train together. A collective over the group.
 
     Raises:
         ValueError: If ranks hold tensors of other names or shapes, or train others, whose communication would hang or
             mix them up, and for a buffer that cannot be written.
     """
-    if dist.get_world_size() == 1:
+    if host_group.size() == 1:
         return
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     held = {
@@ -88,8 +88,8 @@ def check_equal_models(module: nn.Module) -> None:
         for name, tensor in tensors.items()
         if not is_lazy(tensor)
     }
-    ranks: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(ranks, held)
+    ranks: list[dict[str, str]] = [{}] * host_group.size()
+    dist.all_gather_object(ranks, held, group=host_group)
     differing = [rank for rank, found in enumerate(ranks) if found != ranks[0]]
     if differing:
         other = ranks[differing[0]]

@@ -265,11 +265,13 @@ class FSDPGradSync:
         for unit in self._units:
             if not torch_internals.is_unsharded(unit):
                 continue
-            if self._retain_unsharded and not self.is_last:
+            as_set = torch_internals.param_groups(unit)[0].reshard_after_backward
+            frees = self.is_last if self._retain_unsharded else as_set
+            if frees:
+                unit.reshard()
+            else:
                 torch_internals.reshard_keeping_storage(unit)
                 self._retained.append((unit, torch_internals.sharded_versions(unit)))
-            else:
-                unit.reshard()
 
     def followed(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
         """Those of ``parameters`` that get a zero gradient if unused, and whether this rank has used them."""
