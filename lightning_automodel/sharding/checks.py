@@ -100,8 +100,8 @@ def check_equal_models(module: nn.Module, host_group: dist.ProcessGroup) -> None
             " model on every rank."
         )
     for name, buffer in module.named_buffers():
-        expanded = zip(buffer.shape, buffer.stride(), strict=True) if buffer.layout == torch.strided else ()
-        if any(size > 1 and stride == 0 for size, stride in expanded):
+        sizes = buffer.shape if buffer.layout == torch.strided else ()
+        if any(size > 1 and buffer.stride(dim) == 0 for dim, size in enumerate(sizes)):
             raise ValueError(
                 f"The buffer {name} is expanded: several of its elements share one place in memory, so that it cannot"
                 " be made equal on all ranks. Register a copy of it (tensor.expand(...).clone())."
