@@ -497,26 +497,12 @@ def _probe_group(group: FSDPParamGroup) -> None:
     if type(group) in _probed_groups:
         return
     check = partial(release_probe.check, "torch")
-    check(
-        group,
-        *(
-            "fsdp_params",
-            "modules",
-            "mesh_info",
-            "gradient_divide_factor",
-            "is_sharded",
-            "is_unsharded",
-            "unshard",
-        ),
-        *("_to_unsharded", "post_backward", "device"),
-    )
+    check(group, "fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "device", "post_backward")
+    check(group, "is_sharded", "is_unsharded", "unshard", "_to_unsharded")
     check(group, "_partial_reduce_output", "_all_gather_result", *_COMMUNICATION, writable=True)
     for param in group.fsdp_params[:1]:
-        check(
-            param,
-            *("sharded_param", "unsharded_param", "all_gather_outputs", "fsdp_placement", "mesh_info", "mp_policy"),
-            "free_unsharded_param",
-        )
+        check(param, "sharded_param", "unsharded_param", "all_gather_outputs", "fsdp_placement", "mesh_info")
+        check(param, "mp_policy", "free_unsharded_param")
         if ACCUMULATES_IN_LEAF:
             check(param, "unsharded_grad_dtype")
         else:

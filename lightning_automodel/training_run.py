@@ -26,7 +26,6 @@ from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients.clipping import GradientClipper
 from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
 from lightning_automodel.gradients.optimizer_watch import OptimizerWatch
-from lightning_automodel.gradients.precision_plugin import patch_clipping
 from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting, WindowTotals
 from lightning_automodel.gradients.windows import GradientWindows, optimizer_parameters
 from lightning_automodel.options import StrategyOptions
@@ -90,6 +89,7 @@ class TrainingRun:
         self._checkpointed = self._checkpoint_activations(fitting)
         # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not trace.
         self._compiled = self._compile_blocks()
+        checks.check_equal_models(module, host_group)
         self.engine = self._make_engine()
         self.model = self.engine.setup(module, fitting, self._give_values)
         tensor_parallel.synchronize_metrics(module, mesh, self.patches)
@@ -119,6 +119,7 @@ class TrainingRun:
         self._batch: Any = None
         self._count: Count | None = None
         self._aux_loss: Tensor | None = None
+        self._counted: dict[Optimizer | None, int] = {}
         self._ends_window = True
         self._filler_state: FillerState | None = None
 
@@ -162,6 +163,7 @@ class TrainingRun:
             precision.passes_float16(plugin, self.module) and not options.count_window_ahead,
             options.per_token_loss,
             self.device,
+            self._mesh.group if self._mesh.sizes.divisor > 1 else None,
         )
         scaler = precision.enabled_scaler(plugin)
         return LossScaling(scaler, range_scale, self.device, self._is_sharded, self.patches)
@@ -242,7 +244,7 @@ class TrainingRun:
 
     def patch_plugin(self) -> None:
         """Patch clipping and casting on the Trainer's precision plugin. Called once Lightning has set it up."""
-        patch_clipping(self.plugin, self.clipper, self.patches)
+        self.clipper.patch(self.plugin, self.patches)
         precision.leave_casting_to_units(self.plugin, self.module, self.patches)
 
     def watch_optimizers(self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer]) -> None:
@@ -288,7 +290,7 @@ class TrainingRun:
 
     def start_step(self, batch: Any) -> None:
         """Called when a training step is about to run on ``batch``."""
-        self._batch = batch
+        self._batch, self._counted = batch, {}
         # Only in the first window, since it reads the device.
         is_checked = self.windows.last_step is None and not (self.inputs.is_filler or self._draws_its_batches)
         if self._ahead is not None and is_checked:
@@ -352,7 +354,8 @@ class TrainingRun:
             objective = objective * 0
         with self.windows.backward(window, ends):
             with self.engine.micro_batch(is_last=ends), self._recomputation():
-                plugin.backward(self._scaling.apply(objective, window.sums), module, optimizer, *args, **kwargs)
+                scaled = self._scaling.apply(objective, count, window.sums)
+                plugin.backward(scaled, module, optimizer, *args, **kwargs)
                 self.engine.end_backward()
             if not self.inputs.is_filler:
                 window.sums.add(reported, count)
@@ -395,7 +398,29 @@ class TrainingRun:
             kwargs.pop("num_label_tokens", None)
             return 0, 1
         given = {"num_label_tokens": kwargs.pop("num_label_tokens")} if "num_label_tokens" in kwargs else None
+        if given is None and self._options.per_token_loss:
+            self._check_not_counted_before()
         return self.weighting.count(self._batch, given), 1
+
+    def _check_not_counted_before(self) -> None:
+        """Refuse chunks of a batch that would each weigh as all of it.
+
+        Only warn where two backwards may be of the whole batch: samples are those of a GAN, and with a step or
+        ``zero_grad`` in between they may be of SAM.
+        """
+        key, resets = self.windows.toggled, self.windows.num_resets
+        before, self._counted[key] = self._counted.get(key), resets
+        counts_samples = self._options.count == "samples"
+        if before is None or (counts_samples and before != resets):
+            return
+        text = (
+            f"manual_backward is called again for the same batch, and each loss weighs by all {self._denominator()} of"
+            " that batch. For the loss of a chunk, give the chunk's count: self.manual_backward(loss,"
+            " num_label_tokens=n)."
+        )
+        if before == resets and not counts_samples:
+            raise ValueError(f"{text} Losses of the whole batch: add them up for one manual_backward, or give counts.")
+        self.advice.say_once(f"{text} Losses of the whole batch, as of a GAN, are right as they are.")
 
     def _zero_if_skipped(self, optimizer: Optimizer) -> None:
         """Zero the gradients of the previous step if Lightning has not: it does so only in a window's first batch.
@@ -446,14 +471,14 @@ class TrainingRun:
         report = self.windows.last_step
         return {
             "engine": self.engine.state(),
-            "range_scale": self._scaling.range_factor,
+            "range_scale": self._scaling.range_scale.factor,
             "last_step": None if report is None else vars(report),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
         self.engine.load_state(state["engine"])
-        self._scaling.range_factor = state["range_scale"]
+        self._scaling.range_scale.restore(state["range_scale"])
         if state["last_step"] is not None:
             saved = state["last_step"].items()
             self.windows.last_step = StepReport(

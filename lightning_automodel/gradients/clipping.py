@@ -1,13 +1,17 @@
 """Clipping and measuring final gradients in the optimizer step, by the Trainer and by hand."""
 
+from functools import partial
 from typing import Literal
 
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.optimizer_watch import OptimizerWatch
 from lightning_automodel.gradients.windows import GradientWindows, OneOptimizer, optimizer_parameters, unwrap
+from lightning_automodel.patching import PatchStack
 
 
 class GradientClipper:
@@ -34,6 +38,23 @@ class GradientClipper:
     ) -> None:
         self._windows, self._watch, self._mesh = windows, watch, mesh
         self._track_norm, self._error_if_nonfinite = track_norm, error_if_nonfinite
+
+    def patch(self, plugin: Precision, patches: PatchStack) -> None:
+        """Make all of the plugin's clipping work on sharded gradients, and measure norms after hooks and clipping.
+
+        Lightning's own clipping calls torch's, which refuses a mixture of plain tensors and DTensors.
+        """
+        # Lightning refuses to clip for fused optimizers, which unscale in the step: here gradients are unscaled before.
+        patches.set(plugin, "clip_gradients", partial(Precision.clip_gradients, plugin))
+        patches.set(plugin, "clip_grad_by_norm", self.clip_by_norm)
+        patches.set(plugin, "clip_grad_by_value", self.clip_by_value)
+        after_closure = plugin._after_closure
+
+        def after_closure_and_measure(model: pl.LightningModule, optimizer: OneOptimizer) -> None:
+            after_closure(model, optimizer)
+            self.measure_if_asked(optimizer)
+
+        patches.set(plugin, "_after_closure", after_closure_and_measure)
 
     def clip(self, optimizer: OneOptimizer, clip_val: float, algorithm: Literal["norm", "value"]) -> Tensor:
         """Implement :meth:`AutomodelStrategy.clip_gradients`. Returns [] the norm before clipping."""

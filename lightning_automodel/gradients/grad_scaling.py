@@ -7,28 +7,41 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_automodel import torch_internals
-from lightning_automodel.gradients.token_loss import WindowSums
+from lightning_automodel.gradients.token_loss import Count, WindowSums
 from lightning_automodel.patching import PatchStack
-
-_TOKENS_BEFORE_ANY_STEP = 2.0**10
 
 
 class RangeScale:
     """Factor of token sums before backward: gradients of a mean fit into float16, gradients of a sum may not.
 
     It is a power of two, so multiplying does not round unless a value becomes subnormal. It is the same on all ranks
-    throughout a window: one over the mean tokens per rank of the previous window, or over a guess for the first.
+    throughout a window: one over the mean tokens per rank of the previous window, or of the first micro-batch of all.
     bfloat16 has the range of float32 and does not need it. It stays on the device.
 
     Args:
         is_needed: False: there is no factor.
         per_token: Whether losses are sums over tokens; otherwise there is one mean for each micro-batch.
         device: Device of the losses.
+        group: Ranks whose tokens are counted; None for one.
     """
 
-    def __init__(self, is_needed: bool, per_token: bool, device: torch.device) -> None:
-        first = 1 / _TOKENS_BEFORE_ANY_STEP if per_token else 1.0
-        self.factor = torch.full((), first, device=device) if is_needed else None
+    def __init__(self, is_needed: bool, per_token: bool, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self.factor = torch.ones((), device=device) if is_needed else None
+        self._group, self._is_unset = group, is_needed and per_token
+
+    def restore(self, factor: Tensor | None) -> None:
+        """Set the factor of a saved run."""
+        if self.factor is not None and factor is not None:
+            self.factor, self._is_unset = factor.to(self.factor), False
+
+    def start(self, count: Count) -> None:
+        """Set the first factor by the label tokens of this micro-batch. A collective over the group, once in a run."""
+        if self._is_unset and self.factor is not None:
+            self._is_unset = False
+            total = torch.as_tensor(count).detach().to(self.factor, copy=True)
+            if self._group is not None:
+                dist.all_reduce(total, group=self._group)
+            self.follow(total, 1 if self._group is None else self._group.size())
 
     def follow(self, denominator: Tensor, divisor: int) -> None:
         """Set the factor for the next windows.
@@ -38,7 +51,7 @@ class RangeScale:
             divisor: Number of ranks that the denominator is summed over.
         """
         if self.factor is not None:
-            factor = torch.exp2(-torch.log2(denominator / divisor).round().clamp(min=0))
+            factor = torch.exp2(-torch.log2(denominator / divisor).round())
             self.factor = torch.where(denominator > 0, factor.to(self.factor), self.factor)
 
 
@@ -65,45 +78,27 @@ class LossScaling:
         is_sharded: bool,
         patches: PatchStack,
     ) -> None:
-        self.scaler = scaler
-        self._range, self._device, self._is_sharded = range_scale, device, is_sharded
+        self.scaler, self.range_scale = scaler, range_scale
+        self._device, self._is_sharded = device, is_sharded
         self._is_checked: dict[Optimizer, bool] = {}
         if scaler is not None:
             scaler.scale(torch.zeros((), device=device))  # torch creates the scale with the first loss
             torch_internals.patch_unscaling(scaler, self._is_checked, self._agree if is_sharded else None, patches)
 
-    @property
-    def range_factor(self) -> Tensor | None:
-        """[] the power of two for the next windows; None if there is none."""
-        return self._range.factor
-
-    @range_factor.setter
-    def range_factor(self, factor: Tensor | None) -> None:
-        if self._range.factor is not None and factor is not None:
-            self._range.factor = factor.to(self._range.factor)
-
-    def apply(self, objective: Tensor, sums: WindowSums) -> Tensor:
-        """[] the scaled sum of token losses, to be backpropagated. The first of a window fixes the window's scales."""
+    def apply(self, objective: Tensor, count: Count, sums: WindowSums) -> Tensor:
+        """[] the scaled sum of ``count`` token losses. The first of a window fixes the window's scale."""
+        self.range_scale.start(count)
         if sums.num_micro_batches == 0:
-            sums.range_scale = self._range.factor
-            sums.loss_scale = None if self.scaler is None else self.scaler.scale(torch.ones((), device=self._device))
-        for scale in (sums.range_scale, sums.loss_scale):
-            if scale is not None:
-                objective = objective * scale.to(objective.device)
-        return objective
-
-    def correction(self, sums: WindowSums) -> Tensor | None:
-        """[] the factor that removes the scales from a window's gradients; None without any."""
-        correction = None
-        for scale in (sums.range_scale, sums.loss_scale):
-            if scale is not None:
-                correction = 1 / scale if correction is None else correction / scale
-        return correction
+            scale = self.range_scale.factor
+            if self.scaler is not None:
+                scale = self.scaler.scale(torch.ones((), device=self._device) if scale is None else scale)
+            sums.scale = scale
+        return objective if sums.scale is None else objective * sums.scale.to(objective.device)
 
     def window_ended(self, optimizers: list[Optimizer], denominator: Tensor, divisor: int) -> None:
         """Note that these optimizers' gradients are now unscaled; for the rest see :meth:`RangeScale.follow`."""
         self._is_checked.update(dict.fromkeys(optimizers, False))
-        self._range.follow(denominator, divisor)
+        self.range_scale.follow(denominator, divisor)
 
     def look_for_overflow(self, optimizer: Optimizer) -> None:
         """Must run before a step, or fused optimizers would divide by the scale. A collective if sharded."""

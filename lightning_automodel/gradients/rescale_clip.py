@@ -73,7 +73,8 @@ def clip_gradients(model: Parameters, clip_norm: float, foreach: bool = True) ->
         foreach: Use multi-tensor kernels.
 
     Returns:
-        [] the norm before clipping, the same on every rank, at least float32.
+        [] the norm before clipping, the same on every rank, in float32, or float64 if some parameter is. Gradients of a
+        norm beyond float32 are clipped as well.
 
     Raises:
         ValueError: If ``clip_norm`` is not positive.
@@ -82,7 +83,8 @@ def clip_gradients(model: Parameters, clip_norm: float, foreach: bool = True) ->
     parameters = list_parameters(model)
     norm = total_norm(parameters, foreach)
     scale_to_norm_(parameters, norm, clip_norm, foreach)
-    return norm
+    is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
+    return norm.to(torch.float64 if is_double else torch.float32)
 
 
 def scale_to_norm_(parameters: list[nn.Parameter], norm: Tensor, clip_norm: float, foreach: bool = True) -> None:
@@ -135,8 +137,9 @@ def check_finite(norm: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> None
 def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
     """Global 2-norm of the gradients. A collective as described at :func:`clip_gradients`.
 
-    Squares are summed in float64, so that the sum does not overflow. Parameters that are sharded over the same groups
-    share one partial sum. One all-reduce per group then sums all partial sums that are sharded over it.
+    It is float64 where the device has that, so that neither it nor the sum of squares overflows. Parameters that are
+    sharded over the same groups share one partial sum. One all-reduce per group then sums all partial sums that are
+    sharded over it.
     """
     grads: dict[tuple[tuple[int, ...], ...], list[Tensor]] = defaultdict(list)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -153,9 +156,7 @@ def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
         stacked = torch.stack([part if ranks in key else part / group.size() for key, part in squares.items()])
         dist.all_reduce(stacked, group=group)
         squares = dict(zip(squares, stacked.unbind(), strict=True))
-    norm = torch.stack([*squares.values(), torch.zeros((), dtype=_wide_dtype(device), device=device)]).sum().sqrt()
-    is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
-    return norm.to(torch.float64 if is_double else torch.float32)
+    return torch.stack([*squares.values(), torch.zeros((), dtype=_wide_dtype(device), device=device)]).sum().sqrt()
 
 
 @torch.no_grad()

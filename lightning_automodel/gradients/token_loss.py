@@ -321,8 +321,7 @@ class WindowSums:
 
     Attributes:
         num_micro_batches: Backwards so far.
-        range_scale: [] the power of two that the window's losses are multiplied by; None if there is none.
-        loss_scale: [] the gradient scaler's scale at the window's first backward; None without a scaler.
+        scale: [] what the window's losses are multiplied by before backward; None if by nothing.
     """
 
     def __init__(self) -> None:
@@ -330,8 +329,7 @@ class WindowSums:
         self._device_tokens: Tensor | None = None
         self._loss_sum: Tensor | None = None
         self.num_micro_batches = 0
-        self.range_scale: Tensor | None = None
-        self.loss_scale: Tensor | None = None
+        self.scale: Tensor | None = None
 
     def add(self, objective: Tensor, count: Count) -> None:
         """Add one micro-batch.

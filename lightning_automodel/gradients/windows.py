@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -29,20 +28,21 @@ def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-class GradientEngine(Protocol):
+class GradientEngine:
     """What windows need of the engine that holds the model."""
 
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Average gradients that backward has not averaged yet. May be a collective over the data-parallel group."""
+        """Average what backward has left of parameters that a window has trained. May be a collective."""
 
     def followed(self, parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
-        """Parameters that get a zero gradient if this rank did not use them, each with whether it did."""
+        """Parameters that get a zero gradient if a window does not use them, and whether this rank has used them."""
+        return []
 
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Drop gradients that the engine holds outside of ``.grad``."""
+        """Drop gradients that the engine holds outside of ``.grad`` for these (or all) parameters."""
 
     def recover(self) -> None:
-        """Clean up after an interrupted backward."""
+        """Drop the state of an interrupted micro-batch."""
 
 
 @dataclass(eq=False)
@@ -53,6 +53,7 @@ class Window:
         sums: Sums over its backwards on this rank.
         optimizers: The optimizers whose parameters it holds gradients of.
         owned: The parameters of these optimizers. No other open window may hold any of them.
+        trained: All parameters that were trainable in any of its backwards, the same on all ranks.
         ahead: Its totals, if it was counted ahead: losses are divided by them before backward, so that gradients are
             final at once.
     """
@@ -60,6 +61,7 @@ class Window:
     sums: WindowSums
     optimizers: list[Optimizer]
     owned: set[nn.Parameter]
+    trained: set[nn.Parameter] = field(default_factory=set)
     ahead: WindowTotals | None = None
 
 
@@ -96,6 +98,9 @@ class GradientWindows:
             are the gathered ones.)
         reuses_buffers: Whether a backward may overwrite a tensor that is in ``.grad`` (DDP's
             ``gradient_as_bucket_view``), so that earlier gradients must be copied.
+
+    Attributes:
+        num_resets: How often an optimizer has stepped or gradients were zeroed.
     """
 
     def __init__(
@@ -119,6 +124,7 @@ class GradientWindows:
         self.optimizers: list[Optimizer] = []
         self.toggled: Optimizer | None = None
         self.in_backward = False
+        self.num_resets = 0
 
     @property
     def open_windows(self) -> list[Window]:
@@ -127,6 +133,7 @@ class GradientWindows:
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drop the gradients that open windows hold for these parameters, which have been zeroed."""
+        self.num_resets += 1
         dropped = set(parameters)
         if all(window.owned.isdisjoint(dropped) for window in self._open.values()):
             return
@@ -145,6 +152,7 @@ class GradientWindows:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Start a new report: the optimizer has stepped, or a gradient scaler has skipped its step."""
+        self.num_resets += 1
         self.since_step.pop(optimizer, None)
         self._scaling.stepped(optimizer)
 
@@ -193,6 +201,7 @@ class GradientWindows:
 
         Ending a window is a collective over the data-parallel group: every rank must end the same window.
         """
+        window.trained.update(parameter for parameter in self._parameters if parameter.requires_grad)
         grads_before = self._swap_in()
         self.in_backward = True
         try:
@@ -245,16 +254,15 @@ class GradientWindows:
         self._open = {key: other for key, other in self._open.items() if other is not window}
         owned_elsewhere = {parameter for other in self._open.values() for parameter in other.owned}
         parameters = [parameter for parameter in self._parameters if parameter not in owned_elsewhere]
-        self._engine.complete_gradients(parameters)
+        self._engine.complete_gradients([parameter for parameter in parameters if parameter in window.trained])
         divisor = self._mesh.sizes.divisor
         totals = self._summed(window.sums.totals(self._device), self._engine.followed(parameters))
         denominator = self._weighting.denominator(totals)
-        correction = self._scaling.correction(window.sums)
+        factor = None if window.sums.scale is None else 1 / window.sums.scale
         if window.ahead is not None:
             self._check_ahead(window.sums, window.ahead)
-            factor = correction
         else:
-            factor = rescale_clip.gradient_factor(denominator, divisor) * (1.0 if correction is None else correction)
+            factor = rescale_clip.gradient_factor(denominator, divisor) * (1.0 if factor is None else factor)
         if factor is not None:
             rescale_clip.scale_gradients_(parameters, factor)
         self._engine.discard(parameters)

@@ -197,20 +197,15 @@ def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:
     A collective over the world for plain tensors. A DTensor is broadcast along the axes of its mesh on which it is
     replicated, and over the data-parallel group if only tensor parallelism has sharded it. Tensors on the meta device
     are skipped.
-
-    Raises:
-        ValueError: On every rank, if shapes of plain tensors differ between ranks.
     """
     world = dist.group.WORLD
     assert world is not None
     copies: dict[dist.ProcessGroup, list[Tensor]] = defaultdict(list)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == "meta":
             continue
         if not isinstance(tensor, DTensor):
             copies[world] += _plain_parts(tensor)
-            shapes[name] = tuple(tensor.shape)
             continue
         local = torch_internals.local_tensor(tensor)
         for axis, placement in enumerate(tensor.placements):
@@ -218,7 +213,6 @@ def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:
                 copies[tensor.device_mesh.get_group(axis)].append(local)
         if tensor.device_mesh == mesh.tensor_parallel:
             copies[mesh.group].append(local)
-    _check_equal_shapes(shapes)
     for group, tensors in copies.items():
         broadcast_tensors(tensors, group)
 
@@ -229,20 +223,6 @@ def _plain_parts(tensor: Any) -> Iterator[Tensor]:
         return
     for name in tensor.__tensor_flatten__()[0]:
         yield from _plain_parts(getattr(tensor, name))
-
-
-def _check_equal_shapes(shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raise on every rank if one has other tensors than rank 0: a broadcast would hang or mix them up."""
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, shapes)
-    differing = [rank for rank, found in enumerate(ranks) if found != ranks[0]]
-    if differing:
-        other = ranks[differing[0]]
-        name = next(n for n in {**ranks[0], **other} if ranks[0].get(n) != other.get(n))
-        raise ValueError(
-            f"Ranks hold different models: {name} has shape {ranks[0].get(name)} on rank 0 and {other.get(name)} on"
-            f" rank {differing[0]} (of ranks {differing}). Build the same model on every rank."
-        )
 
 
 @torch.no_grad()

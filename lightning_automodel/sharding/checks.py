@@ -4,11 +4,15 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_automodel import lightning_internals, torch_internals
+from lightning_automodel.sharding.grad_sync import PENALTY_ON_WEIGHTS
 from lightning_automodel.sharding.units import class_name
 
 _FREED = (
@@ -19,9 +23,7 @@ _FREED = (
 _FSDP2_ERRORS = {
     "got mixed torch.Tensor and DTensor": (
         "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit for its forward, so code that"
-        " uses them outside of it sees shards. For a penalty on weights, use weight_decay; or compute it after the"
-        " forward and pass reshard_during_accumulation=False, which leaves parameters gathered; or pass"
-        " data_parallel='ddp'."
+        f" uses them outside of it sees shards. For a penalty on weights, use weight_decay. {PENALTY_ON_WEIGHTS}"
     ),
     "out of bounds for storage of size 0": _FREED,
     "but its data is not allocated yet": _FREED,
@@ -69,6 +71,41 @@ def check_training(module: pl.LightningModule, accumulate_grad_batches: int, cou
             " there is no gradient to compute: unfreeze some before trainer.fit, at the latest in configure_model, or"
             " evaluate with trainer.validate."
         )
+
+
+def check_equal_models(module: nn.Module, host_group: dist.ProcessGroup) -> None:
+    """Refuse on every rank a model that ranks cannot train together. A collective over the group.
+
+    Raises:
+        ValueError: If ranks hold tensors of other names or shapes, or train others, whose communication would hang or
+            mix them up, and for a buffer that cannot be written.
+    """
+    if host_group.size() == 1:
+        return
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    held = {
+        name: f"{tuple(tensor.shape)} and {'' if tensor.requires_grad else 'not '}trainable"
+        for name, tensor in tensors.items()
+        if not is_lazy(tensor)
+    }
+    ranks: list[dict[str, str]] = [{}] * host_group.size()
+    dist.all_gather_object(ranks, held, group=host_group)
+    differing = [rank for rank, found in enumerate(ranks) if found != ranks[0]]
+    if differing:
+        other = ranks[differing[0]]
+        name = next(name for name in {**ranks[0], **other} if ranks[0].get(name) != other.get(name))
+        raise ValueError(
+            f"Ranks hold different models: {name} is {ranks[0].get(name, 'missing')} on rank 0 and"
+            f" {other.get(name, 'missing')} on rank {differing[0]} (of ranks {differing}). Build and freeze the same"
+            " model on every rank."
+        )
+    for name, buffer in module.named_buffers():
+        sizes = buffer.shape if buffer.layout == torch.strided else ()
+        if any(size > 1 and buffer.stride(dim) == 0 for dim, size in enumerate(sizes)):
+            raise ValueError(
+                f"The buffer {name} is expanded: several of its elements share one place in memory, so that it cannot"
+                " be made equal on all ranks. Register a copy of it (tensor.expand(...).clone())."
+            )
 
 
 def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:

@@ -77,7 +77,14 @@ class DDPEngine(Engine):
 
     @override
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if is_last or self._ddp is None else self._ddp.no_sync()
+        if is_last or self._ddp is None:
+            return nullcontext()
+        if self._ddp.static_graph:
+            raise ValueError(
+                "ddp_kwargs: static_graph=True works without accumulation alone, since DDP learns the graph from a"
+                " backward that synchronises: leave it out, or pass accumulate_grad_batches=1."
+            )
+        return self._ddp.no_sync()
 
     @override
     def start_backward(self, loss: Tensor, counts: bool = True) -> None:
@@ -112,8 +119,8 @@ class DDPEngine(Engine):
 
     @override
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Average the gradients of parameters that were unfrozen after DDP's set-up: DDP never reduces them."""
-        unfrozen = [p for p in parameters if p.requires_grad and id(p) not in self._reduced]
+        # DDP never reduces what was frozen at its set-up.
+        unfrozen = [parameter for parameter in parameters if id(parameter) not in self._reduced]
         if unfrozen and self.mesh.sizes.divisor > 1:
             rescale_clip.average_gradients_(unfrozen, self.mesh.group)
 

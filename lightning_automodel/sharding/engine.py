@@ -1,7 +1,7 @@
 """Interface of the FSDP2 and DDP engines."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.gradients.windows import GradientEngine
 
 
-class Engine(ABC):
+class Engine(GradientEngine, ABC):
     """Distributes the model, and decides what each micro-batch communicates.
 
     Args:
@@ -62,21 +63,11 @@ class Engine(ABC):
     def end_backward(self) -> None:
         """Called after each backward, before any hook sees the gradients."""
 
-    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Average the remaining gradients, once a window. May be a collective over the data-parallel group."""
-
-    def followed(self, parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
-        """Parameters that get a zero gradient if a window does not use them, and whether this rank has used them."""
-        return []
-
     def release(self) -> None:
         """Free gathered parameters, since weights may be written next."""
 
     def synchronize_buffers(self) -> None:
         """Make buffers equal before an evaluation or a save. May be a collective over the data-parallel group."""
-
-    def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Drop gradients that the engine holds outside of ``.grad`` for these (or all) parameters."""
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs so that its next micro-batch communicates in the same way."""
@@ -84,9 +75,6 @@ class Engine(ABC):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
-
-    def recover(self) -> None:
-        """Drop the state of an interrupted micro-batch."""
 
     def close(self) -> None:
         """Remove hooks and patches from the model."""

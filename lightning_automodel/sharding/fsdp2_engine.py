@@ -66,7 +66,9 @@ class FSDP2Engine(Engine):
         with apply.attributes_kept(module):
             self._shard(module)
         give_values()
-        self._report["averaged_by_the_strategy"] = [n for n, p in module.named_parameters() if _is_plain(p)]
+        self._report["averaged_by_the_strategy"] = [
+            name for name, p in module.named_parameters() if p.requires_grad and not isinstance(p, DTensor)
+        ]
         apply.initialise_fsdp2(module, self.mesh.sizes.divisor)
         self._sync = FSDPGradSync(module, self._defer(), self._retain_unsharded(module))
         self._sync.discard()
@@ -213,7 +215,7 @@ class FSDP2Engine(Engine):
 
     @override
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        plain = [parameter for parameter in parameters if _is_plain(parameter)]
+        plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
         if plain and self.mesh.sizes.divisor > 1:
             rescale_clip.average_gradients_(plain, self.mesh.group)
 
@@ -265,8 +267,3 @@ class FSDP2Engine(Engine):
     @override
     def describe(self) -> dict[str, Any]:
         return {"defer_fsdp_grad_sync": self._defer(), "cpu_offload": self._options.cpu_offload, **self._report}
-
-
-def _is_plain(parameter: nn.Parameter) -> bool:
-    """Whether a trainable parameter is whole on every rank, so that FSDP2 does not average its gradient."""
-    return parameter.requires_grad and not isinstance(parameter, DTensor)

@@ -1,12 +1,13 @@
 """Which micro-batch communicates what: deferring gradient reduction, and keeping parameters gathered between them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Literal, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,6 +15,13 @@ from lightning_automodel import torch_internals
 from lightning_automodel.sharding.prefetch import drop_unused, reshard
 
 Deferral = bool | Literal["all_reduce"]
+
+PENALTY_ON_WEIGHTS = (
+    "Add the penalty's gradient where gradients are final, once a step: in on_before_optimizer_step, under"
+    " torch.enable_grad(), `p.grad += torch.autograd.grad(penalty(p), p)[0]`, where penalty(p) computes with"
+    " p.full_tensor(). Or pass data_parallel='ddp'."
+)
+"""How a penalty on sharded weights is trained."""
 
 
 def get_sync_ctx(
@@ -47,10 +55,7 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
             if isinstance(module, DistributedDataParallel) and not is_optim_step:
                 stack.enter_context(module.no_sync())
         units = torch_internals.fsdp_units(model)
-        stack.enter_context(torch_internals.communication_restored(units))
-        for unit in units:
-            _set_reduction(unit, is_optim_step, defer)
-        stack.enter_context(_one_gradient_dtype(units if is_optim_step else []))
+        stack.enter_context(_reduction(units, is_optim_step, defer))
         yield
         if is_optim_step:
             _reduce_deferred(units)
@@ -72,18 +77,25 @@ def _set_reduction(unit: FSDPModule, is_optim_step: bool, defer: Deferral) -> No
 
 
 @contextmanager
-def _one_gradient_dtype(units: Sequence[FSDPModule]) -> Iterator[None]:
-    """Context for the last micro-batch, in which all gradients of an FSDP unit get one dtype.
-
-    Otherwise parameters that no earlier micro-batch has used would get narrower gradients than the others.
-    """
-    groups = [group for unit in units for group in torch_internals.param_groups(unit)]
-    handles = [handle for group in groups for handle in torch_internals.accumulate_in_one_dtype(group)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _reduction(
+    units: Sequence[FSDPModule],
+    is_last: bool,
+    defer: Deferral,
+    configure: Callable[[FSDPModule], None] = lambda unit: None,
+) -> Iterator[None]:
+    """Context for one micro-batch, in which ``units`` reduce as ``defer`` says and as ``configure`` adds to it."""
+    with torch_internals.communication_restored(units):
+        for unit in units:
+            _set_reduction(unit, is_last, defer)
+            configure(unit)
+        # All gradients of a unit get one dtype: parameters that no earlier micro-batch has used would get a narrower.
+        groups = [group for unit in units if is_last for group in torch_internals.param_groups(unit)]
+        handles = [handle for group in groups for handle in torch_internals.accumulate_in_one_dtype(group)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 def _reduce_deferred(units: Sequence[FSDPModule]) -> None:
@@ -142,6 +154,24 @@ class FSDPGradSync:
                     self._followed.add(id(parameter))
                     mark = partial(self._mark_used, id(parameter))
                     self._handles.append(unsharded.register_post_accumulate_grad_hook(mark))
+        shards = {id(param.sharded_param) for group in self._groups for param in group.fsdp_params}
+        self._unwatched = {name: p for name, p in model.named_parameters() if id(p) in shards}
+        self._watched: list[Node] = []
+        self._bypassed: list[str] = []
+
+    def _watch_shards(self) -> None:
+        """Note which sharded parameters autograd accumulates in: FSDP2 itself writes their gradients."""
+        for name, parameter in list(self._unwatched.items()):
+            if parameter.requires_grad:
+                # A leaf refers to its node weakly, and a new one would lack the hook.
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                self._watched.append(node)
+                self._handles.append(node.register_prehook(partial(self._note_bypass, name)))
+                del self._unwatched[name]
+
+    def _note_bypass(self, name: str, _: object) -> None:
+        if self._in_backward:
+            self._bypassed.append(name)
 
     def _mark_used(self, parameter_id: int, _: nn.Parameter) -> None:
         if self._in_backward:
@@ -164,20 +194,20 @@ class FSDPGradSync:
         if self.is_last is not None:
             yield
             return
-        with torch_internals.communication_restored(self._units):
-            for unit in self._units:
-                _set_reduction(unit, is_last, self._defer)
-                # Ranks may differ in what they use of a unit, and must send gradients of the same shapes.
-                unit.set_reduce_scatter_unused_params(True, recurse=False)
-                if self._retain_unsharded:
-                    unit.set_reshard_after_forward(False, recurse=False)
-                    unit.set_reshard_after_backward(is_last, recurse=False)
-            with _one_gradient_dtype(self._units if is_last else []):
-                self.is_last = is_last
-                try:
-                    yield
-                finally:
-                    self.is_last = None
+        with _reduction(self._units, is_last, self._defer, self._configure):
+            self.is_last = is_last
+            try:
+                yield
+            finally:
+                self.is_last = None
+
+    def _configure(self, unit: FSDPModule) -> None:
+        # Ranks may differ in what they use of a unit, and must send gradients of the same shapes.
+        unit.set_reduce_scatter_unused_params(True, recurse=False)
+        if self._retain_unsharded:
+            unit.set_reshard_after_forward(False, recurse=False)
+            # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).
+            unit.set_reshard_after_backward(False, recurse=False)
 
     def resume(self) -> None:
         """Start a micro-batch: use retained parameters again unless the sharded ones were written since.
@@ -214,18 +244,31 @@ class FSDPGradSync:
 
     def start_backward(self, counts: bool = True) -> None:
         """Begin a backward of a window; ``counts``: whether the parameters in it count as used."""
+        self._watch_shards()
         self._in_backward, self._counts = True, counts
 
     def end_backward(self) -> None:
-        """End a backward: show the sharded parameters again."""
+        """End a backward: show the sharded parameters again.
+
+        Raises:
+            RuntimeError: If a gradient has reached a shard directly, so that it is this rank's own.
+        """
         self._in_backward = False
+        if self._bypassed:
+            raise RuntimeError(
+                f"{', '.join(self._bypassed[:3])}: {len(self._bypassed)} parameters that FSDP2 shards got a gradient"
+                " that it does not reduce, since training_step uses them outside of their unit's forward, as a penalty"
+                f" on weights does (`p.full_tensor()`). {PENALTY_ON_WEIGHTS}"
+            )
         if self.is_last:
             _reduce_deferred(self._units)
         for unit in self._units:
             if not torch_internals.is_unsharded(unit):
                 continue
-            if torch_internals.param_groups(unit)[0].reshard_after_backward:
-                unit.reshard()  # it took no part in this backward
+            as_set = torch_internals.param_groups(unit)[0].reshard_after_backward
+            frees = self.is_last if self._retain_unsharded else as_set
+            if frees:
+                unit.reshard()
             else:
                 torch_internals.reshard_keeping_storage(unit)
                 self._retained.append((unit, torch_internals.sharded_versions(unit)))
@@ -269,10 +312,11 @@ class FSDPGradSync:
         self.release()
         for handle in self._handles:
             handle.remove()
+        self._watched = []
 
     def recover(self) -> None:
         """After an exception in a forward or backward: make the model usable again, and drop deferred gradients."""
-        self._in_backward = False
+        self._in_backward, self._bypassed = False, []
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
         gradients = [(param.sharded_param, param.sharded_param.grad) for g in self._groups for param in g.fsdp_params]
         for unit in self._units:

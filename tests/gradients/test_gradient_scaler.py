@@ -360,7 +360,7 @@ def _fit_many_tokens(
 ) -> dict[str, Tensor]:
     original = RangeScale.__init__
     if not in_range:
-        RangeScale.__init__ = lambda self, is_needed, per_token, device: original(self, False, per_token, device)
+        RangeScale.__init__ = lambda self, is_needed, *args: original(self, False, *args)
     try:
         return fit(precision, options, make_module, make_model)[0]
     finally:
@@ -375,6 +375,24 @@ def test_sums_of_tokens_stay_in_range(pool2: RankPool, options: dict[str, Any]) 
         assert weight_error(Outcome(weights, None), exact) <= 2 * torch.finfo(torch.float16).eps
     for weights in pool2.run(_fit_many_tokens, options, False):
         assert not all(weight.isfinite().all() for weight in weights.values())
+
+
+class SmallCounts(WideLossModule):
+    """Counts as the sums of class weights may be: a sum of losses is far below a mean."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        return {"loss": self(batch), "num_label_tokens": 1e-6 * (batch["labels"] != -100).sum()}
+
+
+def _fit_small_counts(options: dict[str, Any]) -> dict[str, Tensor]:
+    return fit("16-true", options, SmallCounts)[0]
+
+
+@pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
+def test_small_counts_stay_in_range(pool2: RankPool, options: dict[str, Any]) -> None:
+    """From the first window on: a factor of at most one would leave gradients to underflow."""
+    for weights in pool2.run(_fit_small_counts, options):
+        assert weight_error(Outcome(weights, None), loop("64-true", "fsdp2")) <= 2 * torch.finfo(torch.float16).eps
 
 
 FLOAT16_REDUCTION = MixedPrecisionPolicy(reduce_dtype=torch.float16)

@@ -5,6 +5,8 @@ What else users write stands in `test_final_gradients.py`.
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +36,7 @@ from tests.trainer.runs import (
 )
 
 CLIP = 0.1
+TWO_ROWS = replace(CASE, ragged=False)
 ENGINES = {name: STRATEGIES[name] for name in ("resharded", "undeferred", "ddp")}
 
 
@@ -87,6 +90,73 @@ def test_count_from_the_batch(pool2: RankPool, options: dict[str, Any]) -> None:
     expected = Outcome(train_plainly([[index] for index in range(8)]), None)
     for weights in pool2.run(_fit, options, tell=False):
         assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+
+
+AGAIN = "manual_backward is called again for the same batch, and each loss weighs by all {} of that batch."
+
+
+class Chunks(ManualModule):
+    """One backward for each row; `between` runs after the first ones."""
+
+    between = staticmethod(lambda optimizer: None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, rows = self.optimizers(), len(batch["labels"])
+        for row in range(rows):
+            chunk = {name: tensor[row : row + 1] for name, tensor in batch.items()}
+            kwargs = {"num_label_tokens": (chunk["labels"] != -100).sum()} if self.tell else {}
+            with optimizer.toggle_model(sync_grad=row == rows - 1):
+                self.manual_backward(self(chunk), **kwargs)
+            if row < rows - 1:
+                self.between(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class GivesUpEachWindow(Chunks):
+    between = staticmethod(lambda optimizer: optimizer.zero_grad())
+
+
+def _fit_chunks(make: type[Chunks], tell: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], str, list[str]]:
+    module, error = make(tell=tell), ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            make_trainer(AutomodelStrategy(**options)).fit(module, loader(TWO_ROWS))
+        except ValueError as raised:
+            error = str(raised)
+    warned = [str(each.message) for each in caught if "manual_backward is called" in str(each.message)]
+    return full_weights(module.model), error, warned
+
+
+def test_chunks_of_a_batch(pool2: RankPool) -> None:
+    """Exact with a count for each; without, none of them may weigh as the whole batch in silence."""
+    expected = Outcome(train_plainly([[index] for index in range(8)], TWO_ROWS), None)
+    for weights, error, warned in pool2.run(_fit_chunks, Chunks, True, {}):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+        assert (error, warned) == ("", [])
+    for _, error, _ in pool2.run(_fit_chunks, Chunks, False, {}):
+        assert error.startswith(AGAIN.format("label tokens"))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "counted"),
+    [
+        (Chunks, {"count": "samples"}, "samples"),
+        pytest.param(GivesUpEachWindow, {}, "label tokens", marks=pytest.mark.sweep),
+        pytest.param(GivesUpEachWindow, {"count": "samples"}, None, marks=pytest.mark.sweep),
+        pytest.param(Chunks, {"per_token_loss": False}, None, marks=pytest.mark.sweep),
+    ],
+)
+def test_backwards_that_may_be_of_the_whole_batch(
+    pool2: RankPool, make: type[Chunks], options: dict[str, Any], counted: str | None
+) -> None:
+    """A GAN and SAM run several: a warning at most, once."""
+    for rank, (_, error, warned) in enumerate(pool2.run(_fit_chunks, make, False, options)):
+        assert error == ""
+        assert [message.startswith(AGAIN.format(counted)) for message in warned] == [True] * (
+            rank == 0 and counted is not None
+        )
 
 
 class UsesRightFirst(LightningModule):

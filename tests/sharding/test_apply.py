@@ -147,17 +147,24 @@ def test_generic_classes(pool2: RankPool) -> None:
         assert described["units"] == ["model.blocks.0 (Block)", "model.blocks.2 (Block)"]
 
 
-def _other_shape() -> str:
+def _differs(by: str, options: dict[str, Any]) -> str:
     module = ModelModule(filled_decoder())
-    module.model.head = nn.Linear(WIDTH, VOCABULARY + dist.get_rank()).double()
+    if by == "shape":
+        module.model.head = nn.Linear(WIDTH, VOCABULARY + dist.get_rank()).double()
+    else:
+        module.model.head.weight.requires_grad_(dist.get_rank() == 0)
     with pytest.raises(ValueError, match="different models") as raised:
-        make_trainer(AutomodelStrategy()).fit(module, loader(CASE))
+        make_trainer(AutomodelStrategy(**options)).fit(module, loader(CASE))
     return str(raised.value)
 
 
-def test_ranks_with_different_models_raise(pool2: RankPool) -> None:
-    for message in pool2.run(_other_shape):
+@pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize(
+    ("by", "second"), [("shape", "(12, 7) and trainable"), ("requires_grad", "(11, 7) and not trainable")]
+)
+def test_ranks_with_different_models_raise(pool2: RankPool, by: str, second: str, options: dict[str, Any]) -> None:
+    for message in pool2.run(_differs, by, options):
         assert message == (
-            "Ranks hold different models: model.head.weight has shape (11, 7) on rank 0 and (12, 7) on rank 1 (of ranks"
-            " [1]). Build the same model on every rank."
+            f"Ranks hold different models: model.head.weight is (11, 7) and trainable on rank 0 and {second} on rank 1"
+            " (of ranks [1]). Build and freeze the same model on every rank."
         )

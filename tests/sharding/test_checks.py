@@ -98,6 +98,12 @@ class StepsByHand(Net):
         self.automatic_optimization = False
 
 
+class ExpandedBuffer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.register_buffer("mask", torch.ones(1).expand(4))
+
+
 @dataclass(frozen=True)
 class Refused:
     make: type[Net]
@@ -134,7 +140,7 @@ REFUSED: dict[str, Refused] = {
     "norm-before-the-forward": Refused(
         NormOfWeightsFirst,
         "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit for its forward, so code that"
-        " uses them outside of it sees shards. For a penalty on weights, use weight_decay;",
+        " uses them outside of it sees shards. For a penalty on weights, use weight_decay. Add the penalty's gradient",
     ),
     "frozen": Refused(Frozen, NOTHING_TO_TRAIN),
     "frozen-ddp": Refused(Frozen, NOTHING_TO_TRAIN, DDP),
@@ -163,6 +169,18 @@ REFUSED: dict[str, Refused] = {
         "ddp_kwargs: static_graph=True works under automatic optimization alone: DDP learns the graph from one backward"
         " for each training_step, and manual optimization may run any number.",
         {**DDP, "ddp_kwargs": {"static_graph": True}},
+    ),
+    "static-graph-accumulating": Refused(
+        Net,
+        "ddp_kwargs: static_graph=True works without accumulation alone, since DDP learns the graph from a backward"
+        " that synchronises: leave it out, or pass accumulate_grad_batches=1.",
+        {**DDP, "ddp_kwargs": {"static_graph": True}},
+        {"accumulate_grad_batches": 2},
+    ),
+    "expanded-buffer": Refused(
+        ExpandedBuffer,
+        "The buffer net.mask is expanded: several of its elements share one place in memory, so that it cannot be made"
+        " equal on all ranks. Register a copy of it (tensor.expand(...).clone()).",
     ),
 }
 

@@ -96,30 +96,30 @@ def test_rescaling_rounds_once(dtype: torch.dtype) -> None:
 
 def _scaling(is_needed: bool, per_token: bool = True) -> LossScaling:
     device = torch.device("cpu")
-    return LossScaling(None, RangeScale(is_needed, per_token, device), device, False, PatchStack())
+    return LossScaling(None, RangeScale(is_needed, per_token, device, None), device, False, PatchStack())
 
 
 @pytest.mark.parametrize("per_token", [True, False])
 def test_range_of_sums(per_token: bool) -> None:
-    """A guess at first, then the rank's share of the window before, in powers of two; a window keeps what it has."""
+    """The first count, then the rank's share of the window before, in powers of two; a window keeps what it has."""
     scaling, window = _scaling(True, per_token), WindowSums()
     loss = torch.tensor(3.0)
     first = 2.0**-10 if per_token else 1.0
-    assert scaling.apply(loss, window) == 3.0 * first
+    assert scaling.apply(loss, 1000, window) == 3.0 * first
     window.add(loss, 1)
     scaling.window_ended([], torch.tensor(3000.0, dtype=FP64), 2)
-    assert scaling.apply(loss, window) == 3.0 * first
-    assert scaling.correction(window) == 1 / first
+    assert scaling.apply(loss, 1, window) == 3.0 * first
+    assert window.scale == first
     later = WindowSums()
-    assert scaling.apply(loss, later) == 3.0 * 2.0**-11  # 1500 tokens a rank
+    assert scaling.apply(loss, 1, later) == 3.0 * 2.0**-11  # 1500 tokens a rank
     scaling.window_ended([], torch.tensor(0.0, dtype=FP64), 2)
-    assert scaling.apply(loss, WindowSums()) == 3.0 * 2.0**-11
+    assert scaling.apply(loss, 1, WindowSums()) == 3.0 * 2.0**-11
     scaling.window_ended([], torch.tensor(1.0, dtype=FP64), 2)
-    assert scaling.apply(loss, WindowSums()) == 3.0
+    assert scaling.apply(loss, 1, WindowSums()) == 6.0
 
 
 def test_no_range_to_keep() -> None:
     """Without float16 nothing is multiplied."""
     scaling, window, loss = _scaling(False), WindowSums(), torch.tensor(3.0)
-    assert scaling.apply(loss, window) is loss
-    assert scaling.correction(window) is None
+    assert scaling.apply(loss, 1, window) is loss
+    assert window.scale is None

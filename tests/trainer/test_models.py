@@ -19,10 +19,12 @@ from tests.trainer.exactness import (
     MOMENTUM,
     VOCABULARY,
     WIDTH,
+    Batch,
     Block,
     Outcome,
     TinyDecoder,
     full_weights,
+    micro_batches,
     weight_error,
 )
 from tests.trainer.plain import (
@@ -33,8 +35,9 @@ from tests.trainer.plain import (
     plain_weights,
     prefixed,
     train_model_plainly,
+    windows,
 )
-from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer
+from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, by_default, loader, make_trainer, mean_loss
 
 ACCUMULATE = 3
 ENGINES = {name: STRATEGIES[name] for name in ("kept", "resharded", "ddp")}
@@ -364,6 +367,40 @@ def _unfreeze_plainly() -> dict[str, Tensor]:
     return full_weights(model)
 
 
+class UnfrozenWithinWindows(Unfreezes):
+    """Trains everything only in the micro-batch in the middle of each window."""
+
+    def on_train_epoch_start(self) -> None:
+        pass
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        set_frozen(self.model, batch_idx % ACCUMULATE != 1)
+
+
+def _unfreeze_within_windows(options: dict[str, Any]) -> dict[str, Tensor]:
+    module = UnfrozenWithinWindows(Scalars())
+    make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE).fit(module, loader())
+    return full_weights(module.model)
+
+
+def _unfreeze_within_windows_plainly() -> dict[str, Tensor]:
+    model = Scalars()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    for window in windows(CASE, ACCUMULATE):
+        optimizer.zero_grad()
+        counts = 0
+        for batches in micro_batches(CASE):
+            for index in window:
+                set_frozen(model, index % ACCUMULATE != 1)
+                mean_loss(model, batches[index], "sum").backward()
+                counts += int((batches[index]["labels"] != -100).sum())
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= max(counts, 1)
+        optimizer.step()
+    return full_weights(model)
+
+
 UNFREEZING = {
     "kept": ENGINES["kept"],
     "resharded": ENGINES["resharded"],
@@ -376,4 +413,12 @@ def test_unfreezing_during_training(pool2: RankPool, options: dict[str, Any]) ->
     """What was frozen at set-up trains like all else once it is not, although DDP itself never reduces it."""
     expected = Outcome(_unfreeze_plainly(), None)
     for weights in pool2.run(_unfreeze, options):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("options", by_default(UNFREEZING, "kept", "ddp"))
+def test_unfreezing_for_a_part_of_each_window(pool2: RankPool, options: dict[str, Any]) -> None:
+    """What is frozen again when a window ends is averaged too: ranks would drift apart."""
+    expected = Outcome(_unfreeze_within_windows_plainly(), None)
+    for weights in pool2.run(_unfreeze_within_windows, options):
         assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
