@@ -302,7 +302,7 @@ class TrainingRun:
         if self.inputs.is_filler:
             self._count = 0
         elif self._ahead is None:
-            self._count = self.weighting.count(self._batch, output)
+            self._count = self._counted(output)
         else:
             self._ahead.check_drawn()
             self.weighting.check_returned_count(output, self._ahead.count, reads_device=self.windows.last_step is None)
@@ -314,6 +314,7 @@ class TrainingRun:
         """See :meth:`AutomodelStrategy.evaluated`."""
         if self._context is not None:
             batch = self._context.slices.slice(batch)  # the output is that of the slice
+            self._context.check_count(self.weighting, batch, output, step)
         sums = self.weighting.evaluated(batch, output, step)
         self.advice.about_count(self.module, self.weighting, batch, output)
         return sums
@@ -395,7 +396,12 @@ class TrainingRun:
             kwargs.pop("num_label_tokens", None)
             return 0, 1
         given = {"num_label_tokens": kwargs.pop("num_label_tokens")} if "num_label_tokens" in kwargs else None
-        return self.weighting.count(self._batch, given), 1
+        return self._counted(given), 1
+
+    def _counted(self, output: Any) -> Count:
+        if self._context is not None:
+            self._context.check_count(self.weighting, self._batch, output, "training_step")
+        return self.weighting.count(self._batch, output)
 
     def _zero_if_skipped(self, optimizer: Optimizer) -> None:
         """Zero the gradients of the previous step if Lightning has not: it does so only in a window's first batch.

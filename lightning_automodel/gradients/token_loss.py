@@ -184,6 +184,11 @@ class TokenWeighting:
         is_given = has_count(output) or self.count_label_tokens is not None
         return self.per_token_loss and not is_given and self._has_labels(batch)
 
+    def num_labels(self, batch: Mapping[str, Any]) -> float | None:
+        """Labels of the batch that the loss uses; None without labels. Reads the device."""
+        labels = batch.get(self.label_key)
+        return float(self.count_labels(labels)) if isinstance(labels, Tensor) else None
+
     def _has_labels(self, batch: Any) -> bool:
         return isinstance(batch, Mapping) and self.label_key in batch
 
