@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -16,6 +15,7 @@ from lightning_automodel.gradients.token_loss import (
     TokenWeighting,
     contains_hugging_face_causal_lm,
     contains_hugging_face_encoder_decoder,
+    count_samples,
     has_count,
 )
 from lightning_automodel.sharding.precision import HALF, unit_dtypes
@@ -87,7 +87,7 @@ class Advice:
         self._count_is_checked = True
         if weighting.counts_labels_of(batch):
             self._about_label_shift(module, weighting)
-        elif weighting.count_label_tokens is not extract_batch_size:
+        elif weighting.count_label_tokens is not count_samples:
             return
         for name, loss in module.named_modules():
             is_mean = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.reduction == "mean"

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
@@ -27,7 +26,7 @@ from lightning_automodel.gradients.clipping import GradientClipper
 from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
 from lightning_automodel.gradients.optimizer_watch import OptimizerWatch
 from lightning_automodel.gradients.precision_plugin import patch_clipping
-from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting, WindowTotals
+from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting, WindowTotals, count_samples
 from lightning_automodel.gradients.windows import GradientWindows, optimizer_parameters
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
@@ -153,7 +152,7 @@ class TrainingRun:
             label_key=SHIFTED_LABELS if is_shifted else options.label_key,
             ignore_index=options.ignore_index,
             label_shift=0 if is_shifted else options.label_shift,
-            count_label_tokens=extract_batch_size if options.count == "samples" else options.count_label_tokens,
+            count_label_tokens=count_samples if options.count == "samples" else options.count_label_tokens,
         )
 
     def _make_scaling(self) -> LossScaling:
