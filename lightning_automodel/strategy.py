@@ -1,6 +1,5 @@
 """The strategy: its hooks in the order in which the Trainer calls them; each delegates to the module that does it."""
 
-import dataclasses
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -202,7 +201,9 @@ class AutomodelStrategy(ParallelStrategy):
         presets: dict[str, tuple[str, dict[str, Any]]] = {
             "automodel": ("FSDP2", {}),
             "automodel_fsdp2": ("FSDP2", {"data_parallel": "fsdp2"}),
+            "automodel_fsdp2_samples": ("FSDP2 for classifiers", {"data_parallel": "fsdp2", "count": "samples"}),
             "automodel_ddp": ("DDP", {"data_parallel": "ddp"}),
+            "automodel_ddp_samples": ("DDP for classifiers", {"data_parallel": "ddp", "count": "samples"}),
             "automodel_hsdp": ("FSDP2, one replica per node", {"data_parallel_replicate_size": "auto"}),
             "automodel_fsdp2_offload": ("FSDP2 with shards in host memory", {"cpu_offload": True}),
         }
@@ -222,9 +223,9 @@ class AutomodelStrategy(ParallelStrategy):
         """
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        options = {field.name: getattr(self._options, field.name) for field in dataclasses.fields(self._options)}
-        AutomodelStrategy.__init__(copied, **options)
-        for name in ("accelerator", "checkpoint_io", "precision_plugin", "cluster_environment", "parallel_devices"):
+        AutomodelStrategy.__init__(copied, **vars(self._options))
+        # Not the properties, which create a default: a Trainer takes that for the user's choice.
+        for name in ("_accelerator", "_checkpoint_io", "_precision_plugin", "cluster_environment", "parallel_devices"):
             setattr(copied, name, getattr(self, name))
         copied.num_nodes = self.num_nodes
         if copied.cluster_environment is not None:
@@ -706,12 +707,13 @@ class AutomodelStrategy(ParallelStrategy):
         """Reduce a value over the ranks that hold different tokens (or ``group``), leaving the input as it is.
 
         A collective on the group: one all-reduce, without the barrier that Lightning's own strategies put before it.
-        The mean of integers is exact. Non-tensors are returned unchanged.
+        The mean of integers is exact. Non-tensors are returned unchanged. Of a ``DTensor``, the full one is reduced.
         """
         if not isinstance(tensor, Tensor) or self._mesh is None:
             return tensor
         if self._run is not None:
             self._run.inputs.check_reduction()
+        tensor = collectives.full(tensor)
         reduced = collectives.reduce_tensor(tensor, group or self._mesh.group, reduce_op, self.root_device)
         if self._run is not None and collectives.is_mean(reduce_op):
             return reduced * self._run.inputs.mean_factor()
@@ -878,7 +880,7 @@ class AutomodelStrategy(ParallelStrategy):
 
         Not a collective. Before the first set-up it holds only the options.
         """
-        options = {field.name: getattr(self._options, field.name) for field in dataclasses.fields(self._options)}
+        options = dict(vars(self._options))
         if self._run is None:
             return {"options": options, **self._reported_by_workers.get("description", {})}
         return {"options": options, **self._run.describe()}

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,6 +22,7 @@ from lightning_automodel.data.fillers import FillerState
 from lightning_automodel.data.sequence_slices import SHIFTED_LABELS, SequenceSlices
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
+from lightning_automodel.distributed.collectives import log_full
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients.clipping import GradientClipper
 from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
@@ -92,6 +94,7 @@ class TrainingRun:
         self.engine = self._make_engine()
         self.model = self.engine.setup(module, fitting, self._give_values)
         tensor_parallel.synchronize_metrics(module, mesh, self.patches)
+        self.patches.set(module, "log", partial(log_full, module.log))
         advice.about_wrap_policy(options.auto_wrap_policy, self.engine.describe())
         self.weighting = self._make_weighting()
         self._scaling = self._make_scaling()

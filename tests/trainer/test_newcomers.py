@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from lightning.pytorch import LightningModule
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -177,6 +180,15 @@ def _copy_trainer() -> bool:
     trainer = make_trainer(AutomodelStrategy(data_parallel="ddp", per_token_loss=False))
     trainer.fit(module, DataLoader(samples(), batch_size=BATCH_SIZE))
     return module.found
+
+
+def test_a_copied_strategy_and_its_original_leave_plugins_to_the_trainer() -> None:
+    """Libraries copy the arguments of a Trainer before each fit."""
+    strategy = AutomodelStrategy()
+    for each in (copy.deepcopy(strategy), strategy):
+        plugins: list[Any] = [TorchCheckpointIO(), Precision(), LightningEnvironment()]
+        trainer = Trainer(strategy=each, accelerator="cpu", devices=1, plugins=plugins, logger=False)
+        assert trainer.strategy.checkpoint_io is plugins[0]
 
 
 def test_trainer_is_copied_in_mid_fit(pool2: RankPool) -> None:
