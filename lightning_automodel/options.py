@@ -4,7 +4,7 @@ import multiprocessing
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -22,15 +22,6 @@ _DDP_ONLY = ("ddp_kwargs", "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"
 _SIZES = ("data_parallel_size", "data_parallel_replicate_size", "tensor_parallel_size", "context_parallel_size")
 _COUNTERS = ("count_label_tokens", "count")
 _LABELS = ("label_key", "ignore_index", "label_shift")
-_SWITCHES = (
-    "per_token_loss",
-    "cpu_offload",
-    "track_grad_norm",
-    "error_if_nonfinite",
-    "first_rank_setup",
-    "count_window_ahead",
-    "async_checkpoint",
-)
 
 
 def _is_set_of_modules(value: Any) -> bool:
@@ -87,9 +78,9 @@ class StrategyOptions:
     async_checkpoint: bool = False
 
     def __post_init__(self) -> None:
-        self._check_choice("data_parallel", "fsdp2", "ddp")
-        self._check_choice("loss_reduction", "mean", "sum")
-        self._check_choice("uneven_inputs", "error", "pad")
+        for field in fields(self):
+            if field.type is bool or get_origin(field.type) is Literal:
+                self._check_choice(field.name, *(get_args(field.type) or (True, False)))
         self._check_choice("count", None, "tokens", "samples")
         self._check_choice("start_method", "popen", *multiprocessing.get_all_start_methods())
         self._check_choice("reshard_during_accumulation", True, False, "auto")
@@ -101,18 +92,15 @@ class StrategyOptions:
         self._check_integer("context_parallel_size", smallest=1)
         self._check_type("device_mesh", DeviceMesh | None, "a DeviceMesh (init_device_mesh makes one)")
         self._check_type("ddp_kwargs", dict | None, "a dictionary of keywords for DistributedDataParallel")
+        self._check_type("count_label_tokens", Callable | None, "a function of the batch")
         self._check_type("label_key", str, "the name of an entry of the batch")
         self._check_type("ignore_index", int, "a label value, such as -100")
         self._check_type("process_group_backend", str | None, "the name of a backend, such as 'gloo'")
         self._check_type("compile", bool | dict, "True, False or a dictionary of keywords for torch.compile")
         self._check_integer("label_shift", smallest=0)
-        for name in _SWITCHES:
-            self._check_choice(name, True, False)
         self._check_choice("save_distributed_checkpoint", True, False, None)
         if not isinstance(self.reshard_after_forward, bool):
             self._check_integer("reshard_after_forward", smallest=2)
-        if self.count_label_tokens is not None and not callable(self.count_label_tokens):
-            raise TypeError(f"count_label_tokens must be a function of the batch, got {self.count_label_tokens!r}.")
         if self.count == "samples" and self.count_label_tokens is not None:
             raise ValueError("count='samples' and count_label_tokens are two ways to tell the count: pass one of them.")
         policy, choice = self.auto_wrap_policy, self.activation_checkpointing
@@ -133,8 +121,7 @@ class StrategyOptions:
                 " move tensors to the host. Leave out one of them, or pass activation_checkpointing=True."
             )
         for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise TypeError(f"{name} must be a function, as in DDPStrategy, got {getattr(self, name)!r}.")
+            self._check_type(name, Callable | None, "a function, as in DDPStrategy")
         if self.ddp_comm_hook is not None and not self.count_window_ahead:
             raise ValueError(
                 "ddp_comm_hook needs count_window_ahead=True: without it, the gradients that the hook compresses are"

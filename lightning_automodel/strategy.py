@@ -482,7 +482,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._run.patch_plugin()
         if fitting:
             lightning_internals.optimizers_to_device(self.optimizers, self.root_device)
-        self._log_description()
+        self._advice.say_once(summary(self.describe()), say=rank_zero_info)
 
     @override
     def model_to_device(self) -> None:
@@ -880,10 +880,5 @@ class AutomodelStrategy(ParallelStrategy):
 
         Not a collective. Before the first set-up it holds only the options.
         """
-        options = dict(vars(self._options))
-        if self._run is None:
-            return {"options": options, **self._reported_by_workers.get("description", {})}
-        return {"options": options, **self._run.describe()}
-
-    def _log_description(self) -> None:
-        self._advice.say_once(summary(self.describe()), say=rank_zero_info)
+        described = self._reported_by_workers.get("description", {}) if self._run is None else self._run.describe()
+        return {"options": dict(vars(self._options)), **described}

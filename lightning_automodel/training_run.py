@@ -292,7 +292,7 @@ class TrainingRun:
         """Called when a training step is about to run on ``batch``."""
         self._batch = batch
         # Only in the first window, since it reads the device.
-        is_checked = self.windows.last_step is None and not (self.inputs.is_filler or self._draws_its_batches)
+        is_checked = self.windows.last_step is None and not self.inputs.is_filler
         if self._ahead is not None and is_checked:
             self.weighting.check_unchanged(batch, self._ahead.count)
         self.engine.start_forward(batch)
@@ -306,11 +306,10 @@ class TrainingRun:
         elif self._ahead is None:
             self._count = self._counted(output)
         else:
-            self._ahead.check_drawn()
             self.weighting.check_returned_count(output, self._ahead.count, reads_device=self.windows.last_step is None)
             self._count = self._ahead.count
         self._aux_loss = self.weighting.aux_loss(output, self._ahead is not None)
-        self.advice.about_count(self.module, self.weighting, self._batch, output)
+        self.advice.about_count(self.module, self.weighting, output)
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """See :meth:`AutomodelStrategy.evaluated`."""
@@ -318,7 +317,7 @@ class TrainingRun:
             batch = self._context.slices.slice(batch)  # the output is that of the slice
             self._context.check_count(self.weighting, batch, output, step)
         sums = self.weighting.evaluated(batch, output, step)
-        self.advice.about_count(self.module, self.weighting, batch, output)
+        self.advice.about_count(self.module, self.weighting, output)
         return sums
 
     @contextmanager
@@ -470,23 +469,18 @@ class TrainingRun:
 
     def describe(self) -> dict[str, Any]:
         """What was decided for this run, and why."""
+        counted = "samples" if self._options.count == "samples" else "label tokens"
         return {
             "data_parallel": self._options.data_parallel,
             "mesh": self._mesh.sizes_by_name(),
             "gradient_divisor": self._mesh.sizes.divisor,
-            "gradient_denominator": self._denominator(),
+            "gradient_denominator": counted if self._options.per_token_loss else "micro-batches",
             "precision": precision.describe_dtypes(self.plugin, self.module, self.policy),
             "tensors_created_without_values": len(self._without_values),
             "activation_checkpointing": self._checkpointed.names,
             "compiled": self._compiled,
             **self.engine.describe(),
         }
-
-    def _denominator(self) -> str:
-        """What is counted for the denominator of a window's gradients."""
-        if not self._options.per_token_loss:
-            return "micro-batches"
-        return "samples" if self._options.count == "samples" else "label tokens"
 
     def interrupt(self) -> None:
         """Clean up after an exception: drop open windows and the data of the current step."""

@@ -176,11 +176,6 @@ class TokenWeighting:
             raise TypeError(f"'aux_loss' must be a tensor of one element, a part of 'loss', got {aux!r}.")
         return aux.reshape(())
 
-    def counts_labels_of(self, batch: Any, output: Any = None) -> bool:
-        """Whether :meth:`count` counts the labels of the batch, as the user gives no count."""
-        is_given = has_count(output) or self.count_label_tokens is not None
-        return self.per_token_loss and not is_given and self._has_labels(batch)
-
     def num_labels(self, batch: Mapping[str, Any]) -> float | None:
         """Labels of the batch that the loss uses; None without labels. Reads the device."""
         labels = batch.get(self.label_key)
@@ -279,12 +274,7 @@ def contains_hugging_face_causal_lm(module: nn.Module) -> bool:
     """
     shifting = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
     models = outermost_hugging_face_models(module)
-    return any(type(m).__name__.endswith(shifting) and not _is_encoder_decoder(m) for m in models)
-
-
-def contains_hugging_face_encoder_decoder(module: nn.Module) -> bool:
-    """Whether a Hugging Face encoder-decoder, whose own loss uses every label, is at or below ``module``."""
-    return any(_is_encoder_decoder(model) for model in outermost_hugging_face_models(module))
+    return any(type(m).__name__.endswith(shifting) and not is_encoder_decoder(m) for m in models)
 
 
 def outermost_hugging_face_models(module: nn.Module) -> list[nn.Module]:
@@ -294,7 +284,8 @@ def outermost_hugging_face_models(module: nn.Module) -> list[nn.Module]:
     return [model for child in module.children() for model in outermost_hugging_face_models(child)]
 
 
-def _is_encoder_decoder(model: nn.Module) -> bool:
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether a Hugging Face model is an encoder-decoder, whose own loss uses every label."""
     return bool(getattr(model.config, "is_encoder_decoder", False))
 
 

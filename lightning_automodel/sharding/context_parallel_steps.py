@@ -93,16 +93,8 @@ class ContextParallelSteps:
     def check_count(self, weighting: TokenWeighting, batch: Any, output: Any, step: str) -> None:
         """Raise if the label tokens of the step whose batch was sliced last are not counted in the slice.
 
-        A collective until a count is not 0: in training over all ranks, in evaluation over the group. After that, free.
-
-        Args:
-            weighting: Counts the label tokens.
-            batch: The slice.
-            output: What the step returned.
-            step: Name of the step.
-
-        Raises:
-            ValueError: On every rank of the collective.
+        A collective until a count is not 0: in training over all ranks, in evaluation over the group. After that it
+        does nothing. If it raises, it does so on every rank of the collective.
         """
         whole, self._whole = self._whole, None
         if step in self._counted or whole is None:
@@ -184,7 +176,7 @@ def _miscounted(
     if counts == labels or len(set(counts)) > 1 or counts[0] == 0:
         return None
     numbers = {key: value for key, value in batch.items() if value is whole[key] and isinstance(value, Real | Tensor)}
-    known = {f"batch[{key!r}]": float(torch.as_tensor(value).sum()) for key, value in numbers.items()}
+    known = {f"batch[{key!r}]": torch.as_tensor(value).sum().item() for key, value in numbers.items()}
     known["the number of labels"] = weighting.num_labels(whole) or 0.0
     same = [name for name, number in known.items() if number == counts[0]]
     return f"that is {same[0]} of the whole batch" if same else None
