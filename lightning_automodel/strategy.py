@@ -76,8 +76,8 @@ class AutomodelStrategy(ParallelStrategy):
         ignore_index: Label value of positions that the loss ignores.
         label_shift: Leading label positions per row that the loss drops; 1 for Hugging Face causal language models.
         count_label_tokens: ``batch -> int | Tensor``, the number of label tokens.
-        count: ``"samples"`` counts the rows of the batch's first tensor, for classifiers with ``(x, y)``. None and
-            ``"tokens"`` count label tokens, in one of the other ways.
+        count: ``"samples"`` counts the rows that all tensors of a batch have, for classifiers with ``(x, y)``. None
+            and ``"tokens"`` count label tokens, in one of the other ways.
         defer_fsdp_grad_sync: When FSDP2 reduces gradients. True: once per window. False: after each micro-batch, which
             takes less memory. ``"all_reduce"``: with replicas, reduce-scatter each time and all-reduce once.
         reshard_during_accumulation: False keeps parameters gathered from the first forward of a window to its last

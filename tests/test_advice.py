@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import nn
 
 from lightning_automodel.advice import Advice, summary
-from lightning_automodel.gradients.token_loss import TokenWeighting
+from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 
 
 def test_summary_is_one_line() -> None:
