@@ -103,7 +103,7 @@ class ContextParallelSteps:
         told = from_all(own, self._group)
         counts = [count for count, _ in told]
         found = _miscounted(weighting, told, batch, self.slices.slice(whole, cuts=False), output)
-        for problem, is_known in from_all((found, any(counts)), None if step == "training_step" else self._group):
+        for problem, counts in from_all((found, counts), None if step == "training_step" else self._group):
             if problem is not None:
                 raise ValueError(
                     f"The {len(counts)} ranks that share a batch count {', '.join(f'{each:g}' for each in counts)} for"
@@ -111,7 +111,7 @@ class ContextParallelSteps:
                     " that the step gets, where entries of the shape of batch['input_ids'] are slices; with a"
                     " label_shift, in its batch['shift_labels']."
                 )
-            if is_known:
+            if any(counts):
                 self._counted.add(step)
 
     @contextmanager

@@ -584,6 +584,40 @@ def test_what_would_be_wrong_in_slices_is_refused(pool2: RankPool) -> None:
     check_refused(pool2, refusals, REFUSED)
 
 
+class EvaluatesEntry(DecoderModule):
+    def validation_step(self, batch: Batch, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch, "mean"), "num_label_tokens": batch["num_tokens"].sum()}
+
+
+def evaluate_entry() -> str:
+    """Runs on every rank: what is raised."""
+    trainer = make_trainer(AutomodelStrategy(context_parallel_size=2), callbacks=[EvaluationLoss()])
+    with pytest.raises(ValueError, match="share a batch") as raised:
+        trainer.validate(EvaluatesEntry(Run()), DataLoader([TWO], batch_size=None), verbose=False)
+    return str(raised.value)
+
+
+def test_counts_of_whole_batches_in_evaluation(pool2: RankPool) -> None:
+    for message in pool2.run(evaluate_entry):
+        assert "count 7, 7 for validation_step, and that is batch['num_tokens'] of the whole batch" in message
+
+
+def fit_entries() -> str:
+    """Runs on every rank: what is raised if only the last two ranks' first batch shows it."""
+    told = torch.tensor([4, 3]) * (dist.get_rank() // 2)
+    with pytest.raises(ValueError, match="share a batch") as raised:
+        make_trainer(AutomodelStrategy(context_parallel_size=2)).fit(
+            CountsEntry(Run()), DataLoader([{**TWO, "num_tokens": told}] * 2, batch_size=None)
+        )
+    return str(raised.value)
+
+
+@pytest.mark.sweep
+def test_all_ranks_raise_for_one_batch(pool4: RankPool) -> None:
+    for message in pool4.run(fit_entries):
+        assert "count 7, 7 for training_step" in message
+
+
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("is_masked", [True, False])
 def test_attention_without_slices(is_causal: bool, is_masked: bool) -> None:
