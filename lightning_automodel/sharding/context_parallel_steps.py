@@ -101,9 +101,9 @@ class ContextParallelSteps:
             return
         own = float(weighting.count(batch, output, step)), weighting.num_labels(batch)
         told = from_all(own, self._group)
-        counts = [count for count, _ in told]
+        own_counts = [count for count, _ in told]
         found = _miscounted(weighting, told, batch, self.slices.slice(whole, cuts=False), output)
-        for problem, counts in from_all((found, counts), None if step == "training_step" else self._group):
+        for problem, counts in from_all((found, own_counts), None if step == "training_step" else self._group):
             if problem is not None:
                 raise ValueError(
                     f"The {len(counts)} ranks that share a batch count {', '.join(f'{each:g}' for each in counts)} for"
