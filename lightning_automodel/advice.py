@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -15,8 +14,10 @@ from lightning_automodel.gradients.token_loss import (
     Count,
     TokenWeighting,
     contains_hugging_face_causal_lm,
-    contains_hugging_face_encoder_decoder,
+    count_samples,
     has_count,
+    is_encoder_decoder,
+    outermost_hugging_face_models,
 )
 from lightning_automodel.sharding.precision import HALF, unit_dtypes
 from lightning_automodel.sharding.units import WrapPolicy
@@ -80,14 +81,14 @@ class Advice:
                 f" {', '.join(sorted(map(str, computed_in)))}."
             )
 
-    def about_count(self, module: nn.Module, weighting: TokenWeighting, batch: Any, output: Any) -> None:
+    def about_count(self, module: nn.Module, weighting: TokenWeighting, output: Any) -> None:
         """Warn, in the first step that returns no count, if its loss averages over something else than is counted."""
         if self._count_is_checked or has_count(output) or not weighting.per_token_loss:
             return
         self._count_is_checked = True
-        if weighting.counts_labels_of(batch):
+        if weighting.count_label_tokens is None:
             self._about_label_shift(module, weighting)
-        elif weighting.count_label_tokens is not extract_batch_size:
+        elif weighting.count_label_tokens is not count_samples:
             return
         for name, loss in module.named_modules():
             is_mean = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.reduction == "mean"
@@ -105,7 +106,7 @@ class Advice:
                 "Label tokens are counted with label_shift=0, but Hugging Face causal language models drop the"
                 " first label of each row: pass label_shift=1 if training_step returns the model's own loss."
             )
-        if weighting.label_shift > 0 and contains_hugging_face_encoder_decoder(module):
+        if weighting.label_shift > 0 and any(map(is_encoder_decoder, outermost_hugging_face_models(module))):
             self.say_once(
                 f"Label tokens are counted with label_shift={weighting.label_shift}, but Hugging Face encoder-decoders"
                 " use every label: they shift the decoder's inputs instead. Leave label_shift at 0 if training_step"

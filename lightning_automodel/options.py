@@ -1,10 +1,10 @@
 """Checking the strategy's keywords before anything runs."""
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -14,44 +14,14 @@ from lightning_automodel.distributed.process_group import parse_timeout
 from lightning_automodel.sharding.grad_sync import Deferral, check_deferral
 from lightning_automodel.sharding.precision import check_policy
 
-_FSDP2_ONLY: dict[str, Any] = {
-    "data_parallel_replicate_size": 1,
-    "defer_fsdp_grad_sync": True,
-    "reshard_during_accumulation": "auto",
-    "auto_wrap_policy": None,
-    "reshard_after_forward": True,
-    "mp_policy": None,
-    "cpu_offload": False,
-    "prefetch": "auto",
-}
-_DDP_ONLY: dict[str, Any] = {
-    "ddp_kwargs": None,
-    "ddp_comm_hook": None,
-    "ddp_comm_state": None,
-    "ddp_comm_wrapper": None,
-}
-_SIZES: dict[str, Any] = {
-    "data_parallel_size": "auto",
-    "data_parallel_replicate_size": 1,
-    "tensor_parallel_size": 1,
-    "context_parallel_size": 1,
-}
-_SWITCHES = (
-    "per_token_loss",
-    "cpu_offload",
-    "track_grad_norm",
-    "error_if_nonfinite",
-    "first_rank_setup",
-    "count_window_ahead",
-    "async_checkpoint",
+_FSDP2_ONLY = (
+    *("data_parallel_replicate_size", "defer_fsdp_grad_sync", "reshard_during_accumulation", "auto_wrap_policy"),
+    *("reshard_after_forward", "mp_policy", "cpu_offload", "prefetch"),
 )
-_COUNTING_ONLY: dict[str, Any] = {
-    "label_key": "labels",
-    "ignore_index": -100,
-    "label_shift": 0,
-    "count_label_tokens": None,
-    "count": None,
-}
+_DDP_ONLY = ("ddp_kwargs", "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")
+_SIZES = ("data_parallel_size", "data_parallel_replicate_size", "tensor_parallel_size", "context_parallel_size")
+_COUNTERS = ("count_label_tokens", "count")
+_LABELS = ("label_key", "ignore_index", "label_shift")
 
 
 def _is_set_of_modules(value: Any) -> bool:
@@ -69,48 +39,48 @@ class StrategyOptions:
         TypeError: If a value has the wrong type.
     """
 
-    data_parallel: Literal["fsdp2", "ddp"]
-    data_parallel_size: int | Literal["auto"]
-    data_parallel_replicate_size: int | Literal["auto"]
-    tensor_parallel_size: int
-    context_parallel_size: int
-    device_mesh: DeviceMesh | None
-    ddp_kwargs: dict[str, Any] | None
-    ddp_comm_hook: Callable[..., Any] | None
-    ddp_comm_state: Any
-    ddp_comm_wrapper: Callable[..., Any] | None
-    per_token_loss: bool
-    loss_reduction: Literal["mean", "sum"]
-    label_key: str
-    ignore_index: int
-    label_shift: int
-    count_label_tokens: Callable[..., Any] | None
-    count: Literal["tokens", "samples"] | None
-    defer_fsdp_grad_sync: Deferral
-    reshard_during_accumulation: bool | Literal["auto"]
-    auto_wrap_policy: set[type[Module]] | Callable[..., Any] | None
-    reshard_after_forward: bool | int
-    mp_policy: MixedPrecisionPolicy | None
-    cpu_offload: bool
-    activation_checkpointing: bool | set[type[Module]] | Literal["selective", "offload"] | Callable[..., Any]
-    compile: bool | dict[str, Any]
-    prefetch: int | Literal["auto"]
-    track_grad_norm: bool
-    error_if_nonfinite: bool
-    process_group_backend: str | None
-    init_method: str | None
-    timeout: timedelta | float
-    start_method: Literal["popen", "spawn", "fork", "forkserver"]
-    first_rank_setup: bool
-    save_distributed_checkpoint: bool | None
-    uneven_inputs: Literal["error", "pad"]
-    count_window_ahead: bool
-    async_checkpoint: bool
+    data_parallel: Literal["fsdp2", "ddp"] = "fsdp2"
+    data_parallel_size: int | Literal["auto"] = "auto"
+    data_parallel_replicate_size: int | Literal["auto"] = 1
+    tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
+    device_mesh: DeviceMesh | None = None
+    ddp_kwargs: dict[str, Any] | None = None
+    ddp_comm_hook: Callable[..., Any] | None = None
+    ddp_comm_state: Any = None
+    ddp_comm_wrapper: Callable[..., Any] | None = None
+    per_token_loss: bool = True
+    loss_reduction: Literal["mean", "sum"] = "mean"
+    label_key: str = "labels"
+    ignore_index: int = -100
+    label_shift: int = 0
+    count_label_tokens: Callable[..., Any] | None = None
+    count: Literal["tokens", "samples"] | None = None
+    defer_fsdp_grad_sync: Deferral = True
+    reshard_during_accumulation: bool | Literal["auto"] = "auto"
+    auto_wrap_policy: set[type[Module]] | Callable[..., Any] | None = None
+    reshard_after_forward: bool | int = True
+    mp_policy: MixedPrecisionPolicy | None = None
+    cpu_offload: bool = False
+    activation_checkpointing: bool | set[type[Module]] | Literal["selective", "offload"] | Callable[..., Any] = False
+    compile: bool | dict[str, Any] = False
+    prefetch: int | Literal["auto"] = "auto"
+    track_grad_norm: bool = False
+    error_if_nonfinite: bool = False
+    process_group_backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | float = 30
+    start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
+    first_rank_setup: bool = False
+    save_distributed_checkpoint: bool | None = None
+    uneven_inputs: Literal["error", "pad"] = "error"
+    count_window_ahead: bool = False
+    async_checkpoint: bool = False
 
     def __post_init__(self) -> None:
-        self._check_choice("data_parallel", "fsdp2", "ddp")
-        self._check_choice("loss_reduction", "mean", "sum")
-        self._check_choice("uneven_inputs", "error", "pad")
+        for field in fields(self):
+            if field.type is bool or get_origin(field.type) is Literal:
+                self._check_choice(field.name, *(get_args(field.type) or (True, False)))
         self._check_choice("count", None, "tokens", "samples")
         self._check_choice("start_method", "popen", *multiprocessing.get_all_start_methods())
         self._check_choice("reshard_during_accumulation", True, False, "auto")
@@ -122,18 +92,15 @@ class StrategyOptions:
         self._check_integer("context_parallel_size", smallest=1)
         self._check_type("device_mesh", DeviceMesh | None, "a DeviceMesh (init_device_mesh makes one)")
         self._check_type("ddp_kwargs", dict | None, "a dictionary of keywords for DistributedDataParallel")
+        self._check_type("count_label_tokens", Callable | None, "a function of the batch")
         self._check_type("label_key", str, "the name of an entry of the batch")
         self._check_type("ignore_index", int, "a label value, such as -100")
         self._check_type("process_group_backend", str | None, "the name of a backend, such as 'gloo'")
         self._check_type("compile", bool | dict, "True, False or a dictionary of keywords for torch.compile")
         self._check_integer("label_shift", smallest=0)
-        for name in _SWITCHES:
-            self._check_choice(name, True, False)
         self._check_choice("save_distributed_checkpoint", True, False, None)
         if not isinstance(self.reshard_after_forward, bool):
             self._check_integer("reshard_after_forward", smallest=2)
-        if self.count_label_tokens is not None and not callable(self.count_label_tokens):
-            raise TypeError(f"count_label_tokens must be a function of the batch, got {self.count_label_tokens!r}.")
         if self.count == "samples" and self.count_label_tokens is not None:
             raise ValueError("count='samples' and count_label_tokens are two ways to tell the count: pass one of them.")
         policy, choice = self.auto_wrap_policy, self.activation_checkpointing
@@ -154,8 +121,7 @@ class StrategyOptions:
                 " move tensors to the host. Leave out one of them, or pass activation_checkpointing=True."
             )
         for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise TypeError(f"{name} must be a function, as in DDPStrategy, got {getattr(self, name)!r}.")
+            self._check_type(name, Callable | None, "a function, as in DDPStrategy")
         if self.ddp_comm_hook is not None and not self.count_window_ahead:
             raise ValueError(
                 "ddp_comm_hook needs count_window_ahead=True: without it, the gradients that the hook compresses are"
@@ -232,14 +198,12 @@ class StrategyOptions:
                 " (data_parallel_replicate_size=1)."
             )
         if not self.per_token_loss:
-            unused = self._changed({"loss_reduction": "mean", **_COUNTING_ONLY})
+            unused = self._changed(("loss_reduction", *_LABELS, *_COUNTERS))
             notes += [f"{name} has no effect with per_token_loss=False." for name in unused]
         elif self.count_label_tokens is not None or self.count == "samples":
             counter = "count='samples'" if self.count_label_tokens is None else "count_label_tokens"
-            counters = ("count", "count_label_tokens")
-            unused = self._changed({k: v for k, v in _COUNTING_ONLY.items() if k not in counters})
-            notes += [f"{name} has no effect beside {counter}." for name in unused]
+            notes += [f"{name} has no effect beside {counter}." for name in self._changed(_LABELS)]
         return notes
 
-    def _changed(self, defaults: dict[str, Any]) -> list[str]:
-        return [f.name for f in fields(self) if f.name in defaults and getattr(self, f.name) != defaults[f.name]]
+    def _changed(self, names: Collection[str]) -> list[str]:
+        return [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]

@@ -1,6 +1,5 @@
 """The strategy: its hooks in the order in which the Trainer calls them; each delegates to the module that does it."""
 
-import dataclasses
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -77,8 +76,8 @@ class AutomodelStrategy(ParallelStrategy):
         ignore_index: Label value of positions that the loss ignores.
         label_shift: Leading label positions per row that the loss drops; 1 for Hugging Face causal language models.
         count_label_tokens: ``batch -> int | Tensor``, the number of label tokens.
-        count: ``"samples"`` counts the rows of the batch's first tensor, for classifiers with ``(x, y)``. None and
-            ``"tokens"`` count label tokens, in one of the other ways.
+        count: ``"samples"`` counts the rows that all tensors of a batch have, for classifiers with ``(x, y)``. None
+            and ``"tokens"`` count label tokens, in one of the other ways.
         defer_fsdp_grad_sync: When FSDP2 reduces gradients. True: once per window. False: after each micro-batch, which
             takes less memory. ``"all_reduce"``: with replicas, reduce-scatter each time and all-reduce once.
         reshard_during_accumulation: False keeps parameters gathered from the first forward of a window to its last
@@ -202,7 +201,9 @@ class AutomodelStrategy(ParallelStrategy):
         presets: dict[str, tuple[str, dict[str, Any]]] = {
             "automodel": ("FSDP2", {}),
             "automodel_fsdp2": ("FSDP2", {"data_parallel": "fsdp2"}),
+            "automodel_fsdp2_samples": ("FSDP2 for classifiers", {"data_parallel": "fsdp2", "count": "samples"}),
             "automodel_ddp": ("DDP", {"data_parallel": "ddp"}),
+            "automodel_ddp_samples": ("DDP for classifiers", {"data_parallel": "ddp", "count": "samples"}),
             "automodel_hsdp": ("FSDP2, one replica per node", {"data_parallel_replicate_size": "auto"}),
             "automodel_fsdp2_offload": ("FSDP2 with shards in host memory", {"cpu_offload": True}),
         }
@@ -222,9 +223,9 @@ class AutomodelStrategy(ParallelStrategy):
         """
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        options = {field.name: getattr(self._options, field.name) for field in dataclasses.fields(self._options)}
-        AutomodelStrategy.__init__(copied, **options)
-        for name in ("accelerator", "checkpoint_io", "precision_plugin", "cluster_environment", "parallel_devices"):
+        AutomodelStrategy.__init__(copied, **vars(self._options))
+        # Not the properties, which create a default: a Trainer takes that for the user's choice.
+        for name in ("_accelerator", "_checkpoint_io", "_precision_plugin", "cluster_environment", "parallel_devices"):
             setattr(copied, name, getattr(self, name))
         copied.num_nodes = self.num_nodes
         if copied.cluster_environment is not None:
@@ -482,7 +483,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._run.patch_plugin()
         if fitting:
             lightning_internals.optimizers_to_device(self.optimizers, self.root_device)
-        self._log_description()
+        self._advice.say_once(summary(self.describe()), say=rank_zero_info)
 
     @override
     def model_to_device(self) -> None:
@@ -707,12 +708,13 @@ class AutomodelStrategy(ParallelStrategy):
         """Reduce a value over the ranks that hold different tokens (or ``group``), leaving the input as it is.
 
         A collective on the group: one all-reduce, without the barrier that Lightning's own strategies put before it.
-        The mean of integers is exact. Non-tensors are returned unchanged.
+        The mean of integers is exact. Non-tensors are returned unchanged. Of a ``DTensor``, the full one is reduced.
         """
         if not isinstance(tensor, Tensor) or self._mesh is None:
             return tensor
         if self._run is not None:
             self._run.inputs.check_reduction()
+        tensor = collectives.full(tensor)
         reduced = collectives.reduce_tensor(tensor, group or self._mesh.group, reduce_op, self.root_device)
         if self._run is not None and collectives.is_mean(reduce_op):
             return reduced * self._run.inputs.mean_factor()
@@ -879,10 +881,5 @@ class AutomodelStrategy(ParallelStrategy):
 
         Not a collective. Before the first set-up it holds only the options.
         """
-        options = {field.name: getattr(self._options, field.name) for field in dataclasses.fields(self._options)}
-        if self._run is None:
-            return {"options": options, **self._reported_by_workers.get("description", {})}
-        return {"options": options, **self._run.describe()}
-
-    def _log_description(self) -> None:
-        self._advice.say_once(summary(self.describe()), say=rank_zero_info)
+        described = self._reported_by_workers.get("description", {}) if self._run is None else self._run.describe()
+        return {"options": dict(vars(self._options)), **described}

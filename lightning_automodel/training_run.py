@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
@@ -22,11 +22,12 @@ from lightning_automodel.data.fillers import FillerState
 from lightning_automodel.data.sequence_slices import SHIFTED_LABELS, SequenceSlices
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
+from lightning_automodel.distributed.collectives import log_full
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients.clipping import GradientClipper
 from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
 from lightning_automodel.gradients.optimizer_watch import OptimizerWatch
-from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting, WindowTotals
+from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting, WindowTotals, count_samples
 from lightning_automodel.gradients.windows import GradientWindows, optimizer_parameters
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
@@ -93,6 +94,7 @@ class TrainingRun:
         self.engine = self._make_engine()
         self.model = self.engine.setup(module, fitting, self._give_values)
         tensor_parallel.synchronize_metrics(module, mesh, self.patches)
+        self.patches.set(module, "log", partial(log_full, module.log))
         advice.about_wrap_policy(options.auto_wrap_policy, self.engine.describe())
         self.weighting = self._make_weighting()
         self._scaling = self._make_scaling()
@@ -154,7 +156,7 @@ class TrainingRun:
             label_key=SHIFTED_LABELS if is_shifted else options.label_key,
             ignore_index=options.ignore_index,
             label_shift=0 if is_shifted else options.label_shift,
-            count_label_tokens=extract_batch_size if options.count == "samples" else options.count_label_tokens,
+            count_label_tokens=count_samples if options.count == "samples" else options.count_label_tokens,
         )
 
     def _make_scaling(self) -> LossScaling:
@@ -292,7 +294,7 @@ class TrainingRun:
         """Called when a training step is about to run on ``batch``."""
         self._batch, self._counted = batch, {}
         # Only in the first window, since it reads the device.
-        is_checked = self.windows.last_step is None and not (self.inputs.is_filler or self._draws_its_batches)
+        is_checked = self.windows.last_step is None and not self.inputs.is_filler
         if self._ahead is not None and is_checked:
             self.weighting.check_unchanged(batch, self._ahead.count)
         self.engine.start_forward(batch)
@@ -304,20 +306,20 @@ class TrainingRun:
         if self.inputs.is_filler:
             self._count = 0
         elif self._ahead is None:
-            self._count = self.weighting.count(self._batch, output)
+            self._count = self._checked_count(output)
         else:
-            self._ahead.check_drawn()
             self.weighting.check_returned_count(output, self._ahead.count, reads_device=self.windows.last_step is None)
             self._count = self._ahead.count
         self._aux_loss = self.weighting.aux_loss(output, self._ahead is not None)
-        self.advice.about_count(self.module, self.weighting, self._batch, output)
+        self.advice.about_count(self.module, self.weighting, output)
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """See :meth:`AutomodelStrategy.evaluated`."""
         if self._context is not None:
             batch = self._context.slices.slice(batch)  # the output is that of the slice
+            self._context.check_count(self.weighting, batch, output, step)
         sums = self.weighting.evaluated(batch, output, step)
-        self.advice.about_count(self.module, self.weighting, batch, output)
+        self.advice.about_count(self.module, self.weighting, output)
         return sums
 
     @contextmanager
@@ -400,7 +402,12 @@ class TrainingRun:
         given = {"num_label_tokens": kwargs.pop("num_label_tokens")} if "num_label_tokens" in kwargs else None
         if given is None and self._options.per_token_loss:
             self._check_not_counted_before()
-        return self.weighting.count(self._batch, given), 1
+        return self._checked_count(given), 1
+
+    def _checked_count(self, output: Any) -> Count:
+        if self._context is not None:
+            self._context.check_count(self.weighting, self._batch, output, "training_step")
+        return self.weighting.count(self._batch, output)
 
     def _check_not_counted_before(self) -> None:
         """Refuse chunks of a batch that would each weigh as all of it.
@@ -487,23 +494,18 @@ class TrainingRun:
 
     def describe(self) -> dict[str, Any]:
         """What was decided for this run, and why."""
+        counted = "samples" if self._options.count == "samples" else "label tokens"
         return {
             "data_parallel": self._options.data_parallel,
             "mesh": self._mesh.sizes_by_name(),
             "gradient_divisor": self._mesh.sizes.divisor,
-            "gradient_denominator": self._denominator(),
+            "gradient_denominator": counted if self._options.per_token_loss else "micro-batches",
             "precision": precision.describe_dtypes(self.plugin, self.module, self.policy),
             "tensors_created_without_values": len(self._without_values),
             "activation_checkpointing": self._checkpointed.names,
             "compiled": self._compiled,
             **self.engine.describe(),
         }
-
-    def _denominator(self) -> str:
-        """What is counted for the denominator of a window's gradients."""
-        if not self._options.per_token_loss:
-            return "micro-batches"
-        return "samples" if self._options.count == "samples" else "label tokens"
 
     def interrupt(self) -> None:
         """Clean up after an exception: drop open windows and the data of the current step."""

@@ -86,6 +86,9 @@ trainer.save_checkpoint("last.ckpt")
 trainer = Trainer(strategy=AutomodelStrategy(data_parallel="ddp"))
 model, datamodule = module, loader
 """,
+    "docs/tell_the_count.md": """
+Shown.image_tower, Shown.text_tower = lambda self, x: self.model(x), lambda self, y: self.model(F.one_hot(y, 4).float())
+""",
     "docs/token_loss.md": """
 from examples.packing import Packer
 documents = [{name: row for name, row in zip(batch, rows)} for batch in batches() for rows in zip(*batch.values())]

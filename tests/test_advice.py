@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import nn
 
 from lightning_automodel.advice import Advice, summary
-from lightning_automodel.gradients.token_loss import TokenWeighting
+from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 
 
 def test_summary_is_one_line() -> None:
@@ -41,7 +40,7 @@ def test_summary_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("weight", "weighting", "output", "warns"),
     [
-        (torch.ones(3), TokenWeighting(count_label_tokens=extract_batch_size), None, True),
+        (torch.ones(3), TokenWeighting(count_label_tokens=count_samples), None, True),
         (torch.ones(3), TokenWeighting(), None, True),
         (torch.ones(3), TokenWeighting(), {"num_label_tokens": 1}, False),
         (torch.ones(3), TokenWeighting(count_label_tokens=len), None, False),
@@ -61,6 +60,6 @@ def test_class_weights_are_no_count_of_labels(
     loss = nn.CrossEntropyLoss(torch.ones(3) if is_sum else weight, reduction="sum" if is_sum else "mean")
     model = nn.Sequential(nn.Linear(2, 3), loss)
     for _ in range(2):
-        advice.about_count(model, weighting, {"labels": torch.zeros(2)}, output)
+        advice.about_count(model, weighting, output)
     assert len(said) == warns
     assert all("Sequential.1 divides by the class weights of its labels" in message for message in said)

@@ -313,3 +313,8 @@ def test_beside_context_parallelism(options: dict[str, Any], named: str) -> None
     with pytest.raises(ValueError, match="does not work with") as raised:
         AutomodelStrategy(context_parallel_size=2, **options)
     assert str(raised.value) == message
+
+
+def test_both_places_with_defaults_agree() -> None:
+    """The signature of the strategy, and what counts as changed."""
+    assert StrategyOptions() == StrategyOptions(**AutomodelStrategy().describe()["options"])

@@ -80,13 +80,17 @@ class SequenceSlices:
         length = positions.shape[-1]
         return F.pad(begins.cumsum(-1), (0, self.chunk_length(length) * self._num_chunks - length), value=-1)
 
-    def slice(self, batch: Any) -> MutableMapping[str, Any]:
+    def slice(self, batch: Any, cuts: bool = True) -> MutableMapping[str, Any]:
         """A copy of a batch with this rank's slice of each sequence.
 
-        ``input_ids``, labels, ``position_ids`` and ``attention_mask`` [..., s] are sliced; other entries are unchanged.
-        Missing position ids are created. With a ``label_shift`` labels are shifted before slicing, so that the last
-        token of a slice keeps its label, which is in the next slice. They are then stored as ``shift_labels``, and
-        reading ``labels`` raises.
+        ``input_ids``, labels, ``position_ids``, ``attention_mask`` [..., s] and all entries that have the shape of
+        ``input_ids`` are sliced; other entries are unchanged. Missing position ids are created. With a ``label_shift``
+        labels are shifted before slicing, so that the last token of a slice keeps its label, which is in the next
+        slice. They are then stored as ``shift_labels``, and reading ``labels`` raises.
+
+        Args:
+            batch: The whole batch.
+            cuts: False leaves the sequences whole, with the same entries otherwise.
 
         Raises:
             TypeError: If the batch is not a mapping.
@@ -106,10 +110,10 @@ class SequenceSlices:
                     shifted, (0, length - shifted.shape[-1]), value=self._padding[self._label_key]
                 )
             sliced[self._label_key] = ShiftedAway()
-        for key, padding in self._padding.items():
-            if isinstance(tensor := sliced.get(key), Tensor):
+        for key, tensor in sliced.items() if cuts else ():
+            if isinstance(tensor, Tensor) and (key in self._padding or tensor.shape == batch[_IDS].shape):
                 self._check(key, tensor, length)
-                sliced[key] = self._cut(tensor, padding)
+                sliced[key] = self._cut(tensor, self._padding.get(key, 0))
         return sliced
 
     def _check(self, key: str, tensor: Tensor, length: int) -> None:

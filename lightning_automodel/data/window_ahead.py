@@ -6,7 +6,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 
-from lightning_automodel import lightning_internals
 from lightning_automodel.data.draws import Draw, Draws, LoaderProxy
 from lightning_automodel.data.exchange import Exchange
 from lightning_automodel.gradients.token_loss import WindowTotals
@@ -33,8 +32,6 @@ class WindowAhead:
     ) -> None:
         self._trainer, self._group, self._copies, self._draws = trainer, group, copies, draws
         self._draws.count = count
-        step = trainer.lightning_module.training_step
-        self._draws_in_step = lightning_internals.draws_its_batches(step)
         self._window: list[Draw] = []
         self._own_micro_batches = 0
         self._sent: Exchange
@@ -50,20 +47,16 @@ class WindowAhead:
         This then starts a collective over the group, without waiting for it: windows of all ranks begin together.
 
         Args:
-            draw: The batch's draw; None if the step draws it itself.
+            draw: The batch's draw; None if the loader has no proxy.
 
         Raises:
             ValueError: If batches come from several loaders.
         """
-        if type(self._trainer.train_dataloader) is not LoaderProxy:
+        if draw is None or type(self._trainer.train_dataloader) is not LoaderProxy:
             raise ValueError(
                 "count_window_ahead=True draws from one training loader, not from a list, a dictionary or a"
                 " CombinedLoader of them: combine their data in one Dataset, or leave it out."
             )
-        if self._draws_in_step:
-            draw = next(iter(self._draws.ahead(1)), None)
-        if draw is None:
-            return  # the data has ended, as the step will notice
         if draw not in self._window:
             self._begin_window(draw)
         self.count = draw.count
@@ -73,26 +66,10 @@ class WindowAhead:
         index = trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
         accumulate = trainer.accumulate_grad_batches
         size = int(min(accumulate - index % accumulate, trainer.num_training_batches - index))
-        if self._draws_in_step:
-            self._window = self._draws.ahead(size)
-        else:
-            self._window = [draw, *prefetched, *self._draws.ahead(size - 1 - len(prefetched))][:size]
+        self._window = [draw, *prefetched, *self._draws.ahead(size - 1 - len(prefetched))][:size]
         own = [each.count for each in self._window if not (each.is_none or each.is_filler)]
         self._own_micro_batches = len(own)
         self._sent = Exchange(self._group, sum(own), len(own))
-
-    def check_drawn(self) -> None:
-        """Check, after a training step that draws its batches itself, that it drew the one counted.
-
-        Raises:
-            RuntimeError: If it did not draw exactly one.
-        """
-        drawn = len(self._draws.handed_out)
-        if self._draws_in_step and drawn != 1:
-            raise RuntimeError(
-                f"training_step(dataloader_iter) has drawn {drawn} batches, and count_window_ahead=True has counted"
-                " one for each step: draw one, or leave it out."
-            )
 
     def totals(self) -> WindowTotals:
         """Totals of the window that has begun. Waits until all ranks have begun it."""

@@ -2,12 +2,15 @@
 
 import logging
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed import connections, process_group
 from lightning_automodel.distributed.process_group import group_rank, group_size
@@ -98,6 +101,16 @@ def broadcast_object(value: Any, src: int) -> Any:
     values = [value]
     dist.broadcast_object_list(values, src)
     return values[0]
+
+
+def full(tensor: Tensor) -> Tensor:
+    """All of a ``DTensor``, detached; a collective over its mesh. Other tensors are returned unchanged."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def log_full(log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    """Call the ``log`` of a LightningModule with full tensors: reading a ``DTensor`` gives one rank's part of it."""
+    log(name, apply_to_collection(value, DTensor, full), *args, **kwargs)
 
 
 def reduce_tensor(

@@ -1,8 +1,8 @@
 """Counting label tokens, and weighing each micro-batch by them."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
 
@@ -94,14 +94,11 @@ class TokenWeighting:
             return check_count(self.count_label_tokens(batch), "what count_label_tokens(batch) returned")
         if self._has_labels(batch):
             return self.count_labels(batch[self.label_key])
-        samples = (
-            " If each row is one sample, as for a classifier or a GAN, pass AutomodelStrategy(count='samples'); with"
-            " class weights return the sum of those of the labels as num_label_tokens instead."
-        )
         raise ValueError(
             "AutomodelStrategy weighs each micro-batch by its number of label tokens and found no count"
-            f" (the batch is {_described(batch)}).{samples if isinstance(batch, (tuple, list)) else ''} Give it in one"
-            " of three ways: return {'loss': loss, 'num_label_tokens': n}"
+            f" (the batch is {_described(batch)}). If each row is one sample, as for a classifier or a GAN, pass"
+            " AutomodelStrategy(count='samples'); with class weights return the sum of those of the labels as"
+            " num_label_tokens instead. Give it in one of three ways: return {'loss': loss, 'num_label_tokens': n}"
             f" from {step} (manual optimization: self.manual_backward(loss, num_label_tokens=n)); pass"
             f" count_label_tokens=<function of the batch>; or put labels under batch[{self.label_key!r}] with"
             f" {self.ignore_index} where the loss ignores them (label_key=, ignore_index=). If every micro-batch"
@@ -179,10 +176,10 @@ class TokenWeighting:
             raise TypeError(f"'aux_loss' must be a tensor of one element, a part of 'loss', got {aux!r}.")
         return aux.reshape(())
 
-    def counts_labels_of(self, batch: Any, output: Any = None) -> bool:
-        """Whether :meth:`count` counts the labels of the batch, as the user gives no count."""
-        is_given = has_count(output) or self.count_label_tokens is not None
-        return self.per_token_loss and not is_given and self._has_labels(batch)
+    def num_labels(self, batch: Mapping[str, Any]) -> float | None:
+        """Labels of the batch that the loss uses; None without labels. Reads the device."""
+        labels = batch.get(self.label_key)
+        return float(self.count_labels(labels)) if isinstance(labels, Tensor) else None
 
     def _has_labels(self, batch: Any) -> bool:
         return isinstance(batch, Mapping) and self.label_key in batch
@@ -277,12 +274,7 @@ def contains_hugging_face_causal_lm(module: nn.Module) -> bool:
     """
     shifting = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
     models = outermost_hugging_face_models(module)
-    return any(type(m).__name__.endswith(shifting) and not _is_encoder_decoder(m) for m in models)
-
-
-def contains_hugging_face_encoder_decoder(module: nn.Module) -> bool:
-    """Whether a Hugging Face encoder-decoder, whose own loss uses every label, is at or below ``module``."""
-    return any(_is_encoder_decoder(model) for model in outermost_hugging_face_models(module))
+    return any(type(m).__name__.endswith(shifting) and not is_encoder_decoder(m) for m in models)
 
 
 def outermost_hugging_face_models(module: nn.Module) -> list[nn.Module]:
@@ -292,7 +284,8 @@ def outermost_hugging_face_models(module: nn.Module) -> list[nn.Module]:
     return [model for child in module.children() for model in outermost_hugging_face_models(child)]
 
 
-def _is_encoder_decoder(model: nn.Module) -> bool:
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether a Hugging Face model is an encoder-decoder, whose own loss uses every label."""
     return bool(getattr(model.config, "is_encoder_decoder", False))
 
 
@@ -312,6 +305,38 @@ def check_count(count: Any, source: str) -> Count:
     if not 0 <= number < math.inf:
         raise ValueError(f"{source} must be finite and not negative, got {count}.")
     return number
+
+
+def count_samples(batch: Any) -> int:
+    """Rows of a batch: the first dimension of its tensors, which must agree in it.
+
+    Scalars, and tensors [1, ...] of two or more dimensions, may stand beside the rest. 1 if there is nothing else.
+
+    Raises:
+        ValueError: If the tensors disagree, or there is none.
+    """
+    tensors = list(_tensors(batch))
+    sizes = [tensor.size(0) for tensor in tensors if tensor.ndim and (tensor.ndim == 1 or tensor.size(0) != 1)]
+    if len(set(sizes)) > 1 or not tensors:
+        found = f"first dimensions of {', '.join(map(str, dict.fromkeys(sizes)))}" if tensors else "no tensors"
+        raise ValueError(
+            "count='samples' counts the rows that all tensors of a batch have in common, and this one"
+            f" ({_described(batch)}) has {found}: pass count_label_tokens=<function of the batch> instead, or return"
+            " {'loss': loss, 'num_label_tokens': n} from the step."
+        )
+    return sizes[0] if sizes else 1
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in containers and dataclasses, as Lightning finds them when it looks for a batch's size."""
+    if isinstance(value, Tensor):
+        yield value
+    elif is_dataclass(value) and not isinstance(value, Iterable):
+        for each in fields(value):
+            yield from _tensors(getattr(value, each.name))
+    elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(entry)
 
 
 class WindowSums:

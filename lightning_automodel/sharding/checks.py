@@ -54,10 +54,12 @@ def check_training(module: pl.LightningModule, accumulate_grad_batches: int, cou
         ValueError: If ``accumulate_grad_batches`` is below 1, if a window's batches cannot be counted ahead, or if
             automatic optimization has nothing to train.
     """
-    if counts_ahead and not module.automatic_optimization:
+    if counts_ahead and (
+        not module.automatic_optimization or lightning_internals.draws_its_batches(module.training_step)
+    ):
         raise ValueError(
-            "count_window_ahead=True needs automatic optimization: under manual optimization the batches of a window"
-            " are not known ahead. Leave it out."
+            "count_window_ahead=True needs automatic optimization, and a training_step that takes the batch instead of"
+            " a dataloader_iter: otherwise the batches of a window are not known ahead. Leave it out."
         )
     if accumulate_grad_batches < 1:
         raise ValueError(

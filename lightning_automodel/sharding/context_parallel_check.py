@@ -172,7 +172,7 @@ class FirstStepCheck:
         calls = {names[each]: (each, call) for each, call in self._calls.items() if beginning.covers(call.arguments)}
         self._calls = {}
         # Ranks may have called different modules, or some with arguments that cannot be sliced.
-        told = _from_all(list(calls))
+        told = from_all(list(calls))
         common = [name for name in told[0] if all(name in others for others in told)]
         found: list[tuple[int, int, str, float]] = []
         for index, name in enumerate(common):
@@ -181,8 +181,8 @@ class FirstStepCheck:
             if differing is not None:
                 order, submodule, error = differing
                 found.append((index, order, f"{name}.{submodule}".strip("."), error))
-        all_found = [each for told in _from_all(found) for each in told]
-        if any(_from_all(self._draws)):
+        all_found = [each for told in from_all(found) for each in told]
+        if any(from_all(self._draws)):
             return self._advice("draws random numbers in evaluation mode too, which differ from slice to slice")
         if all_found:
             *_, name, error = min(all_found)
@@ -283,9 +283,10 @@ class FirstStepCheck:
                 lightning_internals.set_metric_state(metric, state)
 
 
-def _from_all(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+def from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The picklable value of each rank of the group, or of all ranks. A collective over them."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values
 
 

@@ -1,19 +1,23 @@
 """The Trainer's steps on slices of sequences."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from numbers import Real
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_automodel.data.sequence_slices import SequenceSlices
+from lightning_automodel.gradients.token_loss import TokenWeighting, has_count
 from lightning_automodel.sharding import context_parallel
 from lightning_automodel.sharding.context_parallel import Slices
-from lightning_automodel.sharding.context_parallel_check import FirstStepCheck
+from lightning_automodel.sharding.context_parallel_check import FirstStepCheck, from_all
 from lightning_automodel.sharding.tensor_parallel import check_same_batch
 from lightning_automodel.sharding.units import class_name
 
@@ -62,6 +66,8 @@ class ContextParallelSteps:
         self._shape = torch.Size()
         self._is_first = True
         self._watched: set[str] = set()
+        self._whole: Any = None
+        self._counted: set[str] = set()
 
     def slice(self, batch: Any) -> Any:
         """Cut this rank's slice out of the batch of the next step; see :meth:`SequenceSlices.slice`.
@@ -81,8 +87,32 @@ class ContextParallelSteps:
             self.slices.documents(batch),
         )
         sliced = self.slices.slice(batch)
-        self._shape = sliced["input_ids"].shape
+        self._shape, self._whole = sliced["input_ids"].shape, batch
         return sliced
+
+    def check_count(self, weighting: TokenWeighting, batch: Any, output: Any, step: str) -> None:
+        """Raise if the label tokens of the step whose batch was sliced last are not counted in the slice.
+
+        A collective until a count is not 0: in training over all ranks, in evaluation over the group. After that it
+        does nothing. If it raises, it does so on every rank of the collective.
+        """
+        whole, self._whole = self._whole, None
+        if step in self._counted or whole is None:
+            return
+        own = float(weighting.count(batch, output, step)), weighting.num_labels(batch)
+        told = from_all(own, self._group)
+        own_counts = [count for count, _ in told]
+        found = _miscounted(weighting, told, batch, self.slices.slice(whole, cuts=False), output)
+        for problem, counts in from_all((found, own_counts), None if step == "training_step" else self._group):
+            if problem is not None:
+                raise ValueError(
+                    f"The {len(counts)} ranks that share a batch count {', '.join(f'{each:g}' for each in counts)} for"
+                    f" {step}, and {problem}. Each must count its slice, since the counts are added: count in the batch"
+                    " that the step gets, where entries of the shape of batch['input_ids'] are slices; with a"
+                    " label_shift, in its batch['shift_labels']."
+                )
+            if any(counts):
+                self._counted.add(step)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -126,3 +156,27 @@ class ContextParallelSteps:
             self._check.is_paused = False
             if slices is not None:
                 slices.num_calls = num_calls
+
+
+def _miscounted(
+    weighting: TokenWeighting, told: list[tuple[float, float | None]], batch: Any, whole: Any, output: Any
+) -> str | None:
+    """Why the ``told`` counts and labels of a batch's slices cannot be counts of slices; None if they can.
+
+    A function is asked about the whole batch too: its slices must add up to that, with weights as well. What a step
+    returned is wrong if it is the same on all ranks, a number of the whole batch, and not that of each slice's labels.
+    """
+    counts, labels = zip(*told, strict=True)
+    if not has_count(output):
+        of_whole = torch.as_tensor(weighting.count(whole))
+        tolerance = 8 * torch.finfo(of_whole.dtype).eps if of_whole.is_floating_point() else 0.0
+        if math.isclose(sum(counts), of_whole, rel_tol=tolerance):
+            return None
+        return f"{float(of_whole):g} for the whole batch"
+    if counts == labels or len(set(counts)) > 1 or counts[0] == 0:
+        return None
+    numbers = {key: value for key, value in batch.items() if value is whole[key] and isinstance(value, Real | Tensor)}
+    known = {f"batch[{key!r}]": torch.as_tensor(value).sum().item() for key, value in numbers.items()}
+    known["the number of labels"] = weighting.num_labels(whole) or 0.0
+    same = [name for name, number in known.items() if number == counts[0]]
+    return f"that is {same[0]} of the whole batch" if same else None

@@ -29,14 +29,8 @@ def _batches(count: int = CASE.num_batches) -> list[Any]:
     return [dict(batch) for batch in micro_batches(CASE)[dist.get_rank()][:count]]
 
 
-class DrawsItsBatches(LabelledModule):
-    def training_step(self, dataloader_iter: Any) -> Any:
-        batch, _, _ = next(dataloader_iter)
-        return {"loss": self(batch), "num_label_tokens": (batch["labels"] != -100).sum()}
-
-
 def _fit(kind: str, ahead: bool, **options: Any) -> dict[str, Tensor]:
-    module: Any = DrawsItsBatches() if kind == "dataloader_iter" else LabelledModule()
+    module = LabelledModule()
     settings: dict[str, Any] = {"accumulate_grad_batches": 3, "max_epochs": 2}
     batches: list[Any] = _batches()
     if kind == "none":
@@ -55,7 +49,7 @@ def _fit(kind: str, ahead: bool, **options: Any) -> dict[str, Tensor]:
     return full_weights(module.model)
 
 
-KINDS = ("stream", "workers", "limit", "scheduler", "none", "validation in mid-window", "dataloader_iter")
+KINDS = ("stream", "workers", "limit", "scheduler", "none", "validation in mid-window")
 
 
 IN_THE_SWEEP = ("workers", "limit", "validation in mid-window")
@@ -214,9 +208,8 @@ class LengthensTheWindow(LabelledModule):
         return self(batch)
 
 
-class DrawsTwo(LabelledModule):
+class DrawsItsBatches(LabelledModule):
     def training_step(self, dataloader_iter: Any) -> Any:
-        next(dataloader_iter)
         return self(next(dataloader_iter)[0])
 
 
@@ -249,7 +242,7 @@ AHEAD = {"count_window_ahead": True}
         (ReturnsModelOutput, AHEAD, r"model.config.router_aux_loss_coef \* out.aux_loss"),
         (ReturnsAnotherCount, AHEAD, r"num_label_tokens=1234, and .* has counted \d+ in its batch"),
         (LengthensTheWindow, AHEAD, r"counted ahead as \d micro-batches .* ends after 3 backward"),
-        (DrawsTwo, AHEAD, "has drawn 2 batches"),
+        (DrawsItsBatches, AHEAD, "takes the batch instead of a dataloader_iter"),
         (StepsInBackward, {}, "13 parameters have post-accumulate-gradient hooks .*pass count_window_ahead=True"),
         (StepsInBackward, {**AHEAD, "data_parallel": "ddp"}, "before they are averaged over ranks"),
         (LabelledModule, {**AHEAD, "label_key": "targets"}, "counts a batch before training_step sees it"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_automodel import reduce_loss
-from lightning_automodel.gradients.token_loss import TokenWeighting, WindowSums
+from lightning_automodel.gradients.token_loss import TokenWeighting, WindowSums, count_samples
 
 CPU = torch.device("cpu")
 LABELS = torch.tensor([[3, -100, 5, 1], [-100, -100, -100, 2]])
@@ -71,8 +73,56 @@ def test_no_way_of_counting(batch: Any, output: Any) -> None:
         "pass count_label_tokens=<function of the batch>",
         "put labels under batch['y'] with -7 where the loss ignores them (label_key=, ignore_index=)",
         "pass per_token_loss=False",
+        "AutomodelStrategy(count='samples'); with class weights",
     ):
         assert way in message
+
+
+@dataclass
+class Molecules:
+    """As chemprop batches graphs: atoms and bonds of all molecules, one target for each molecule."""
+
+    atoms: Tensor
+    targets: Tensor
+
+
+IMAGES, ROWS = torch.ones(4, 3, 8, 8), torch.ones(4, dtype=torch.long)
+SAMPLES: dict[str, tuple[Any, int]] = {
+    "a pair": ([IMAGES, ROWS], 4),
+    "a dictionary": ({"input_ids": IMAGES[:, 0, 0], "labels": ROWS}, 4),
+    "a BatchEncoding": (UserDict({"input_ids": IMAGES[:, 0, 0], "labels": ROWS}), 4),
+    "a dataclass": (Molecules(IMAGES, ROWS), 4),
+    "nested": ({"image": [IMAGES, {"row": ROWS}], "names": ["one", "two"]}, 4),
+    "a scalar first": ((torch.tensor(7), IMAGES, ROWS), 4),
+    "a broadcast tensor first": ((torch.ones(1, 8, 8), IMAGES, ROWS), 4),
+    "one tensor": (IMAGES, 4),
+    "batch size 1": ((IMAGES[:1], ROWS[:1], torch.tensor(7)), 1),
+    "nothing but a broadcast tensor": ((torch.ones(1, 8), torch.tensor(7)), 1),
+    "an empty batch": ((IMAGES[:0], ROWS[:0]), 0),
+}
+
+
+@pytest.mark.parametrize(("batch", "count"), SAMPLES.values(), ids=SAMPLES)
+def test_samples(batch: Any, count: int) -> None:
+    assert count_samples(batch) == count
+
+
+NOT_SAMPLES: dict[str, tuple[Any, str]] = {
+    "graphs": (Molecules(torch.ones(9, 5), ROWS), "(a Molecules) has first dimensions of 9, 4"),
+    "lengths beside one sequence of all": ((torch.ones(9), torch.ones(2), torch.ones(2)), "first dimensions of 9, 2"),
+    "sequence first": ((torch.ones(6, 4, 2), ROWS), "first dimensions of 6, 4"),
+    "two views": ({"x": torch.ones(8, 3), "y": ROWS}, "(a dict with the keys ['x', 'y']) has first dimensions of 8, 4"),
+    "one row beside more": ((torch.ones(1), IMAGES), "first dimensions of 1, 4"),
+    "no tensors": (["a text", "another"], "(a list) has no tensors"),
+}
+
+
+@pytest.mark.parametrize(("batch", "shown"), NOT_SAMPLES.values(), ids=NOT_SAMPLES)
+def test_tensors_that_disagree_about_samples(batch: Any, shown: str) -> None:
+    with pytest.raises(ValueError, match="count='samples' counts the rows that all tensors") as raised:
+        count_samples(batch)
+    assert shown in str(raised.value)
+    assert "pass count_label_tokens=<function of the batch> instead, or return" in str(raised.value)
 
 
 @pytest.mark.parametrize("labels", [[1, 2, -100], "text", None, 3])

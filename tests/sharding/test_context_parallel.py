@@ -76,7 +76,7 @@ class Run:
             "loss_reduction": self.loss_reduction,
             "activation_checkpointing": self.recompute,
         }
-        if self.told == "callable":
+        if self.told in ("callable", "weights"):
             options["count_label_tokens"] = functools.partial(count_used, self)
         if self.layout == "ddp":
             return {**options, "data_parallel": "ddp"}
@@ -141,7 +141,9 @@ def used_labels(run: Run, batch: Batch) -> Tensor:
     return batch["shift_labels" if run.label_shift else "labels"]
 
 
-def count_used(run: Run, batch: Batch) -> int:
+def count_used(run: Run, batch: Batch) -> int | float:
+    if "weights" in run.told:
+        return batch["weights"].sum().item()
     return int((used_labels(run, batch) != -100).sum())
 
 
@@ -159,11 +161,16 @@ class DecoderModule(LightningModule):
 
     def loss(self, batch: Batch, reduction: str) -> Tensor:
         logits, labels = self.model(batch), used_labels(self.run, batch)
+        if "weights" in self.run.told:
+            losses = (
+                F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") * batch["weights"].flatten()
+            )
+            return losses.sum() / (batch["weights"].sum().clamp(min=1e-9) if reduction == "mean" else 1)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         loss = self.loss(batch, self.run.loss_reduction)
-        if self.run.told == "returned":
+        if self.run.told.startswith("returned"):
             return {"loss": loss, "num_label_tokens": count_used(self.run, batch)}
         return loss
 
@@ -210,6 +217,8 @@ def make_batch(run: Run, rng: random.Random, is_empty: bool) -> Batch:
         labels[batch["attention_mask"] == 0] = -100
     if is_empty:
         labels[:] = -100
+    if "weights" in run.told:
+        batch["weights"] = torch.rand(labels.shape, generator=generator).double() * (labels != -100)
     return batch
 
 
@@ -277,7 +286,7 @@ def check(pool: RankPool, run: Run) -> None:
     last_window = (run.num_batches - 1) % run.accumulation + 1
     for trained, report in pool.run(fit, run):
         assert weight_error(Outcome(trained, None), Outcome(weights, None)) <= TOLERANCE
-        assert report["num_label_tokens"] == count
+        assert report["num_label_tokens"] == int(count)
         assert report["num_micro_batches"] == last_window * run.num_ranks
         assert math.isnan(report["loss"]) if count == 0 else report["loss"] == pytest.approx(loss, rel=TOLERANCE)
 
@@ -322,6 +331,12 @@ def draw_runs(seed: int, count: int) -> list[Run]:
 def test_two_ranks(pool2: RankPool) -> None:
     """Slices without any label among them."""
     check(pool2, Run(gap="micro_batches", clipping="norm"))
+
+
+@pytest.mark.parametrize("told", ["weights", "returned weights"])
+def test_weights_of_labels(pool2: RankPool, told: str) -> None:
+    """An entry of the shape of the tokens is sliced, and its sum is a count."""
+    check(pool2, Run(told=told, gap="micro_batches", num_batches=3))
 
 
 def test_two_by_two(pool4: RankPool) -> None:
@@ -483,7 +498,36 @@ class DrawsItself(DecoderModule):
         return super().training_step(next(dataloader_iter)[0], 0)
 
 
+class CountsWhole(DecoderModule):
+    """Returns the number of labels of the whole batch."""
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self.count = (batch["labels"] != -100).sum()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "num_label_tokens": self.count}
+
+
+class CountsEntry(DecoderModule):
+    """Returns an entry that is not sliced."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "num_label_tokens": batch["num_tokens"].sum()}
+
+
+class CountsEntryByHand(CountsEntry):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+        output = super().training_step(batch, batch_idx)
+        self.manual_backward(output["loss"], num_label_tokens=output["num_label_tokens"])
+
+
 IDS = torch.ones(1, 4, dtype=torch.long)
+TWO = {"input_ids": IDS.expand(2, 4), "labels": IDS.expand(2, 4), "num_tokens": torch.tensor([4, 3])}
+"""Two rows, and a count that is not the number of labels."""
 
 
 def refused(
@@ -506,6 +550,23 @@ REFUSED = {
         "slices the last dimension of batch['attention_mask'], which has the shape [1, 1, 1, 4]",
         batch={"input_ids": IDS, "labels": IDS, "attention_mask": IDS[None, None]},
     ),
+    "counted by a function of the whole": refused(
+        "share a batch count 7, 7 for training_step, and 7 for the whole batch. Each must count its slice",
+        batch=TWO,
+        count_label_tokens=lambda batch: batch["num_tokens"].sum(),
+    ),
+    "shifted by a function": refused(
+        "share a batch count 2, 2 for training_step, and 6 for the whole batch",
+        batch=TWO,
+        count_label_tokens=lambda batch: batch["labels"][:, 1:].numel(),
+    ),
+    "returned of the whole": refused(
+        "share a batch count 8, 8 for training_step, and that is the number of labels of the whole batch",
+        CountsWhole,
+        batch=TWO,
+    ),
+    "returned of an entry": refused("and that is batch['num_tokens'] of the whole batch", CountsEntry, batch=TWO),
+    "told of an entry": refused("and that is batch['num_tokens'] of the whole batch", CountsEntryByHand, batch=TWO),
     "unequal batches": Refused(
         lambda: DecoderModule(Run()),
         "The context-parallel ranks [0, 1] were given different first",
@@ -521,6 +582,40 @@ def refusals() -> dict[str, str]:
 
 def test_what_would_be_wrong_in_slices_is_refused(pool2: RankPool) -> None:
     check_refused(pool2, refusals, REFUSED)
+
+
+class EvaluatesEntry(DecoderModule):
+    def validation_step(self, batch: Batch, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch, "mean"), "num_label_tokens": batch["num_tokens"].sum()}
+
+
+def evaluate_entry() -> str:
+    """Runs on every rank: what is raised."""
+    trainer = make_trainer(AutomodelStrategy(context_parallel_size=2), callbacks=[EvaluationLoss()])
+    with pytest.raises(ValueError, match="share a batch") as raised:
+        trainer.validate(EvaluatesEntry(Run()), DataLoader([TWO], batch_size=None), verbose=False)
+    return str(raised.value)
+
+
+def test_counts_of_whole_batches_in_evaluation(pool2: RankPool) -> None:
+    for message in pool2.run(evaluate_entry):
+        assert "count 7, 7 for validation_step, and that is batch['num_tokens'] of the whole batch" in message
+
+
+def fit_entries() -> str:
+    """Runs on every rank: what is raised if only the last two ranks' first batch shows it."""
+    told = torch.tensor([4, 3]) * (dist.get_rank() // 2)
+    with pytest.raises(ValueError, match="share a batch") as raised:
+        make_trainer(AutomodelStrategy(context_parallel_size=2)).fit(
+            CountsEntry(Run()), DataLoader([{**TWO, "num_tokens": told}] * 2, batch_size=None)
+        )
+    return str(raised.value)
+
+
+@pytest.mark.sweep
+def test_all_ranks_raise_for_one_batch(pool4: RankPool) -> None:
+    for message in pool4.run(fit_entries):
+        assert "count 7, 7 for training_step" in message
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

@@ -9,14 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from lightning.pytorch import LightningModule
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_automodel import AutomodelStrategy
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import Outcome, full_weights, weight_error
 from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, make_trainer
 
@@ -131,16 +134,38 @@ def test_short_last_batch_of_a_classifier(pool2: RankPool, options: dict[str, An
         assert found[1:] == pytest.approx(expected[1:])
 
 
-def _classify_without_count() -> str:
-    with pytest.raises(ValueError, match="found no count") as raised:
-        _classify(Classifier, {})
-    return str(raised.value)
+class Graphs(LightningModule):
+    """One loss a graph; a rank's second batch has more nodes than graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.network(batch["nodes"]).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_a_classifier_is_told_of_samples_first(pool2: RankPool) -> None:
-    for message in pool2.run(_classify_without_count):
-        assert "(the batch is a list). If each row is one sample, as for a classifier or a GAN, pass" in message
-        assert "AutomodelStrategy(count='samples'); with class weights" in message
+def _count_graphs(options: dict[str, Any]) -> None:
+    sizes = (3, 3 + 6 * dist.get_rank(), 3)
+    batches = [{"nodes": torch.ones(size, FEATURES).double(), "graph": torch.ones(3)} for size in sizes]
+    make_trainer(AutomodelStrategy(count="samples", **options)).fit(Graphs(), DataLoader(batches, batch_size=None))
+
+
+AHEAD = {"count_window_ahead": True}
+
+
+@pytest.mark.parametrize(
+    "options", by_default({**ENGINES, "ahead": AHEAD, "ddp ahead": AHEAD | ENGINES["ddp"]}, "ahead")
+)
+def test_one_rank_whose_batch_is_not_of_samples(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Every rank raises, the other one with this rank's error."""
+    with pytest.raises(RankError) as raised:
+        pool2.run(_count_graphs, options)
+    for rank in (0, 1):
+        assert "has first dimensions of 9, 3: pass count_label_tokens" in raised.value.failures[rank]
 
 
 class CopiesTrainer(Classifier):
@@ -155,6 +180,15 @@ def _copy_trainer() -> bool:
     trainer = make_trainer(AutomodelStrategy(data_parallel="ddp", per_token_loss=False))
     trainer.fit(module, DataLoader(samples(), batch_size=BATCH_SIZE))
     return module.found
+
+
+def test_a_copied_strategy_and_its_original_leave_plugins_to_the_trainer() -> None:
+    """Libraries copy the arguments of a Trainer before each fit."""
+    strategy = AutomodelStrategy()
+    for each in (copy.deepcopy(strategy), strategy):
+        plugins: list[Any] = [TorchCheckpointIO(), Precision(), LightningEnvironment()]
+        trainer = Trainer(strategy=each, accelerator="cpu", devices=1, plugins=plugins, logger=False)
+        assert trainer.strategy.checkpoint_io is plugins[0]
 
 
 def test_trainer_is_copied_in_mid_fit(pool2: RankPool) -> None:
