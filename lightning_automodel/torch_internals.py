@@ -143,6 +143,17 @@ def communication_restored(units: Iterable[FSDPModule]) -> Iterator[None]:
                 setattr(group, name, value)
 
 
+def complete_forward(unit: FSDPModule) -> None:
+    """End a forward outside of any root that has called only some modules of a unit: FSDP2 waits for the others.
+
+    Until then it does not reshard the unit, and takes the next forward of the root for a part of this one.
+    """
+    state = unit._get_fsdp_state()
+    if state._modules_to_run_forward:
+        state._modules_to_run_forward.clear()
+        state._post_forward(cast(nn.Module, unit), (), None)
+
+
 def is_unsharded(unit: FSDPModule) -> bool:
     """Whether the modules of ``unit`` hold unsharded parameters at the moment."""
     return any(group.is_unsharded for group in param_groups(unit))
