@@ -145,7 +145,7 @@ def check_hooks(module: nn.Module, counts_ahead: bool) -> None:
     Raises:
         ValueError: For a parameter with a post-accumulate-gradient hook, or a sharded one with a gradient hook.
     """
-    check_shardable(module, [name for name, p in module.named_parameters() if not isinstance(p, DTensor)])
+    check_shardable(module, {name for name, p in module.named_parameters() if not isinstance(p, DTensor)})
     hooked = {n: p for n, p in module.named_parameters() if torch_internals.has_post_accumulate_hook(p)}
     named = f"{len(hooked)} parameters have post-accumulate-gradient hooks ({', '.join(list(hooked)[:3])}, ...)"
     if hooked and not counts_ahead:
