@@ -28,6 +28,7 @@ from lightning_automodel.sharding.units import (
     ShardingPlan,
     callable_children,
     can_be_unit,
+    class_name,
     distinct,
     fsdp_roots,
     has_fsdp_units,
@@ -89,6 +90,7 @@ def apply_fsdp2(
             continue
         fully_shard(root, reshard_after_forward=False, mp_policy=step_policy(mp_policy), **kwargs)
         _run_steps_as_forward(root, plan.units)
+        type(root).__name__ = class_name(root)  # Lightning's messages name the user's class
     if mp_policy.output_dtype is not None or mp_policy.cast_forward_inputs:
         cast_around(distinct(callable_children(model)), mp_policy)
 

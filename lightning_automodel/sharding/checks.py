@@ -1,48 +1,65 @@
 """Checks that refuse what a model, an optimizer or a step must not contain, with the reason and a way out."""
 
+import traceback
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_automodel import lightning_internals, torch_internals
-from lightning_automodel.sharding.units import class_name
+from lightning_automodel.sharding.units import class_name, distinct
 
 _FREED = (
     "A backward needed parameters that FSDP2 had freed: a second backward through the same forward (gradient"
     " penalties by torch.autograd.grad(..., create_graph=True), retain_graph=True) does not gather them again. Pass"
     " data_parallel='ddp'."
 )
-_FSDP2_ERRORS = {
-    "got mixed torch.Tensor and DTensor": (
-        "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit for its forward, so code that"
-        " uses them outside of it sees shards. For a penalty on weights, use weight_decay; or compute it after the"
-        " forward and pass reshard_during_accumulation=False, which leaves parameters gathered; or pass"
-        " data_parallel='ddp'."
-    ),
-    "out of bounds for storage of size 0": _FREED,
-    "but its data is not allocated yet": _FREED,
-}
+_MIXED = "got mixed torch.Tensor and DTensor"
+_FSDP2_ERRORS = {"out of bounds for storage of size 0": _FREED, "but its data is not allocated yet": _FREED}
 """Parts of torch's messages from inside FSDP2, and what they mean for the user."""
 
 
 @contextmanager
-def explained_errors() -> Iterator[None]:
-    """Context of a forward or backward under FSDP2, which explains torch's errors that name no cause.
+def explained_errors(model: nn.Module) -> Iterator[None]:
+    """Context of a forward or backward of ``model`` under FSDP2, which explains torch's errors that name no cause.
 
     Raises:
-        RuntimeError: With the explanation, instead of an error that contains a key of the table above.
+        RuntimeError: With the explanation, instead of such an error.
     """
     try:
         yield
     except RuntimeError as error:
+        if _MIXED in str(error):
+            raise RuntimeError(_uses_of_shards(model, error)) from error
         for symptom, explanation in _FSDP2_ERRORS.items():
             if symptom in str(error):
                 raise RuntimeError(explanation) from error
         raise
+
+
+def _uses_of_shards(model: nn.Module, error: RuntimeError) -> str:
+    """Why a forward has met shards: a unit was passed by, or code outside of any unit uses its parameters."""
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    running = distinct(owner for owner in owners if isinstance(owner, nn.Module))
+    for name, unit in model.named_modules():
+        inside = [module for module in running if any(module is below for below in unit.modules())]
+        if isinstance(unit, FSDPModule) and inside and unit not in running:
+            called = class_name(inside[0])
+            return (
+                f"{name} ({class_name(unit)}) is an FSDP unit, whose parameters are gathered when it is called, but"
+                f" only modules in it are ({called}): call {name} itself, or pass auto_wrap_policy={{{called}}}, the"
+                " classes of what is called, or of a module around it that is."
+            )
+    return (
+        "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit for its forward, so code that"
+        " uses them outside of it sees shards. Call the module that holds them; for a penalty on weights, use"
+        " weight_decay, or add its gradient in on_before_optimizer_step, under torch.enable_grad():"
+        " p.grad += torch.autograd.grad(penalty(p), p)[0]; or pass data_parallel='ddp'."
+    )
 
 
 def check_training(module: pl.LightningModule, accumulate_grad_batches: int, counts_ahead: bool) -> None:

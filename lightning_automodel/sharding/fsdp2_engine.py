@@ -173,7 +173,7 @@ class FSDP2Engine(Engine):
     @override
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        with checks.explained_errors(), self._sync.micro_batch(is_last):
+        with checks.explained_errors(self._module), self._sync.micro_batch(is_last):
             yield
 
     @override

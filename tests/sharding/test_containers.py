@@ -118,6 +118,16 @@ class Stack(nn.Module):
         return self.layers(hidden)
 
 
+class Opened(Iterated):
+    """The modules of blocks are called, and the blocks are not."""
+
+    def make_stack(self) -> nn.Module:
+        return nn.ModuleList(Stack() for _ in range(2))
+
+    def use(self, layers: Any, hidden: Tensor) -> Tensor:
+        return layers.layers(hidden)
+
+
 MODELS: list[type[Stacked]] = [Iterated, Stacked, Indexed, Partly, Parallel, Again, Skipped, Experts]
 RECOMPUTED: dict[str, Any] = {"activation_checkpointing": True, "reshard_during_accumulation": True}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -154,3 +164,48 @@ def test_containers(pool2: RankPool, make_model: type[Stacked], options: dict[st
                 [] if make_model is Experts else [f"layer {i}" for i in range(3)] if make_model is Iterated else "012"
             )
             assert units == [f"model.stack.{key} (Sequential)" for key in keys]
+
+
+def _message(trains: bool) -> str:
+    trainer = make_trainer(AutomodelStrategy())
+    with pytest.raises(RuntimeError) as raised:
+        (trainer.fit if trains else trainer.validate)(ModelModule(Opened()), loader())
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_unit_that_is_not_called(pool2: RankPool, trains: bool) -> None:
+    """It is named, and so is the class to give instead."""
+    for message in pool2.run(_message, trains):
+        assert message == (
+            "model.stack.0 (Stack) is an FSDP unit, whose parameters are gathered when it is called, but only modules"
+            " in it are (Sequential): call model.stack.0 itself, or pass auto_wrap_policy={Sequential}, the classes of"
+            " what is called, or of a module around it that is."
+        )
+
+
+def _fit_with(policy: Any) -> Outcome:
+    return fit(Opened, {"auto_wrap_policy": policy}, 2)[0]
+
+
+def test_the_policy_that_the_message_names(pool2: RankPool) -> None:
+    """Trains."""
+    expected = prefixed(plain_weights(Opened(), 2))
+    assert all(weight_error(weights, expected) <= TOLERANCE for weights in pool2.run(_fit_with, {nn.Sequential}))
+
+
+def _switch_validation_off() -> tuple[bool, str]:
+    module = ModelModule(Iterated())
+    module.validation_step = None
+    module.test_step = lambda batch, batch_idx: module.log("loss", module(batch), batch_size=1)
+    trainer = make_trainer(AutomodelStrategy(), limit_train_batches=2)
+    trainer.fit(module, loader(), loader())
+    with torch.no_grad():
+        module.model.stack[0][0](torch.ones(1, WIDTH).double())
+    loss = trainer.test(module, loader())[0]["loss"]
+    return module.validation_step is None and loss > 0, type(module).__name__
+
+
+def test_a_step_that_is_switched_off_and_a_class_that_keeps_its_name(pool2: RankPool) -> None:
+    """A module of a Sequential may be called between two runs, too."""
+    assert pool2.run(_switch_validation_off) == [(True, "ModelModule")] * 2
