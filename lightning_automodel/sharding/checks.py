@@ -48,9 +48,9 @@ def _uses_of_shards(model: nn.Module, error: RuntimeError) -> str:
     for name, unit in model.named_modules():
         inside = [module for module in running if any(module is below for below in unit.modules())]
         if inside and unit not in running and isinstance(unit, FSDPModule):
-            called = class_name(inside[0])
+            called, of_unit = class_name(inside[0]), class_name(model.get_submodule(name))
             return (
-                f"{name} ({class_name(model.get_submodule(name))}) is an FSDP unit, whose parameters are gathered when it is called, but"
+                f"{name} ({of_unit}) is an FSDP unit, whose parameters are gathered when it is called, but"
                 f" only modules in it are ({called}): call {name} itself, or pass auto_wrap_policy={{{called}}}, the"
                 " classes of what is called, or of a module around it that is."
             )
