@@ -79,9 +79,7 @@ class _Checkpoint:
 
 
 # A graph of both forwards would recompute from buffers that the first one has written. The forward itself is compiled.
-_checkpoint_eagerly = torch.compiler.disable(
-    checkpoint, recursive=False, reason="activation_checkpointing restores the buffers of this block"
-)
+_checkpoint_eagerly = torch.compiler.disable(checkpoint, recursive=False)
 
 
 def _copy(buffers: _Buffers) -> _Buffers:
