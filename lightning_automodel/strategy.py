@@ -674,7 +674,7 @@ class AutomodelStrategy(ParallelStrategy):
         def evaluate(*args: Any) -> STEP_OUTPUT:
             engine.start_evaluation()
             args = run.sliced(args)
-            with run.attention(step.__name__):
+            with checks.explained_errors(self._module), run.attention(step.__name__):
                 output = step(*args, **kwargs)
             engine.end_evaluation()
             return output

@@ -59,14 +59,22 @@ def forget_meshes() -> None:
     A mesh holds its groups, and a group that is held keeps its threads and connections, destroyed or not. A later mesh
     over a new default group may equal an old one, and would get the old groups from the caches.
     """
-    cache_type = type(functools.lru_cache(forget_meshes))
-    # The garbage collector lists caches that instances hold, but none from before a gc.freeze().
-    for cache in (*gc.get_objects(), *_module_and_class_attributes("torch.distributed")):
-        # Not isinstance: it reads __class__ of proxies, some of which then warn that they are deprecated.
-        if type(cache) is cache_type and str(cache.__module__).startswith("torch.distributed"):
+    of_modules = _caches(_module_and_class_attributes("torch.distributed"))
+    # Before the first computation with a DTensor, these are empty: there is no mesh to search the whole process for.
+    if any(cache.cache_info().currsize for cache in of_modules):
+        # The garbage collector lists caches that instances hold, but none from before a gc.freeze().
+        for cache in (*of_modules, *_caches(gc.get_objects())):
             cache.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
     torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def _caches(objects: Iterable[Any]) -> list[Any]:
+    cache_type = type(functools.lru_cache(_caches))
+    # Not isinstance: it reads __class__ of proxies, some of which then warn that they are deprecated.
+    return [
+        each for each in objects if type(each) is cache_type and str(each.__module__).startswith("torch.distributed")
+    ]
 
 
 def _module_and_class_attributes(package: str) -> Iterator[Any]:
@@ -141,6 +149,17 @@ def communication_restored(units: Iterable[FSDPModule]) -> Iterator[None]:
         for group, values in zip(groups, before, strict=True):
             for name, value in values.items():
                 setattr(group, name, value)
+
+
+def complete_forward(unit: FSDPModule) -> None:
+    """End a forward outside of any root that has called only some modules of a unit: FSDP2 waits for the others.
+
+    Until then it does not reshard the unit, and takes the next forward of the root for a part of this one.
+    """
+    state = unit._get_fsdp_state()
+    if state._modules_to_run_forward:
+        state._modules_to_run_forward.clear()
+        state._post_forward(cast(nn.Module, unit), (), None)
 
 
 def is_unsharded(unit: FSDPModule) -> bool:

@@ -1,7 +1,7 @@
 """Activation checkpointing: blocks drop their activations after the forward and recompute them in the backward."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -16,6 +16,8 @@ from lightning_automodel.sharding.units import WrapPolicy, class_name, distinct,
 from lightning_automodel.torch_internals import is_compiled, uncompiled
 
 ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective", "offload"] | Callable[..., Any]
+
+_Buffers = dict[str, Tensor | None]
 
 _ATTRIBUTE = "_checkpointed_forward"
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
@@ -39,7 +41,6 @@ class _Checkpoint:
     """Calls a function under activation checkpointing; its recomputation sees the buffers that the forward saw.
 
     Otherwise running statistics would be updated twice, and a power iteration would give other weights the second time.
-    Only buffers of the state dict are saved for the backward; others (masks, rotary frequencies) are constants.
 
     Args:
         module: Module whose buffers are saved.
@@ -50,37 +51,45 @@ class _Checkpoint:
     def __init__(self, module: nn.Module, contexts: Callable[[], Any] | None, offloads: bool) -> None:
         self._kept = partial(save_on_cpu, pin_memory=True) if offloads else nullcontext
         self._kwargs: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
-        kept = module.state_dict(keep_vars=True).keys()
-        held = [name.rpartition(".") for name, _ in module.named_buffers() if name in kept]
-        self._buffers = [(module.get_submodule(prefix), name) for prefix, _, name in held]
+        self._module = module
 
     def __call__(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return compute(*args, **kwargs)
-        met: list[Tensor] | None = None
+        buffers = [holder._buffers for holder in self._module.modules() if holder._buffers]
+        met: list[_Buffers] = []
 
         def first_or_again(*args: Any, **kwargs: Any) -> Any:
-            nonlocal met
-            if met is None:
-                met = [getattr(holder, name).clone() for holder, name in self._buffers]
+            if torch.compiler.is_compiling():  # a block without buffers
                 return compute(*args, **kwargs)
-            current = [getattr(holder, name) for holder, name in self._buffers]
+            if not met:
+                met.extend(map(_copy, buffers))
+                return compute(*args, **kwargs)
+            current = [{**held} for held in buffers]
             try:
-                self._set([buffer.clone() for buffer in met])
+                _replace(buffers, map(_copy, met))
                 return compute(*args, **kwargs)
             finally:
-                self._set(current)
+                _replace(buffers, current)
 
-        # torch.compile partitions the graph itself, and cannot trace how buffers are swapped here.
-        is_traced = torch.compiler.is_compiling()
-        function = compute if is_traced else first_or_again
+        run = _checkpoint_eagerly if buffers else checkpoint
         # Only the inputs are offloaded: inside, the saved-tensor hooks of `checkpoint` replace those of `save_on_cpu`.
         with self._kept():
-            return checkpoint(function, *args, use_reentrant=False, **self._kwargs, **kwargs)
+            return run(first_or_again, *args, use_reentrant=False, **self._kwargs, **kwargs)
 
-    def _set(self, values: list[Tensor]) -> None:
-        for (holder, name), value in zip(self._buffers, values, strict=True):
-            setattr(holder, name, value)
+
+# A graph of both forwards would recompute from buffers that the first one has written. The forward itself is compiled.
+_checkpoint_eagerly = torch.compiler.disable(checkpoint, recursive=False)
+
+
+def _copy(buffers: _Buffers) -> _Buffers:
+    return {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
+
+
+def _replace(buffers: Iterable[_Buffers], values: Iterable[_Buffers]) -> None:
+    for held, new in zip(buffers, values, strict=True):
+        held.clear()
+        held.update(new)
 
 
 class _CheckpointedForward:

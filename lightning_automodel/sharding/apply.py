@@ -28,9 +28,11 @@ from lightning_automodel.sharding.units import (
     ShardingPlan,
     callable_children,
     can_be_unit,
+    class_name,
     distinct,
     fsdp_roots,
     has_fsdp_units,
+    parts_of,
 )
 
 T = TypeVar("T")
@@ -47,6 +49,7 @@ def apply_fsdp2(
     reshard_after_forward: bool | int,
     cpu_offload: bool,
     mp_policy: MixedPrecisionPolicy,
+    opens_sequentials: bool = True,
 ) -> None:
     """Shard ``model`` in place by the plan.
 
@@ -61,6 +64,7 @@ def apply_fsdp2(
         cpu_offload: Whether shards, gradients and optimizer state are kept in host memory.
         mp_policy: Dtypes of computation and reduction. Inputs and outputs are cast at the modules that the
             LightningModule calls.
+        opens_sequentials: Whether the modules in a Sequential may be called without it (:func:`parts_of`).
     """
     offload: OffloadPolicy = OffloadPolicy()
     if cpu_offload:
@@ -76,7 +80,8 @@ def apply_fsdp2(
         "ignored_params": {by_name[name] for name in plan.replicated},
     }
     for unit in plan.units:
-        fully_shard(unit, reshard_after_forward=reshard_after_forward, mp_policy=unit_policy(mp_policy), **kwargs)
+        parts = parts_of(unit) if opens_sequentials else [unit]
+        fully_shard(parts, reshard_after_forward=reshard_after_forward, mp_policy=unit_policy(mp_policy), **kwargs)
     for root in plan.roots:
         # The model's own parameters are needed again at once in the backward. For roots below it that is not known,
         # and parameters that stayed gathered would be stale after the next optimizer step.
@@ -84,7 +89,8 @@ def apply_fsdp2(
             fully_shard(root, reshard_after_forward=True, mp_policy=unit_policy(mp_policy), **kwargs)
             continue
         fully_shard(root, reshard_after_forward=False, mp_policy=step_policy(mp_policy), **kwargs)
-        _run_steps_as_forward(root)
+        _run_steps_as_forward(root, plan.units)
+        type(root).__name__ = class_name(root)  # Lightning's messages name the user's class
     if mp_policy.output_dtype is not None or mp_policy.cast_forward_inputs:
         cast_around(distinct(callable_children(model)), mp_policy)
 
@@ -98,7 +104,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
         vars(parameter).update(before[name])
 
 
-def _run_steps_as_forward(model: nn.Module) -> None:
+def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module]) -> None:
     """Gather the root's parameters for each Lightning step, and for submodules that are called outside of a step.
 
     A step uses parameters outside of ``forward`` too. ``register_fsdp_forward_method`` would leave the root's own hooks
@@ -121,9 +127,11 @@ def _run_steps_as_forward(model: nn.Module) -> None:
 
     outermost = OutermostCall(run)
     for name in ("forward", *_STEP_METHODS):
-        setattr(model, name, outermost.around(getattr(model, name)))
+        if (method := getattr(model, name)) is not None:  # Lightning's way of switching a step off
+            setattr(model, name, outermost.around(method))
+    in_units = {module for unit in own_units for module in unit.modules()}
     for part in distinct((*callable_children(model), *_around_units(model))):
-        if not isinstance(part, FSDPModule):
+        if part not in in_units:
             part.forward = outermost.around(part.forward)
     vars(model)[_AS_STEP] = outermost.around(lambda function: function())
 
@@ -174,10 +182,9 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
                 f"An FSDP unit divides gradients by {group.gradient_divide_factor} (set_gradient_divide_factor), but"
                 f" the strategy rescales averages over {divisor} ranks; leave the factor unset."
             )
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
-            module.reshard()
+    for unit in torch_internals.fsdp_units(model):
+        unit.unshard()
+        unit.reshard()
     for group in torch_internals.fsdp_param_groups(model):
         for sharded, gathered in torch_internals.sharded_and_unsharded(group):
             vars(gathered).update(vars(sharded))

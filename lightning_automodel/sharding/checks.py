@@ -1,5 +1,6 @@
 """Checks that refuse what a model, an optimizer or a step must not contain, with the reason and a way out."""
 
+import traceback
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -7,44 +8,61 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.sharding.grad_sync import PENALTY_ON_WEIGHTS
-from lightning_automodel.sharding.units import class_name
+from lightning_automodel.sharding.units import class_name, distinct
 
 _FREED = (
     "A backward needed parameters that FSDP2 had freed: a second backward through the same forward (gradient"
     " penalties by torch.autograd.grad(..., create_graph=True), retain_graph=True) does not gather them again. Pass"
     " data_parallel='ddp'."
 )
-_FSDP2_ERRORS = {
-    "got mixed torch.Tensor and DTensor": (
-        "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit for its forward, so code that"
-        f" uses them outside of it sees shards. For a penalty on weights, use weight_decay. {PENALTY_ON_WEIGHTS}"
-    ),
-    "out of bounds for storage of size 0": _FREED,
-    "but its data is not allocated yet": _FREED,
-}
+_MIXED = "got mixed torch.Tensor and DTensor"
+_FSDP2_ERRORS = {"out of bounds for storage of size 0": _FREED, "but its data is not allocated yet": _FREED}
 """Parts of torch's messages from inside FSDP2, and what they mean for the user."""
 
 
 @contextmanager
-def explained_errors() -> Iterator[None]:
-    """Context of a forward or backward under FSDP2, which explains torch's errors that name no cause.
+def explained_errors(model: nn.Module) -> Iterator[None]:
+    """Context of a forward or backward of ``model`` under FSDP2, which explains torch's errors that name no cause.
 
     Raises:
-        RuntimeError: With the explanation, instead of an error that contains a key of the table above.
+        RuntimeError: With the explanation, instead of such an error.
     """
     try:
         yield
     except RuntimeError as error:
+        if _MIXED in str(error):
+            raise RuntimeError(_uses_of_shards(model, error)) from error
         for symptom, explanation in _FSDP2_ERRORS.items():
             if symptom in str(error):
                 raise RuntimeError(explanation) from error
         raise
+
+
+def _uses_of_shards(model: nn.Module, error: RuntimeError) -> str:
+    """Why a forward has met shards: a unit was passed by, or code outside of any unit uses its parameters."""
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    running = distinct(owner for owner in owners if isinstance(owner, nn.Module))
+    for name, unit in model.named_modules():
+        inside = [module for module in running if any(module is below for below in unit.modules())]
+        if inside and unit not in running and isinstance(unit, FSDPModule):
+            called, of_unit = class_name(inside[0]), class_name(model.get_submodule(name))
+            return (
+                f"{name} ({of_unit}) is an FSDP unit, whose parameters are gathered when it is called, but"
+                f" only modules in it are ({called}): call {name} itself, or pass auto_wrap_policy={{{called}}}, the"
+                " classes of what is called, or of a module around it that is."
+            )
+    return (
+        "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit for its forward, so code that"
+        " uses them outside of it sees shards. Call the module that holds them. For a penalty on weights, use"
+        f" weight_decay. {PENALTY_ON_WEIGHTS}"
+    )
 
 
 def check_training(module: pl.LightningModule, accumulate_grad_batches: int, counts_ahead: bool) -> None:
@@ -184,7 +202,7 @@ def check_hooks(module: nn.Module, counts_ahead: bool) -> None:
     Raises:
         ValueError: For a parameter with a post-accumulate-gradient hook, or a sharded one with a gradient hook.
     """
-    check_shardable(module, [name for name, p in module.named_parameters() if not isinstance(p, DTensor)])
+    check_shardable(module, {name for name, p in module.named_parameters() if not isinstance(p, DTensor)})
     hooked = {n: p for n, p in module.named_parameters() if torch_internals.has_post_accumulate_hook(p)}
     named = f"{len(hooked)} parameters have post-accumulate-gradient hooks ({', '.join(list(hooked)[:3])}, ...)"
     if hooked and not counts_ahead:

@@ -96,6 +96,7 @@ class FSDP2Engine(Engine):
         tensor_parallel.distribute(module, self.mesh)
         apply.broadcast_states(module, self.mesh)
         if plan is not None:
+            recomputes = self._options.activation_checkpointing
             apply.apply_fsdp2(
                 module,
                 plan,
@@ -103,6 +104,8 @@ class FSDP2Engine(Engine):
                 self._options.reshard_after_forward,
                 self._options.cpu_offload,
                 self._policy,
+                # What chooses among the operators of a recomputed block must not find FSDP2's own among them.
+                opens_sequentials=not (recomputes == "selective" or callable(recomputes)),
             )
 
     def _plan(self, module: pl.LightningModule) -> units.ShardingPlan:
@@ -172,7 +175,7 @@ class FSDP2Engine(Engine):
     @override
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        with checks.explained_errors(), self._sync.micro_batch(is_last):
+        with checks.explained_errors(self._module), self._sync.micro_batch(is_last):
             yield
 
     @override

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.torch_internals import uncompiled
+from lightning_automodel.torch_internals import fsdp_units, is_compiled, uncompiled
 
 WrapPolicy = set[type[nn.Module]] | Callable[[nn.Module], bool] | None
 
@@ -61,12 +61,16 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
     root_is_model = root_is_model and _takes_fsdp_class(type(model))
     roots = [model] if root_is_model else distinct(callable_children(model))
     starts = list(model.children()) if root_is_model and policy is not None else roots
-    units = []
-    for unit in distinct(unit for start in starts for unit in _find_units(start, policy)):
-        in_roots = [root for root in roots if any(module is unit for module in root.modules())]
-        # Tied parameters must be in one unit: FSDP2 gathers each unit by itself, and torch raises where two hold one.
-        if len(in_roots) == 1 and unit is not in_roots[0] and not _is_used_outside(model, unit):
-            units.append(unit)
+    found = distinct(unit for start in starts for unit in _find_units(start, policy))
+    in_roots = Counter(module for root in roots for module in root.modules())
+    users = Counter(parameter for unit in found for parameter in unit.parameters())
+    users.update(_parameters_around(model, found))
+    # Tied parameters must be in one unit: FSDP2 gathers each unit by itself, and torch raises where two hold one.
+    units = [
+        unit
+        for unit in found
+        if in_roots[unit] == 1 and unit not in roots and all(users[parameter] == 1 for parameter in unit.parameters())
+    ]
     return ShardingPlan(roots=roots, units=units, replicated=_find_replicated(model, roots))
 
 
@@ -75,11 +79,31 @@ def units_of(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> list[
     if not has_fsdp_units(model):
         return plan_sharding(model, policy, root_is_model).units
     roots = {id(root) for root in fsdp_roots(model)}
-    return [module for module in model.modules() if isinstance(module, FSDPModule) and id(module) not in roots]
+
+    def is_unit(module: nn.Module) -> bool:
+        has_one = all(isinstance(part, FSDPModule) for part in parts_of(module)) and len(fsdp_units(module)) == 1
+        return has_one and id(module) not in roots
+
+    return distinct(outermost(model, is_unit))
 
 
-def _find_units(module: nn.Module, policy: WrapPolicy) -> Iterator[nn.Module]:
-    """Yield the outermost units at or below ``module`` in registration order."""
+def parts_of(unit: nn.Module) -> list[nn.Module]:
+    """The modules that FSDP2 takes together as one unit: ``unit``, or what holds parameters in an ``nn.Sequential``.
+
+    FSDP2 gathers a unit when one of its modules is called, and a Sequential may be iterated over instead.
+    """
+    if type(unit) is not nn.Sequential or is_compiled(unit):
+        return [unit]
+    parts = distinct(part for child in unit if any(True for _ in child.parameters()) for part in parts_of(child))
+    return parts if all(map(can_be_unit, parts)) else [unit]
+
+
+def _find_units(module: nn.Module, policy: WrapPolicy, is_entry: bool = False) -> Iterator[nn.Module]:
+    """Yield the outermost units at or below ``module`` in registration order.
+
+    ``is_entry``: at or below an entry of an ``nn.ModuleDict``. A step may choose between those (experts), and ranks
+    that choose differently must not gather different units, so that Sequentials there are left to the unit around them.
+    """
     if policy is not None:
         yield from outermost(module, lambda candidate: can_be_unit(candidate) and _matches(candidate, policy))
         return
@@ -89,11 +113,13 @@ def _find_units(module: nn.Module, policy: WrapPolicy) -> Iterator[nn.Module]:
     if named:
         yield from named
         return
+    repeats = isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and not is_entry)
     for child in module.children():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and can_be_unit(child):
+        if repeats and can_be_unit(child):
             yield child
         else:
-            yield from _find_units(child, policy)
+            is_entry_too = is_entry or (isinstance(module, nn.ModuleDict) and has_forward(child))
+            yield from _find_units(child, policy, is_entry_too)
 
 
 def outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
@@ -142,20 +168,16 @@ def distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return list({id(module): module for module in modules}.values())
 
 
-def _is_used_outside(model: nn.Module, unit: nn.Module) -> bool:
-    """Whether any parameter of ``unit`` is reached without passing through it: tied, or of a module shared below it."""
-    own = set(unit.parameters())
-    seen = {id(unit)}
+def _parameters_around(model: nn.Module, units: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    """Parameters that are reached without passing through any of ``units``."""
+    seen = set(units)
     to_visit = [model]
     while to_visit:
         module = to_visit.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        if not own.isdisjoint(p for p in module._parameters.values() if p is not None):
-            return True
-        to_visit.extend(module.children())
-    return False
+        if module not in seen:
+            seen.add(module)
+            yield from module.parameters(recurse=False)
+            to_visit.extend(module.children())
 
 
 def _find_replicated(model: nn.Module, roots: list[nn.Module]) -> dict[str, str]:
@@ -184,6 +206,4 @@ def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
 
 def class_name(module: nn.Module) -> str:
     """Name of the user's class, without the classes that FSDP2 and ``torch.compile`` add."""
-    module = uncompiled(module)
-    name = type(module).__name__
-    return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
+    return next(cls.__name__ for cls in type(uncompiled(module)).__mro__ if not issubclass(cls, FSDPModule))

@@ -299,11 +299,16 @@ class RunningNorm(nn.Module):
         super().__init__()
         self.by_batch, self.by_position = nn.BatchNorm1d(WIDTH), nn.InstanceNorm1d(WIDTH, track_running_stats=True)
         self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("largest", torch.ones(()), persistent=False)
+        self.register_buffer("latest", None, persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.calls = self.calls + 1
+        self.largest.mul_(0.9).add_(0.1 * hidden.detach().abs().max())
+        before = 1.0 if self.latest is None else self.latest
+        self.latest = 1 + hidden.detach().mean().square()
         hidden = hidden.transpose(1, 2)
-        return (self.by_batch(hidden) + self.by_position(hidden)).transpose(1, 2)
+        return before * (self.by_batch(hidden) + self.largest * self.by_position(hidden)).transpose(1, 2)
 
 
 def _weights_and_buffers(options: dict[str, Any], choice: bool) -> tuple[Outcome, dict[str, Tensor]]:
@@ -312,16 +317,51 @@ def _weights_and_buffers(options: dict[str, Any], choice: bool) -> tuple[Outcome
     return run.weights, {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
-@pytest.mark.parametrize("options", by_default({name: OPTIONS[name] for name in ("kept", "ddp")}, "kept"))
+WRITING = {"kept": OPTIONS["kept"], "ddp": OPTIONS["ddp"], "compiled": {"compile": {"backend": "eager"}}}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("options", by_default(WRITING, "kept"))
 def test_buffers_are_written_once(pool2: RankPool, options: dict[str, Any]) -> None:
     """The second forward finds the buffers that the first one found, and leaves them as the first one did."""
-    expected = pool2.run(_weights_and_buffers, options, False)
+    expected = pool2.run(_weights_and_buffers, {**options, "compile": False}, False)
     for (weights, buffers), (others, wanted) in zip(
-        pool2.run(_weights_and_buffers, options, True), expected, strict=True
+        pool2.run(_weights_and_buffers, options, True, timeout_s=300), expected, strict=True
     ):
         assert weight_error(weights, others) <= TOLERANCE
         assert wanted["model.blocks.0.norm.calls"] == 8
         assert all(torch.equal(buffer, wanted[name]) for name, buffer in buffers.items())
+
+
+class Averaging(nn.Module):
+    """Scales by a running mean, which it writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.ones(3), persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.linear(hidden)
+        self.mean.mul_(0.9).add_(0.1 * hidden.detach().mean(dim=0))
+        return torch.tanh(hidden * self.mean)
+
+
+@pytest.mark.parametrize("choice", [True, "selective"])
+def test_compiled_blocks_write_their_buffers_once(choice: Any) -> None:
+    """Where the compiler could trace the block with its second forward, it would write them twice."""
+    gradients = []
+    for is_recomputed in (False, True):
+        torch.manual_seed(1)
+        module = ModelModule(nn.Sequential(Averaging(), Averaging()))
+        if is_recomputed:
+            CheckpointedBlocks(module, choice, None, True)
+            for block in module.model:
+                block.compile(backend="eager")
+        for _ in range(2):
+            module.model(torch.ones(2, 3)).sum().backward()
+        gradients.append([parameter.grad for parameter in module.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-6, atol=0)
 
 
 class ShardedByHand(ModelModule):

@@ -140,7 +140,8 @@ REFUSED: dict[str, Refused] = {
     "norm-before-the-forward": Refused(
         NormOfWeightsFirst,
         "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit for its forward, so code that"
-        " uses them outside of it sees shards. For a penalty on weights, use weight_decay. Add the penalty's gradient",
+        " uses them outside of it sees shards. Call the module that holds them. For a penalty on weights, use"
+        " weight_decay. Add the penalty's gradient",
     ),
     "frozen": Refused(Frozen, NOTHING_TO_TRAIN),
     "frozen-ddp": Refused(Frozen, NOTHING_TO_TRAIN, DDP),

@@ -1,0 +1,211 @@
+"""Repeated Sequentials are units, whether the model calls them or only what is in them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import VOCABULARY, WIDTH, Block, Outcome, full_weights, weight_error
+from tests.trainer.plain import ModelModule, fill, plain_weights, prefixed
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer
+
+
+def _layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+
+
+class Stacked(nn.Module):
+    """Embedding, three Sequentials in a list, and a head; subclasses say how the Sequentials are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.stack = self.make_stack()
+        fill(self)
+
+    def make_stack(self) -> nn.Module:
+        return nn.ModuleList(_layers() for _ in range(3))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embedding(input_ids)
+        for layers in self.stack:
+            hidden = torch.tanh(hidden + self.use(layers, hidden))
+        return self.head(hidden)
+
+    def use(self, layers: Any, hidden: Tensor) -> Tensor:
+        return layers(hidden)
+
+
+class Iterated(Stacked):
+    """As scvi-tools: a Sequential of Sequentials, none of which is called."""
+
+    def make_stack(self) -> nn.Module:
+        return nn.Sequential(OrderedDict((f"layer {i}", _layers()) for i in range(3)))
+
+    def use(self, layers: Any, hidden: Tensor) -> Tensor:
+        for layer in layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+class Indexed(Stacked):
+    """The modules in a Sequential one by one, one of them twice, in another order."""
+
+    def use(self, layers: Any, hidden: Tensor) -> Tensor:
+        return layers[0](layers[2](hidden) + layers[2][1](hidden))
+
+
+class Partly(Stacked):
+    """Leaves a module of a Sequential out, another one in every second micro-batch."""
+
+    def use(self, layers: Any, hidden: Tensor) -> Tensor:
+        return layers[2][0](hidden) if self.step % 2 else layers[0](layers[2][0](hidden))
+
+
+class Parallel(Stacked):
+    """Modules of a Sequential side by side; the first to be called is the last to get its gradient, or the first."""
+
+    def use(self, layers: Any, hidden: Tensor) -> Tensor:
+        return torch.tanh(layers[2](layers[0](hidden)) * layers[0](hidden)) + layers[2][1](hidden)
+
+
+class Again(Stacked):
+    """A Sequential is called, and then another one iterated over before and after it."""
+
+    def use(self, layers: Any, hidden: Tensor) -> Tensor:
+        for layer in self.stack[0]:
+            hidden = layer(hidden)
+        return layers[0](layers(hidden))
+
+
+class Skipped(Stacked):
+    """The last Sequential is not used in every micro-batch."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embedding(input_ids)
+        for layers in self.stack[: 2 + self.step % 2]:
+            hidden = torch.tanh(hidden + layers[2](layers[0](hidden)))
+        return self.head(hidden)
+
+
+class Experts(Stacked):
+    """Each batch chooses one, so that ranks choose differently."""
+
+    def make_stack(self) -> nn.Module:
+        return nn.ModuleDict({"a": _layers(), "b": Stack(), "c": _layers()})
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embedding(input_ids)
+        return self.head(hidden + self.stack["abc"[int(input_ids.sum()) % 3]](hidden))
+
+
+class Stack(nn.Module):
+    """A class around a Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = _layers()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layers(hidden)
+
+
+class Opened(Iterated):
+    """The modules of blocks are called, and the blocks are not."""
+
+    def make_stack(self) -> nn.Module:
+        return nn.ModuleList(Stack() for _ in range(2))
+
+    def use(self, layers: Any, hidden: Tensor) -> Tensor:
+        return layers.layers(hidden)
+
+
+MODELS: list[type[Stacked]] = [Iterated, Stacked, Indexed, Partly, Parallel, Again, Skipped, Experts]
+RECOMPUTED: dict[str, Any] = {"activation_checkpointing": True, "reshard_during_accumulation": True}
+OPTIONS: dict[str, dict[str, Any]] = {
+    **STRATEGIES,
+    "ddp": {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}},
+    "recomputed": RECOMPUTED,
+    "selective": {"activation_checkpointing": "selective"},
+    "gathered": {"reshard_after_forward": False, "reshard_during_accumulation": True},
+    "offloaded": {"cpu_offload": True, "prefetch": 2},
+}
+
+
+def fit(make_model: Callable[[], nn.Module], options: dict[str, Any], accumulate: int) -> tuple[Outcome, Any]:
+    """Weights, and the units."""
+    module, strategy = ModelModule(make_model()), AutomodelStrategy(**options)
+    make_trainer(strategy, accumulate_grad_batches=accumulate).fit(module, loader())
+    return Outcome(full_weights(module), None), strategy.describe().get("units")
+
+
+@pytest.mark.parametrize("accumulate", [2, pytest.param(1, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("options", by_default(OPTIONS, "recomputed"))
+@pytest.mark.parametrize("make_model", MODELS)
+def test_containers(pool2: RankPool, make_model: type[Stacked], options: dict[str, Any], accumulate: int) -> None:
+    """Exact; a Sequential in a list is one unit, those in a dictionary are none."""
+    expected = prefixed(plain_weights(make_model(), accumulate))
+    if make_model is Experts and "activation_checkpointing" in options:
+        options = STRATEGIES["resharded"]  # there are no units to recompute
+    elif options == OPTIONS["selective"] and make_model is not Stacked:
+        return  # nothing to choose from where the Sequential is not called
+    for outcome, units in pool2.run(fit, make_model, options, accumulate):
+        assert weight_error(outcome, expected) <= TOLERANCE
+        if "data_parallel" not in options:
+            keys = (
+                [] if make_model is Experts else [f"layer {i}" for i in range(3)] if make_model is Iterated else "012"
+            )
+            assert units == [f"model.stack.{key} (Sequential)" for key in keys]
+
+
+def _message(trains: bool) -> str:
+    trainer = make_trainer(AutomodelStrategy())
+    with pytest.raises(RuntimeError) as raised:
+        (trainer.fit if trains else trainer.validate)(ModelModule(Opened()), loader())
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_unit_that_is_not_called(pool2: RankPool, trains: bool) -> None:
+    """It is named, and so is the class to give instead."""
+    for message in pool2.run(_message, trains):
+        assert message == (
+            "model.stack.0 (Stack) is an FSDP unit, whose parameters are gathered when it is called, but only modules"
+            " in it are (Sequential): call model.stack.0 itself, or pass auto_wrap_policy={Sequential}, the classes of"
+            " what is called, or of a module around it that is."
+        )
+
+
+def _fit_with(policy: Any) -> Outcome:
+    return fit(Opened, {"auto_wrap_policy": policy}, 2)[0]
+
+
+def test_the_policy_that_the_message_names(pool2: RankPool) -> None:
+    """Trains."""
+    expected = prefixed(plain_weights(Opened(), 2))
+    assert all(weight_error(weights, expected) <= TOLERANCE for weights in pool2.run(_fit_with, {nn.Sequential}))
+
+
+def _switch_validation_off() -> tuple[bool, str]:
+    module = ModelModule(Iterated())
+    module.validation_step = None
+    module.test_step = lambda batch, batch_idx: module.log("loss", module(batch), batch_size=1)
+    trainer = make_trainer(AutomodelStrategy(), limit_train_batches=2)
+    trainer.fit(module, loader(), loader())
+    with torch.no_grad():
+        module.model.stack[0][0](torch.ones(1, WIDTH).double())
+    results = trainer.test(module, loader())
+    return module.validation_step is None and "loss" in results[0], type(module).__name__
+
+
+def test_a_step_that_is_switched_off_and_a_class_that_keeps_its_name(pool2: RankPool) -> None:
+    """A module of a Sequential may be called between two runs, too."""
+    assert pool2.run(_switch_validation_off) == [(True, "ModelModule")] * 2
