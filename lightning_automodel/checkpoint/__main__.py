@@ -10,7 +10,7 @@ import torch
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.cli.consolidate import consolidate
 from lightning_automodel.checkpoint.cli.export import export_checkpoint
-from lightning_automodel.checkpoint.cli.inspect import as_line, as_text, checkpoints_at, inspect
+from lightning_automodel.checkpoint.cli.inspect import as_line, as_text, checkpoints_at, inspect, printable
 from lightning_automodel.checkpoint.errors import CheckpointError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -29,8 +29,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return parsed.run(parsed)
     except (CheckpointError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        reason = str(error)
+    except Exception as error:  # what others wrote can raise anything
+        reason = f"{parsed.path}: {type(error).__name__}: {error}"
+    print(f"error: {printable(reason)}", file=sys.stderr)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:

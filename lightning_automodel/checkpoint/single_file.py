@@ -91,14 +91,16 @@ def readable(path: str) -> Source:
     return path if paths.is_local(path) else io.BytesIO(filesystem.cat_file(place))
 
 
-def check_file(path: str) -> None:
+def check_file(path: str, reads_content: bool = True) -> None:
     """Read a file once and compare it with its checksums; raises CheckpointError if it is damaged, or not a file."""
     filesystem, place = url_to_fs(path)
     if not filesystem.exists(place):
         raise FileNotFoundError("there is no such file or directory")
+    if paths.is_local(path) and not os.path.isfile(place):
+        raise CheckpointError("it is not a regular file")
+    if not reads_content:
+        return
     if paths.is_local(path):
-        if not os.path.isfile(place):
-            raise CheckpointError("it is not a regular file")
         with open(place, "rb") as file:
             check_content(file)
     else:

@@ -130,7 +130,7 @@ def test_a_shard_that_holds_an_object(tmp_path: Path, capsys: pytest.CaptureFixt
     path = save_shards(tmp_path / "a.ckpt")
     _replace_entry(path, "state_dict.model.weight", value)
     (report,) = inspected(capsys, str(path), "--verify", status=1)["checkpoints"]
-    assert report["damage"].startswith("state_dict.model.weight in __0_0.distcp cannot be loaded: ")
+    assert "a.ckpt: state_dict.model.weight in __0_0.distcp cannot be loaded: " in report["damage"]
 
 
 def test_objects_that_need_trust_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
