@@ -55,15 +55,14 @@ def load_plain_data(source: Source, what: str, weights_only: bool) -> Any:
 
 def _load(source: Source, weights_only: bool) -> Any:
     is_archive = zipfile.is_zipfile(source)
-    if weights_only and is_archive:
-        refuse_nested_tuples(io.BytesIO(torch.PyTorchFileReader(source).get_record("data.pkl")))
-    elif weights_only:
-        with open(source, "rb") if isinstance(source, str) else contextlib.nullcontext(source) as stream:
-            stream.seek(0)
+    with open(source, "rb") if isinstance(source, str) else contextlib.nullcontext(source) as stream:
+        stream.seek(0)
+        if weights_only and is_archive:
+            refuse_nested_tuples(io.BytesIO(torch.PyTorchFileReader(stream).get_record("data.pkl")))
+        elif weights_only:
             for _ in range(_PICKLES_BEFORE_1_6):
                 refuse_nested_tuples(stream)
-    if isinstance(source, io.BytesIO):
-        source.seek(0)
+        stream.seek(0)
     is_mapped = is_archive and isinstance(source, str)
     return torch.load(source, map_location="cpu", weights_only=weights_only, mmap=is_mapped)
 
