@@ -60,8 +60,11 @@ def _load(source: Source, weights_only: bool) -> Any:
         if weights_only and is_archive:
             refuse_nested_tuples(io.BytesIO(torch.PyTorchFileReader(stream).get_record("data.pkl")))
         elif weights_only:
-            for _ in range(_PICKLES_BEFORE_1_6):
-                refuse_nested_tuples(stream)
+            try:
+                for _ in range(_PICKLES_BEFORE_1_6):
+                    refuse_nested_tuples(stream)
+            except (IndexError, KeyError, ValueError) as error:
+                raise CheckpointError("it is damaged, or not what torch.save writes") from error
         stream.seek(0)
     is_mapped = is_archive and isinstance(source, str)
     return torch.load(source, map_location="cpu", weights_only=weights_only, mmap=is_mapped)
