@@ -1,7 +1,10 @@
 """The two forms of a save: each prepares, on every rank, a function that writes, at once or in the background."""
 
 import io
-from collections.abc import Callable
+import json
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +13,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from typing_extensions import override
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.atomic import clear_leftovers
-from lightning_automodel.checkpoint.errors import on_every_rank, translated
+from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, translated
 from lightning_automodel.checkpoint.safe_load import warn_about_code
 from lightning_automodel.checkpoint.sharded import ShardWriter
 from lightning_automodel.checkpoint.state_dict import EXTRA_STATE, MODEL, optimizer_key, split_shards
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank, group_size
+from lightning_automodel.sharding.units import is_sharded
 
 Write = Callable[[dist.ProcessGroup | None], None]
 """Writes what was prepared: a collective over the group (None: the default one), which every rank must call.
@@ -43,7 +48,8 @@ def prepare_shards(checkpoint: dict[str, Any], path: str, stager: DefaultStager 
     with on_every_rank(what):
         if group_rank() == 0:
             folder = paths.new_folder(path)
-            torch.save(rest, content)
+            with naming_what_fails(rest):
+                torch.save(rest, content)
             warn_about_code(content)
             prepare_place(path)
     # The folder's name is random, and all ranks write into it.
@@ -76,14 +82,49 @@ def prepare_file(
             prepare_place(path)
             if stager is not None:
                 states = {key: checkpoint.pop(key) for key in (MODEL, "optimizer_states") if key in checkpoint}
-                checkpoint = {**_through_a_file(checkpoint), **_copied(states, stager)}
+                with naming_what_fails(checkpoint):
+                    checkpoint = {**_through_a_file(checkpoint), **_copied(states, stager)}
 
     def write(group: dist.ProcessGroup | None) -> None:
         with on_every_rank(what, group):
             if group_rank() == 0:
-                save(checkpoint, path)
+                with naming_what_fails(checkpoint):
+                    save(checkpoint, path)
 
     return write
+
+
+@contextmanager
+def naming_what_fails(checkpoint: dict[str, Any]) -> Iterator[None]:
+    """If the block cannot save ``checkpoint``, raise the error of :func:`name_what_fails` if that finds one."""
+    try:
+        yield
+    except Exception:
+        name_what_fails(checkpoint)
+        raise
+
+
+class _PicklerWithoutTensors(pickle.Pickler):
+    @override
+    def reducer_override(self, obj: Any) -> Any:
+        return (int, ()) if isinstance(obj, Tensor) else NotImplemented
+
+
+def name_what_fails(tree: Mapping[Any, Any], *keys: str) -> None:
+    """Raise CheckpointError with the keys of the first part of a checkpoint that cannot be pickled, if there is one."""
+    for key, value in tree.items():
+        try:
+            _PicklerWithoutTensors(io.BytesIO(), protocol=2).dump(value)
+        except Exception as error:
+            first, *others = path = (*keys, str(key))
+            if isinstance(value, Mapping):
+                name_what_fails(value, *path)
+            where = first + "".join(f"[{json.dumps(each)}]" for each in others)
+            what = "holds a sharded module" if isinstance(value, nn.Module) and is_sharded(value) else str(error)
+            remedy = "put its state_dict(), or plain data, in its place"
+            if others and first.endswith("hyper_parameters"):
+                remedy = f"call self.save_hyperparameters(ignore=[{json.dumps(others[0])}])"
+            raise CheckpointError(f"{where} of the checkpoint cannot be saved ({what}): {remedy}") from error
 
 
 def prepare_place(path: str) -> None:

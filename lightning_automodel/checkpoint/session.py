@@ -1,9 +1,11 @@
 """The checkpoints of one run: what the strategy's hooks for saving and loading do."""
 
 import concurrent.futures
+import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,13 @@ from torch.optim import Optimizer
 from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import atomic, paths, state_dict
 from lightning_automodel.checkpoint.errors import CheckpointError, gather, on_every_rank
-from lightning_automodel.checkpoint.saver import make_stager, prepare_file, prepare_place, prepare_shards
+from lightning_automodel.checkpoint.saver import (
+    make_stager,
+    name_what_fails,
+    prepare_file,
+    prepare_place,
+    prepare_shards,
+)
 from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import FileCheckpointIO, WholeCheckpoint, check_file, fill_module
 from lightning_automodel.distributed import collectives, connections
@@ -34,6 +42,12 @@ log = logging.getLogger(__name__)
 
 PENDING_SAVE_LIMIT_S = 60.0
 
+DIRECTORY_NOTE = (
+    "is a directory of shards, as the next checkpoints: ckpt_path= and load_from_checkpoint read it, torch.load does not."
+    " Where a library calls torch.load(best_model_path), pass AutomodelStrategy(save_distributed_checkpoint=False);"
+    " 'python -m lightning_automodel.checkpoint consolidate' makes one file of a directory."
+)
+
 
 class RunCheckpoints:
     """Saves and loads the checkpoints of one strategy. Its methods are collectives unless they say otherwise.
@@ -42,10 +56,12 @@ class RunCheckpoints:
         is_sharded: Whether the model is sharded.
         as_directory: Whether to write a directory of shards; otherwise one file.
         in_background: Whether to write while training goes on.
+        timeout: Of the group that writes in the background.
     """
 
-    def __init__(self, is_sharded: bool, as_directory: bool, in_background: bool) -> None:
+    def __init__(self, is_sharded: bool, as_directory: bool, in_background: bool, timeout: timedelta) -> None:
         self.is_sharded, self.as_directory, self.in_background = is_sharded, as_directory, in_background
+        self._timeout = timeout
         self._opened: ShardDirectory | None = None
         self._path = ""
         self._pending: Future[None] | None = None
@@ -68,6 +84,22 @@ class RunCheckpoints:
 
     def _is_pending(self, path: _PATH) -> bool:
         return self._pending_path is not None and paths.normalize(path) == self._pending_path
+
+    def check_savable(self, trainer: "pl.Trainer") -> None:
+        """Raise CheckpointError now if what a ``ModelCheckpoint`` will save holds a sharded module. Not a collective.
+
+        A callback whose state does not exist yet is passed over.
+        """
+        if not (self.is_sharded and trainer.checkpoint_callbacks):
+            return
+        tree: dict[str, Any] = {"callbacks": {}}
+        for owner in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
+            if owner is not None and owner.hparams:
+                tree[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            with contextlib.suppress(Exception):
+                tree["callbacks"][callback.state_key] = callback.state_dict()
+        name_what_fails(tree)
 
     # --- Saving -------------------------------------------------------------------------------------------------------
 
@@ -107,7 +139,9 @@ class RunCheckpoints:
             if self.is_sharded:
                 # One file holds whole tensors: it lists what was sharded, so that loading can shard it again.
                 rest = {key: value for key, value in checkpoint.items() if key != state_dict.MODEL}
-                checkpoint[state_dict.SHARDED_STATES] = list(state_dict.sharded_states(rest))
+                # WeightAveraging keeps the model's state there, which was gathered before.
+                model_states = {"current_model_state"} & rest.keys()
+                checkpoint[state_dict.SHARDED_STATES] = [*{*state_dict.sharded_states(rest), *model_states}]
                 checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
             save_file = partial(_files_by(io).save_checkpoint, storage_options=storage_options)
             write = prepare_file(checkpoint, target, save_file, stager)
@@ -143,7 +177,7 @@ class RunCheckpoints:
             return None
         if self._group is None or self._group[0] is not world:
             with connections.recording():
-                self._group = world, dist.new_group(backend="gloo")
+                self._group = world, dist.new_group(backend="gloo", timeout=self._timeout)
         return self._group[1]
 
     def remove(self, path: _PATH, io: CheckpointIO) -> None:
