@@ -798,7 +798,7 @@ class AutomodelStrategy(ParallelStrategy):
             return
         state = module.trainer.state
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-        self._checkpoints.save(checkpoint, filepath, self.root_device, self.checkpoint_io, goes_on, storage_options)
+        self._checkpoints.save(checkpoint, filepath, self.checkpoint_io, goes_on, storage_options)
         if self._checkpoints.as_directory and self._options.save_distributed_checkpoint is None:
             self._advice.say_once(DIRECTORY_NOTE, say=lambda text: rank_zero_info(f"{filepath} {text}"))
         if remark is not None:

@@ -77,7 +77,7 @@ def refuse_nested_tuples(stream: IO[bytes]) -> None:
     """
     mark = pickletools.markobject
     stack: list[int] = []  # how many elements each object has; 0 is a mark
-    memo: dict[int, int] = {}
+    memo: dict[Any, int] = {}
     for opcode, argument, _ in pickletools.genops(stream):
         before = opcode.stack_before
         if "PUT" in opcode.name or opcode.name == "MEMOIZE":

@@ -11,20 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from torch import nn
-from torch.distributed.checkpoint.staging import DefaultStager
 from torch.optim import Optimizer
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import atomic, paths, state_dict
 from lightning_automodel.checkpoint.errors import CheckpointError, gather, on_every_rank
 from lightning_automodel.checkpoint.saver import (
-    make_stager,
     name_what_fails,
     prepare_file,
     prepare_place,
@@ -43,7 +40,7 @@ log = logging.getLogger(__name__)
 PENDING_SAVE_LIMIT_S = 60.0
 
 DIRECTORY_NOTE = (
-    "is a directory of shards, as the next checkpoints: ckpt_path= and load_from_checkpoint read it, torch.load does not."
+    "is a directory of shards, as the next checkpoints: ckpt_path= and load_from_checkpoint read it, not torch.load."
     " Where a library calls torch.load(best_model_path), pass AutomodelStrategy(save_distributed_checkpoint=False);"
     " 'python -m lightning_automodel.checkpoint consolidate' makes one file of a directory."
 )
@@ -70,7 +67,6 @@ class RunCheckpoints:
         self._links: list[Callable[[], None]] = []
         self._removals: list[Callable[[], None]] = []
         self._group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-        self._stager: DefaultStager | None = None
         self._thread: ThreadPoolExecutor | None = None
 
     @property
@@ -107,7 +103,6 @@ class RunCheckpoints:
         self,
         checkpoint: dict[str, Any],
         path: _PATH,
-        device: torch.device,
         io: CheckpointIO,
         goes_on: bool,
         storage_options: Any | None = None,
@@ -120,21 +115,18 @@ class RunCheckpoints:
         """
         # Names may hold a time, or a version that is counted by looking for files: ranks may disagree.
         target = paths.normalize(collectives.broadcast_object(path, 0))
+        if storage_options is not None and (self.as_directory or type(io) is TorchCheckpointIO):
+            raise TypeError(
+                f"storage_options ({storage_options!r}) would have no effect: give fsspec's settings by its"
+                " configuration (FSSPEC_<PROTOCOL>_<OPTION> in the environment, or fsspec.config.conf), or save one"
+                " file with save_distributed_checkpoint=False and a CheckpointIO that takes them."
+            )
         # One save at a time: two would need host memory for two copies, and the later one could be on disk first.
         self._finish()
         in_background = self.in_background and goes_on
-        if in_background and self._stager is None:
-            self._stager = make_stager(device)
-        stager = self._stager if in_background else None
         self._pending_path = target if in_background else None
         if self.as_directory:
-            if storage_options is not None:
-                raise TypeError(
-                    f"storage_options ({storage_options!r}) would have no effect on a directory of shards: configure"
-                    " file systems for fsspec (its configuration files or environment variables), or save one file"
-                    " with save_distributed_checkpoint=False and a CheckpointIO that takes them."
-                )
-            write = prepare_shards(checkpoint, target, stager)
+            write = prepare_shards(checkpoint, target, copy=in_background)
         else:
             if self.is_sharded:
                 # One file holds whole tensors: it lists what was sharded, so that loading can shard it again.
@@ -144,7 +136,7 @@ class RunCheckpoints:
                 checkpoint[state_dict.SHARDED_STATES] = [*{*state_dict.sharded_states(rest), *model_states}]
                 checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
             save_file = partial(_files_by(io).save_checkpoint, storage_options=storage_options)
-            write = prepare_file(checkpoint, target, save_file, stager)
+            write = prepare_file(checkpoint, target, save_file, copy=in_background)
         self._defers = goes_on
         if in_background:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -230,11 +222,9 @@ class RunCheckpoints:
                 raise
             log.error("%s", error)
         finally:
-            if self._stager is not None:
-                self._stager.close()
             if self._thread is not None:
                 self._thread.shutdown()
-            self._stager = self._thread = None
+            self._thread = None
 
     def wait_for_pending_save(self) -> None:
         """Wait, with a limit, for a pending save, which needs the other ranks; before this rank reports its failure."""

@@ -23,7 +23,7 @@ from fsspec.core import url_to_fs
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -226,7 +226,12 @@ class ShardDirectory:
                 check_files(
                     self._filesystem, self._folder, manifest, metadata, share, 0 if check == "sizes" else shares
                 )
-                content = _read_rest(self._filesystem, self._folder)
+                try:
+                    content = paths.read_file(self._filesystem, self._folder, REST)
+                except FileNotFoundError:
+                    raise CheckpointError(
+                        f"there is no {REST}: torch.distributed.checkpoint has written this directory without Lightning"
+                    ) from None
             if check == "entries":
                 self._check_entries(has_checksums=manifest is None)
             self.rest: dict[str, Any] = load_plain_data(io.BytesIO(content), f"{REST} of {path}", self._weights_only)
@@ -281,22 +286,28 @@ class ShardDirectory:
         An entry ``has_checksums`` of its own where another program has written it.
         """
         names: set[str] = set()
-        for index, place in self._metadata.storage_data.items():
-            what = f"{index.fqn} in {place.relative_path}"
-            entry = self._metadata.state_dict_metadata[index.fqn]
+        tables = self._metadata.state_dict_metadata.items()
+        chunks: list[tuple[str, Any, Any]] = [
+            (name, entry, each) for name, entry in tables for each in getattr(entry, "chunks", [None])
+        ]
+        for name, entry, chunk in chunks:
+            place = self._metadata.storage_data[MetadataIndex(name, None if chunk is None else chunk.offsets)]
+            what = f"{name} in {place.relative_path}"
             try:
                 with self._filesystem.open(f"{self._folder}/{place.relative_path}", "rb") as file:
                     file.seek(place.offset)
                     content = io.BytesIO(file.read(place.length))
                 if has_checksums:
                     check_content(content)
-                if isinstance(entry, BytesStorageMetadata):
+                if chunk is None:
                     names.update(classes_and_functions(content))
                     continue
                 found = load_plain_data(content, what, weights_only=True)
-                described = (entry.properties.dtype, next(c.sizes for c in entry.chunks if c.offsets == index.offset))
-                if (found.dtype, found.size()) != described:
-                    raise CheckpointError(f"it is {found.dtype} {list(found.size())}, and the table says {described}")
+                if (found.dtype, found.size()) != (entry.properties.dtype, chunk.sizes):
+                    raise CheckpointError(
+                        f"it is {found.dtype} {list(found.size())}, and the table says {entry.properties.dtype}"
+                        f" {list(chunk.sizes)}"
+                    )
             except Exception as error:  # damaged content can raise anything
                 raise CheckpointError(f"{what} cannot be loaded: {error}") from error
         if names and self._weights_only:
@@ -409,12 +420,3 @@ def check_files(
             raise CheckpointError(f"{name} is missing") from None
         if size < num_bytes:
             raise CheckpointError(f"{name} is cut off: it has {size} bytes, and {num_bytes} were written")
-
-
-def _read_rest(filesystem: AbstractFileSystem, folder: str) -> bytes:
-    try:
-        return paths.read_file(filesystem, folder, REST)
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"there is no {REST}: torch.distributed.checkpoint has written this directory without Lightning"
-        ) from None

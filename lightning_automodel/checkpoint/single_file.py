@@ -40,11 +40,6 @@ class FileCheckpointIO(TorchCheckpointIO):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write a file that appears in one step, once all of it is on disk. Called by one rank."""
-        if storage_options is not None:
-            raise TypeError(
-                f"storage_options ({storage_options!r}) would have no effect: give fsspec's settings by its"
-                " configuration (FSSPEC_<PROTOCOL>_<OPTION> in the environment, or fsspec.config.conf)."
-            )
         save_file(checkpoint, str(path))
 
     @override

@@ -202,7 +202,7 @@ def test_terminal_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     """Names are not obeyed."""
     torch.save({"state_dict": MODEL, "\x1b[2J\x9b1m\nform: x": 1}, tmp_path / "a.ckpt")
     assert main(["inspect", str(tmp_path / "a.ckpt")]) == 0
-    assert "rest:             \\x1b[2J\\x9b1m form: x" in capsys.readouterr().out.splitlines()
+    assert 'rest:         ["\\u001b[2J\\u009b1m\\nform: x"]' in capsys.readouterr().out.splitlines()
     torch.save({"state_dict": {"\x1b]0;x\x07a.b": torch.ones(2)}}, tmp_path / "b.ckpt")
     assert main(["export", str(tmp_path / "b.ckpt"), str(tmp_path / "out")]) == 1
     assert "\\x1b]0;x\\x07a." in capsys.readouterr().err

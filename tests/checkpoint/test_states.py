@@ -1,4 +1,4 @@
-"""What a run hands out to be saved: whole states for one file, plain data beside the tensors, and a note on its form."""
+"""What a run hands out to be saved: whole states for one file, plain data beside the tensors, a note on its form."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.trainer.plain import ModelModule
 
 
 def test_states_for_one_file(pool2: RankPool) -> None:
-    """As Lightning's contract has it: whole on rank 0, empty on the others, so that ``torch.save`` of it is complete."""
+    """Lightning's contract: whole on rank 0, empty on the others, so that ``torch.save`` of it is complete."""
     (first, weights), (second, _) = pool2.run(_states_in_fit, FORMS["one_file_of_shards"])
     model, moments = first
     assert model.keys() == weights.keys()

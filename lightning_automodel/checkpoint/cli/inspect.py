@@ -5,10 +5,9 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
+from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from lightning_automodel.checkpoint.hugging_face import KEY
-from lightning_automodel.checkpoint.lightning_formats import METADATA
-from lightning_automodel.checkpoint.manifest import MANIFEST
 from lightning_automodel.checkpoint.reading import SavedModel, open_model
 from lightning_automodel.checkpoint.safe_load import NotPlainDataError
 from lightning_automodel.resume import CHECKPOINT_KEY
@@ -17,7 +16,7 @@ Report = dict[str, Any]
 
 
 def inspect(path: str, verify: bool = False, weights_only: bool = True) -> Report:
-    """Describe one checkpoint of either form. Raises CheckpointError if there is none.
+    """Describe one checkpoint of either form. Raises CheckpointNotFoundError if there is none.
 
     Args:
         path: Local, or a URL.
@@ -38,23 +37,17 @@ def inspect(path: str, verify: bool = False, weights_only: bool = True) -> Repor
         - ``rest``: keys of everything besides model and optimizers
         - ``hugging_face``: by prefix, the class of such a model, and whether it has adapters
     """
-    filesystem, place = url_to_fs(path)
-    if not filesystem.exists(place):
-        raise CheckpointNotFoundError(f"There is no checkpoint at {path}")
-    is_directory = filesystem.isdir(place)
-    if is_directory and not _is_directory_of_shards(filesystem, place):
-        raise CheckpointError(f"{path} is not a checkpoint: it holds neither {METADATA} nor checkpoints (*.ckpt)")
     report: Report = {
         "path": path,
-        "form": "directory of shards" if is_directory else "one file",
-        "num_bytes": filesystem.du(place),
+        "form": "directory of shards" if paths.is_directory(path) else "one file",
         "damage": None,
         "verified": verify,
         "not_plain": [],
     }
     try:
-        saved = open_model(path, weights_only, "entries" if verify else "sizes")
-        report.update(_described(saved))
+        report.update(_described(open_model(path, weights_only, "entries" if verify else "sizes")))
+    except CheckpointNotFoundError:
+        raise
     except Exception as error:  # what others wrote can raise anything
         if isinstance(error.__cause__, NotPlainDataError):
             report["not_plain"] = error.__cause__.names
@@ -62,7 +55,8 @@ def inspect(path: str, verify: bool = False, weights_only: bool = True) -> Repor
             report["damage"] = str(error)
         else:
             report["damage"] = f"it is damaged, or not a checkpoint ({type(error).__name__}: {str(error)[:200]})"
-    return report
+    filesystem, place = url_to_fs(path)
+    return {**report, "num_bytes": filesystem.du(place)}
 
 
 def _described(saved: SavedModel) -> Report:
@@ -82,42 +76,3 @@ def _described(saved: SavedModel) -> Report:
             model["prefix"]: model["class"] + (", adapters" if "peft" in model else "") for model in rest.get(KEY, [])
         },
     }
-
-
-def checkpoints_at(path: str) -> list[str]:
-    """The checkpoints in a folder, sorted by name; for any other path, ``path`` itself."""
-    filesystem, place = url_to_fs(path)
-    if not filesystem.isdir(place) or _is_directory_of_shards(filesystem, place):
-        return [path]
-    found = sorted(filesystem.glob(f"{place}/*.ckpt"))
-    return [filesystem.unstrip_protocol(name) if "://" in path else name for name in found] or [path]
-
-
-def _is_directory_of_shards(filesystem: Any, place: str) -> bool:
-    return any(filesystem.exists(f"{place}/{name}") for name in (METADATA, MANIFEST))
-
-
-def as_text(report: Report) -> str:
-    """A line for each key."""
-    return "\n".join(f"{name.replace('_', ' ') + ':':<18}{printable(_text(value))}" for name, value in report.items())
-
-
-def as_line(report: Report) -> str:
-    """One line for one of several reports."""
-    state = "complete" if report["damage"] is None else f"DAMAGED: {report['damage']}"
-    at = f"epoch {report.get('epoch')}, step {report.get('global_step')}, {report['num_bytes']:,} bytes"
-    return printable(f"{report['path']}: {at}, {report['form']}, {state}")
-
-
-def printable(text: str) -> str:
-    """``text`` on one line, without characters that a terminal would obey."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in " ".join(text.split()))
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        value = [f"{_text(each)} {name}" for name, each in value.items()]
-    if isinstance(value, list):
-        return ", ".join(map(_text, value)) or "-"
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return f"{value:,}" if is_number else "-" if value is None else str(value)
