@@ -7,7 +7,7 @@ import io
 import pickle
 import pickletools
 import zipfile
-from pathlib import PurePath, PurePosixPath, PureWindowsPath
+from pathlib import PurePosixPath
 from typing import IO, Any
 
 import torch
@@ -117,13 +117,6 @@ def warn_about_code(source: Source) -> None:
 
 
 _METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-_PATHS: dict[str, type[PurePath]] = {
-    "PosixPath": PurePosixPath,
-    "PurePosixPath": PurePosixPath,
-    "WindowsPath": PureWindowsPath,
-    "PureWindowsPath": PureWindowsPath,
-}
-"""Lightning's strategies store the path of the save, which may be of another operating system."""
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -140,8 +133,9 @@ class MetadataUnpickler(pickle.Unpickler):
             # A name with dots could lead to something that the module only imports.
             if is_data and found.__module__ == module:
                 return found
-        if module in ("pathlib", "pathlib._local") and name in _PATHS:
-            return _PATHS[name]
+        # Lightning's strategies store the path of the save, which may be of another operating system.
+        if module in ("pathlib", "pathlib._local") and name.endswith("Path"):
+            return PurePosixPath
         if (module, name) == ("torch", "Size") or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         ):
