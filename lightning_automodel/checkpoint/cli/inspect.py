@@ -24,18 +24,8 @@ def inspect(path: str, verify: bool = False, weights_only: bool = True) -> Repor
         weights_only: False runs the code that the checkpoint may hold, to describe what needs it to load.
 
     Returns:
-        Plain data; what is not known is None or missing.
-
-        - ``path``, ``form``, and ``num_bytes``: of all files
-        - ``damage``: what is wrong; ``verified``: whether all content was read to find that, or only names and sizes
-        - ``not_plain``: classes and functions that loading needs, whose code ``weights_only=False`` runs
-        - ``written_by``: by which program
-        - ``world_size`` and ``mesh``: number of ranks that wrote it, and along each named mesh dimension
-        - ``epoch`` and ``global_step``, as Lightning counts
-        - ``num_elements``: elements of the model's state, buffers included, tied parameters under each of their names;
-          ``dtypes``: the same by dtype
-        - ``rest``: keys of everything besides model and optimizers
-        - ``hugging_face``: by prefix, the class of such a model, and whether it has adapters
+        Plain data; what is not known is None or missing. ``damage`` says what is wrong, ``not_plain`` names classes and
+        functions that loading needs, and ``num_elements`` counts tied parameters under each of their names.
     """
     report: Report = {
         "path": path,
