@@ -28,7 +28,14 @@ from typing_extensions import override
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.advice import Advice, summary
-from lightning_automodel.checkpoint import RunCheckpoints, describe_models, model_state, optimizer_state
+from lightning_automodel.checkpoint import (
+    DIRECTORY_NOTE,
+    RunCheckpoints,
+    describe_models,
+    model_state,
+    optimizer_state,
+    whole,
+)
 from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.caller_mesh import adopt_mesh
 from lightning_automodel.distributed.first_rank import FirstRankPerNode
@@ -180,7 +187,10 @@ class AutomodelStrategy(ParallelStrategy):
         options = StrategyOptions(**given)
         self._options = options
         self._checkpoints = RunCheckpoints(
-            is_sharded=data_parallel == "fsdp2", as_directory=options.writes_directories, in_background=async_checkpoint
+            is_sharded=data_parallel == "fsdp2",
+            as_directory=options.writes_directories,
+            in_background=async_checkpoint,
+            timeout=process_group.parse_timeout(options.timeout),
         )
         self.num_nodes = 1
         self._supervisor = Supervisor(before_telling=self._checkpoints.wait_for_pending_save)
@@ -470,6 +480,7 @@ class AutomodelStrategy(ParallelStrategy):
         if fitting:
             if self._resume is not None:
                 self._resume.close()
+            self._checkpoints.check_savable(trainer)
             self._resume = Resume(
                 trainer,
                 self.root_device,
@@ -748,14 +759,24 @@ class AutomodelStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self._checkpoints.names_parameters:
             return super().lightning_module_state_dict()
-        return model_state(self._module)
+        return self._as_saved(model_state(self._module))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if not self._checkpoints.names_parameters:
             return super().optimizer_state(optimizer)
         with self._required_run.watch.suspended():
-            return optimizer_state(self._module, unwrap(optimizer))
+            return self._as_saved(optimizer_state(self._module, unwrap(optimizer)))
+
+    def _as_saved(self, state: dict[str, Any]) -> dict[str, Any]:
+        """``state`` with this rank's shards for a directory, for one file whole on rank 0 and empty on the others.
+
+        A collective for one file. After a failure shards stay: saving finds out whether the other ranks still come.
+        """
+        if self._checkpoints.as_directory or self._supervisor.has_failed:
+            return state
+        collectives.named_barrier("state_dict", process_group.parse_timeout(self._options.timeout))
+        return whole(state, keep=self.is_global_zero)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
@@ -780,7 +801,9 @@ class AutomodelStrategy(ParallelStrategy):
             return
         state = module.trainer.state
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-        self._checkpoints.save(checkpoint, filepath, self.root_device, self.checkpoint_io, goes_on, storage_options)
+        self._checkpoints.save(checkpoint, filepath, self.checkpoint_io, goes_on, storage_options)
+        if self._checkpoints.as_directory and self._options.save_distributed_checkpoint is None:
+            self._advice.say_once(DIRECTORY_NOTE, say=lambda text: rank_zero_info(f"{filepath} {text}"))
         if remark is not None:
             self._advice.say_once(remark, say=lambda text: rank_zero_info(f"{filepath} {text}"))
 

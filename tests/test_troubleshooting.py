@@ -73,7 +73,6 @@ NOT_MESSAGES = {
     "so that they could not be loaded again: save shards in a dict under the names of the parameters that they belong"
     " to, or tensor.full_tensor(), called on every rank.": "of `is a list of shards`",
     "it holds a …": "of `.metadata is damaged`",
-    "… has the place …": "of `.metadata is damaged`",
     "… is not a layout": "of `.metadata is damaged`",
     "another checksum or format": "of `is damaged`",
 }

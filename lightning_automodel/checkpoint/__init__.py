@@ -4,10 +4,11 @@ from lightning_automodel.checkpoint.cli.export import export_hugging_face
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.hugging_face import describe_models
 from lightning_automodel.checkpoint.reading import load_directories
-from lightning_automodel.checkpoint.session import RunCheckpoints
+from lightning_automodel.checkpoint.session import DIRECTORY_NOTE, RunCheckpoints
 from lightning_automodel.checkpoint.state_dict import model_state, optimizer_state, whole
 
 __all__ = [
+    "DIRECTORY_NOTE",
     "CheckpointError",
     "RunCheckpoints",
     "describe_models",

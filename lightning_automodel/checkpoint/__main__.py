@@ -10,7 +10,7 @@ import torch
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.cli.consolidate import consolidate
 from lightning_automodel.checkpoint.cli.export import export_checkpoint
-from lightning_automodel.checkpoint.cli.inspect import as_line, as_text, checkpoints_at, inspect
+from lightning_automodel.checkpoint.cli.inspect import inspect
 from lightning_automodel.checkpoint.errors import CheckpointError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -29,8 +29,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return parsed.run(parsed)
     except (CheckpointError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        reason = str(error)
+    except Exception as error:  # what others wrote can raise anything
+        reason = f"{parsed.path}: {type(error).__name__}: {error}"
+    # Names come from files that anybody may have written: on one line, without what a terminal would obey.
+    text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in " ".join(reason.split()))
+    print(f"error: {text}", file=sys.stderr)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -40,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="inspect | consolidate | export")
 
     command = commands.add_parser("inspect", help="what a checkpoint is, and whether it is complete")
-    _add_path(command, "checkpoints, or a folder of them", nargs="+")
+    _add_path(command, "checkpoints", nargs="+")
     command.add_argument("--verify", action="store_true", help="read all content and compare it with its checksums")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=_inspect)
@@ -69,12 +74,11 @@ def _add_path(parser: argparse.ArgumentParser, what: str, **options: Any) -> Non
 
 
 def _inspect(parsed: argparse.Namespace) -> int:
-    places = [place for path in parsed.path for place in checkpoints_at(paths.normalize(path))]
-    reports = [inspect(place, parsed.verify, not parsed.trust) for place in places]
+    reports = [inspect(paths.normalize(path), parsed.verify, not parsed.trust) for path in parsed.path]
     if parsed.json:
         print(json.dumps({"checkpoints": reports}))
     else:
-        print(*map(as_text if len(reports) == 1 else as_line, reports), sep="\n")
+        print(*(f"{name + ':':<14}{json.dumps(each)}" for report in reports for name, each in report.items()), sep="\n")
     return 0 if all(report["damage"] is None for report in reports) else 1
 
 

@@ -13,7 +13,7 @@ from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.safe_load import load_plain_data
-from lightning_automodel.checkpoint.sharded import ShardDirectory
+from lightning_automodel.checkpoint.sharded import Check, ShardDirectory
 from lightning_automodel.checkpoint.single_file import check_file, readable
 from lightning_automodel.checkpoint.state_dict import MODEL
 from lightning_automodel.patching import PatchStack
@@ -27,24 +27,26 @@ class SavedModel(NamedTuple):
         rest: The checkpoint without the states of model and optimizers.
         tensors: By name, perhaps without values; names are without wrappers.
         read: ``names -> tensors``, whole and in host memory; those of a file may be mapped, so do not change them.
+        world_size: Ranks that wrote a directory; None for one file.
     """
 
     rest: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     read: Callable[[Iterable[str]], dict[str, Tensor]]
+    world_size: int | None = None
 
 
-def open_model(path: str, weights_only: bool | None) -> SavedModel:
-    """Check all of a checkpoint of either form, and open its model. Not a collective.
+def open_model(path: str, weights_only: bool | None, check: Check = "content") -> SavedModel:
+    """Check a checkpoint of either form, and open its model. Not a collective.
 
     Raises :class:`CheckpointError` if it is damaged, missing, or holds code, unless ``weights_only`` is False.
     """
     if paths.is_directory(path):
-        shards = ShardDirectory(path, weights_only, alone=True)
+        shards = ShardDirectory(path, weights_only, alone=True, check=check)
         tensors = {name: entry for name, entry in shards.model.items() if entry is not None}
-        return SavedModel(shards.rest, tensors, shards.read_model)
+        return SavedModel(shards.rest, tensors, shards.read_model, shards.world_size)
     with on_every_rank(f"Cannot load {path}", alone=True):
-        check_file(path)
+        check_file(path, reads_content=check != "sizes")
         checkpoint = load_plain_data(readable(path), path, weights_only is not False)
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(MODEL), dict):
             raise CheckpointError(f"it has no {MODEL!r}: this is not a checkpoint of a LightningModule")

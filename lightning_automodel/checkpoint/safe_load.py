@@ -1,12 +1,14 @@
 """Loading files without running code that they may hold."""
 
+import contextlib
 import dataclasses
 import enum
 import io
 import pickle
+import pickletools
 import zipfile
-from pathlib import PurePath, PurePosixPath, PureWindowsPath
-from typing import Any
+from pathlib import PurePosixPath
+from typing import IO, Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -16,6 +18,22 @@ from lightning_automodel.checkpoint.errors import CheckpointError
 
 Source = str | io.BytesIO
 """A local file, which is memory-mapped if possible so that only what is used is read, or a file's content."""
+
+_MAX_TUPLE = 1 << 20
+_PICKLES_BEFORE_1_6 = 4
+"""Up to the content, in the files that torch wrote before version 1.6."""
+
+
+class NotPlainDataError(CheckpointError):
+    """A file can be loaded only by running code; ``names`` are the classes and functions that it needs."""
+
+    def __init__(self, what: str, names: list[str], reason: str) -> None:
+        super().__init__(
+            f"{what} holds more than plain data, which can run code when it is loaded ({', '.join(names) or reason}):"
+            " if you trust its source, pass weights_only=False to the Trainer's method, or allow the class with"
+            " torch.serialization.add_safe_globals"
+        )
+        self.names = names
 
 
 def load_plain_data(source: Source, what: str, weights_only: bool) -> Any:
@@ -29,21 +47,56 @@ def load_plain_data(source: Source, what: str, weights_only: bool) -> Any:
         if not weights_only:
             raise
         try:
-            names = ", ".join(classes_and_functions(source))
+            names = classes_and_functions(source)
         except (RuntimeError, ValueError, pickle.UnpicklingError):
-            names = ""
-        raise CheckpointError(
-            f"{what} holds more than plain data, which can run code when it is loaded ({names or str(error)[:500]}): if"
-            " you trust its source, pass weights_only=False to the Trainer's method, or allow the class with"
-            " torch.serialization.add_safe_globals"
-        ) from error
+            names = []
+        raise NotPlainDataError(what, names, str(error)[:500]) from error
 
 
 def _load(source: Source, weights_only: bool) -> Any:
-    if isinstance(source, io.BytesIO):
-        source.seek(0)
-    is_mapped = isinstance(source, str) and zipfile.is_zipfile(source)
+    is_archive = zipfile.is_zipfile(source)
+    with open(source, "rb") if isinstance(source, str) else contextlib.nullcontext(source) as stream:
+        stream.seek(0)
+        if weights_only and is_archive:
+            refuse_nested_tuples(io.BytesIO(torch.PyTorchFileReader(stream).get_record("data.pkl")))
+        elif weights_only:
+            try:
+                for _ in range(_PICKLES_BEFORE_1_6):
+                    refuse_nested_tuples(stream)
+            except (IndexError, KeyError, ValueError) as error:
+                raise CheckpointError("it is damaged, or not what torch.save writes") from error
+        stream.seek(0)
+    is_mapped = is_archive and isinstance(source, str)
     return torch.load(source, map_location="cpu", weights_only=weights_only, mmap=is_mapped)
+
+
+def refuse_nested_tuples(stream: IO[bytes]) -> None:
+    """Raise CheckpointError if a pickle holds a tuple of more than a million elements, shared ones counted each time.
+
+    A tuple that holds another one twice, which does so too, and so on, takes little space and ages to hash.
+    """
+    mark = pickletools.markobject
+    stack: list[int] = []  # how many elements each object has; 0 is a mark
+    memo: dict[Any, int] = {}
+    for opcode, argument, _ in pickletools.genops(stream):
+        before = opcode.stack_before
+        if "PUT" in opcode.name or opcode.name == "MEMOIZE":
+            memo[len(memo) if argument is None else argument] = stack[-1]
+            continue
+        start = len(stack) - len(before)
+        if mark in before:
+            start = len(stack) - 1 - stack[::-1].index(0) - before.index(mark)
+        taken = stack[start:]
+        del stack[start:]
+        if "GET" in opcode.name:
+            stack.append(memo[argument])
+        elif opcode.name == "MARK":
+            stack.append(0)
+        else:
+            makes_tuple = opcode.name.startswith(("TUPLE", "REDUCE", "NEWOBJ", "FROZENSET", "DUP"))
+            stack += [1 + sum(taken) if makes_tuple else 1] * len(opcode.stack_after)
+        if stack and stack[-1] > _MAX_TUPLE:
+            raise CheckpointError("it holds tuples nested in each other, which would take for ever to load")
 
 
 def classes_and_functions(source: Source) -> list[str]:
@@ -64,13 +117,6 @@ def warn_about_code(source: Source) -> None:
 
 
 _METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-_PATHS: dict[str, type[PurePath]] = {
-    "PosixPath": PurePosixPath,
-    "PurePosixPath": PurePosixPath,
-    "WindowsPath": PureWindowsPath,
-    "PureWindowsPath": PureWindowsPath,
-}
-"""Lightning's strategies store the path of the save, which may be of another operating system."""
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -87,8 +133,9 @@ class MetadataUnpickler(pickle.Unpickler):
             # A name with dots could lead to something that the module only imports.
             if is_data and found.__module__ == module:
                 return found
-        if module in ("pathlib", "pathlib._local") and name in _PATHS:
-            return _PATHS[name]
+        # Lightning's strategies store the path of the save, which may be of another operating system.
+        if module in ("pathlib", "pathlib._local") and name.endswith("Path"):
+            return PurePosixPath
         if (module, name) == ("torch", "Size") or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         ):

@@ -1,27 +1,32 @@
 """The checkpoints of one run: what the strategy's hooks for saving and loading do."""
 
 import concurrent.futures
+import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from torch import nn
-from torch.distributed.checkpoint.staging import DefaultStager
 from torch.optim import Optimizer
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import atomic, paths, state_dict
 from lightning_automodel.checkpoint.errors import CheckpointError, gather, on_every_rank
-from lightning_automodel.checkpoint.saver import make_stager, prepare_file, prepare_place, prepare_shards
+from lightning_automodel.checkpoint.saver import (
+    name_what_fails,
+    prepare_file,
+    prepare_place,
+    prepare_shards,
+)
 from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import FileCheckpointIO, WholeCheckpoint, check_file, fill_module
 from lightning_automodel.distributed import collectives, connections
@@ -34,6 +39,12 @@ log = logging.getLogger(__name__)
 
 PENDING_SAVE_LIMIT_S = 60.0
 
+DIRECTORY_NOTE = (
+    "is a directory of shards, as the next checkpoints: ckpt_path= and load_from_checkpoint read it, not torch.load."
+    " Where a library calls torch.load(best_model_path), pass AutomodelStrategy(save_distributed_checkpoint=False);"
+    " 'python -m lightning_automodel.checkpoint consolidate' makes one file of a directory."
+)
+
 
 class RunCheckpoints:
     """Saves and loads the checkpoints of one strategy. Its methods are collectives unless they say otherwise.
@@ -42,10 +53,12 @@ class RunCheckpoints:
         is_sharded: Whether the model is sharded.
         as_directory: Whether to write a directory of shards; otherwise one file.
         in_background: Whether to write while training goes on.
+        timeout: Of the group that writes in the background.
     """
 
-    def __init__(self, is_sharded: bool, as_directory: bool, in_background: bool) -> None:
+    def __init__(self, is_sharded: bool, as_directory: bool, in_background: bool, timeout: timedelta) -> None:
         self.is_sharded, self.as_directory, self.in_background = is_sharded, as_directory, in_background
+        self._timeout = timeout
         self._opened: ShardDirectory | None = None
         self._path = ""
         self._pending: Future[None] | None = None
@@ -54,7 +67,6 @@ class RunCheckpoints:
         self._links: list[Callable[[], None]] = []
         self._removals: list[Callable[[], None]] = []
         self._group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-        self._stager: DefaultStager | None = None
         self._thread: ThreadPoolExecutor | None = None
 
     @property
@@ -69,13 +81,28 @@ class RunCheckpoints:
     def _is_pending(self, path: _PATH) -> bool:
         return self._pending_path is not None and paths.normalize(path) == self._pending_path
 
+    def check_savable(self, trainer: "pl.Trainer") -> None:
+        """Raise CheckpointError now if what a ``ModelCheckpoint`` will save holds a sharded module. Not a collective.
+
+        A callback whose state does not exist yet is passed over.
+        """
+        if not (self.is_sharded and trainer.checkpoint_callbacks):
+            return
+        tree: dict[str, Any] = {"callbacks": {}}
+        for owner in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
+            if owner is not None and owner.hparams:
+                tree[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            with contextlib.suppress(Exception):
+                tree["callbacks"][callback.state_key] = callback.state_dict()
+        name_what_fails(tree)
+
     # --- Saving -------------------------------------------------------------------------------------------------------
 
     def save(
         self,
         checkpoint: dict[str, Any],
         path: _PATH,
-        device: torch.device,
         io: CheckpointIO,
         goes_on: bool,
         storage_options: Any | None = None,
@@ -88,29 +115,28 @@ class RunCheckpoints:
         """
         # Names may hold a time, or a version that is counted by looking for files: ranks may disagree.
         target = paths.normalize(collectives.broadcast_object(path, 0))
+        if storage_options is not None and (self.as_directory or type(io) is TorchCheckpointIO):
+            raise TypeError(
+                f"storage_options ({storage_options!r}) would have no effect: give fsspec's settings by its"
+                " configuration (FSSPEC_<PROTOCOL>_<OPTION> in the environment, or fsspec.config.conf), or save one"
+                " file with save_distributed_checkpoint=False and a CheckpointIO that takes them."
+            )
         # One save at a time: two would need host memory for two copies, and the later one could be on disk first.
         self._finish()
         in_background = self.in_background and goes_on
-        if in_background and self._stager is None:
-            self._stager = make_stager(device)
-        stager = self._stager if in_background else None
         self._pending_path = target if in_background else None
         if self.as_directory:
-            if storage_options is not None:
-                raise TypeError(
-                    f"storage_options ({storage_options!r}) would have no effect on a directory of shards: configure"
-                    " file systems for fsspec (its configuration files or environment variables), or save one file"
-                    " with save_distributed_checkpoint=False and a CheckpointIO that takes them."
-                )
-            write = prepare_shards(checkpoint, target, stager)
+            write = prepare_shards(checkpoint, target, copy=in_background)
         else:
             if self.is_sharded:
                 # One file holds whole tensors: it lists what was sharded, so that loading can shard it again.
                 rest = {key: value for key, value in checkpoint.items() if key != state_dict.MODEL}
-                checkpoint[state_dict.SHARDED_STATES] = list(state_dict.sharded_states(rest))
+                # WeightAveraging keeps the model's state there, which was gathered before.
+                model_states = {"current_model_state"} & rest.keys()
+                checkpoint[state_dict.SHARDED_STATES] = [*{*state_dict.sharded_states(rest), *model_states}]
                 checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
             save_file = partial(_files_by(io).save_checkpoint, storage_options=storage_options)
-            write = prepare_file(checkpoint, target, save_file, stager)
+            write = prepare_file(checkpoint, target, save_file, copy=in_background)
         self._defers = goes_on
         if in_background:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -143,7 +169,7 @@ class RunCheckpoints:
             return None
         if self._group is None or self._group[0] is not world:
             with connections.recording():
-                self._group = world, dist.new_group(backend="gloo")
+                self._group = world, dist.new_group(backend="gloo", timeout=self._timeout)
         return self._group[1]
 
     def remove(self, path: _PATH, io: CheckpointIO) -> None:
@@ -196,11 +222,9 @@ class RunCheckpoints:
                 raise
             log.error("%s", error)
         finally:
-            if self._stager is not None:
-                self._stager.close()
             if self._thread is not None:
                 self._thread.shutdown()
-            self._stager = self._thread = None
+            self._thread = None
 
     def wait_for_pending_save(self) -> None:
         """Wait, with a limit, for a pending save, which needs the other ranks; before this rank reports its failure."""

@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,8 @@ from lightning_automodel.checkpoint import atomic, paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, translated
 from lightning_automodel.checkpoint.lightning_formats import METADATA, outline, parse_metadata, sizes_needed
 from lightning_automodel.checkpoint.manifest import MANIFEST, FileRecord, Manifest
-from lightning_automodel.checkpoint.safe_load import load_plain_data
+from lightning_automodel.checkpoint.safe_load import NotPlainDataError, classes_and_functions, load_plain_data
+from lightning_automodel.checkpoint.single_file import check_content
 from lightning_automodel.checkpoint.state_dict import EXTRA_STATE, MODEL
 
 REST = "meta.pt"
@@ -202,6 +203,10 @@ class _RecordedStream:
         return getattr(self._stream, name)
 
 
+Check = Literal["sizes", "content", "entries"]
+"""What is compared before anything is loaded: sizes of files, checksums too, each entry with the table too."""
+
+
 class ShardDirectory:
     """A directory of shards, open for loading.
 
@@ -210,29 +215,42 @@ class ShardDirectory:
     :class:`CheckpointError` before anything was loaded.
     """
 
-    def __init__(self, path: str, weights_only: bool | None, alone: bool = False) -> None:
+    def __init__(self, path: str, weights_only: bool | None, alone: bool = False, check: Check = "content") -> None:
         self.path, self._weights_only = path, weights_only is not False
         self._is_alone = alone or not (dist.is_available() and dist.is_initialized())
         share, shares = (0, 1) if self._is_alone else (dist.get_rank(), dist.get_world_size())
         with on_every_rank(f"Cannot load {path}", alone=self._is_alone):
-            self._filesystem, self._folder, manifest, metadata = open_tables(path)
-            self._save_id = "" if manifest is None else manifest.save_id
+            self._filesystem, self._folder, manifest, metadata = _open_tables(path)
+            self._metadata, self._save_id = metadata, "" if manifest is None else manifest.save_id
             with self._unreplaced():
-                check_files(self._filesystem, self._folder, manifest, metadata, share, shares)
-                content = _read_rest(self._filesystem, self._folder)
+                check_files(
+                    self._filesystem, self._folder, manifest, metadata, share, 0 if check == "sizes" else shares
+                )
+                try:
+                    content = paths.read_file(self._filesystem, self._folder, REST)
+                except FileNotFoundError:
+                    raise CheckpointError(
+                        f"there is no {REST}: torch.distributed.checkpoint has written this directory without Lightning"
+                    ) from None
+            if check == "entries":
+                self._check_entries(has_checksums=manifest is None)
             self.rest: dict[str, Any] = load_plain_data(io.BytesIO(content), f"{REST} of {path}", self._weights_only)
-        self._extra_state: dict[str, Any] = self.rest.pop(EXTRA_STATE, {})
-        self._metadata = metadata
-        # torch.distributed.checkpoint has the model's extra state too, but takes dicts apart and loses empty ones.
-        self.places: dict[str, tuple[Any, ...]] = {
-            name: place
-            for name, place in metadata.planner_data.items()
-            if not (place[0] == MODEL and place[1] in self._extra_state)
-        }
-        self.entries: Mapping[str, Tensor | None] = {
-            **{name: entry for name, entry in outline(metadata).items() if name in self.places},
-            **{f"{MODEL}.{name}": None for name in self._extra_state},
-        }
+            if not isinstance(self.rest, dict):
+                raise CheckpointError(f"{REST} holds a {type(self.rest).__name__}, which is not a checkpoint's rest")
+            self._extra_state: dict[str, Any] = self.rest.pop(EXTRA_STATE, {})
+            # torch.distributed.checkpoint has the model's extra state too, but takes dicts apart and loses empty ones.
+            self.places: dict[str, tuple[Any, ...]] = {
+                name: place
+                for name, place in metadata.planner_data.items()
+                if not (place[0] == MODEL and place[1] in self._extra_state)
+            }
+            self.entries: Mapping[str, Tensor | None] = {
+                **{name: entry for name, entry in outline(metadata).items() if name in self.places},
+                **{f"{MODEL}.{name}": None for name in self._extra_state},
+            }
+            # torch calls the files __<rank>_<number>.distcp.
+            writers = {name.lstrip("_").partition("_")[0] for name in sizes_needed(metadata)}
+            self.world_size = len(writers) if manifest is None else manifest.world_size
 
     @property
     def model(self) -> dict[str, Tensor | None]:
@@ -261,6 +279,39 @@ class ShardDirectory:
             dcp.load(targets, storage_reader=reader, planner=_Planner(self._weights_only), no_dist=self._is_alone)
         with on_every_rank(f"Cannot load {self.path}", alone=self._is_alone), self._unreplaced():
             pass
+
+    def _check_entries(self, has_checksums: bool) -> None:
+        """Load each entry of the shards, and compare it with the table: a file's checksum matches whatever it holds.
+
+        An entry ``has_checksums`` of its own where another program has written it.
+        """
+        names: set[str] = set()
+        tables = self._metadata.state_dict_metadata.items()
+        chunks: list[tuple[str, Any, Any]] = [
+            (name, entry, each) for name, entry in tables for each in getattr(entry, "chunks", [None])
+        ]
+        for name, entry, chunk in chunks:
+            place = self._metadata.storage_data[MetadataIndex(name, None if chunk is None else chunk.offsets)]
+            what = f"{name} in {place.relative_path}"
+            try:
+                with self._filesystem.open(f"{self._folder}/{place.relative_path}", "rb") as file:
+                    file.seek(place.offset)
+                    content = io.BytesIO(file.read(place.length))
+                if has_checksums:
+                    check_content(content)
+                if chunk is None:
+                    names.update(classes_and_functions(content))
+                    continue
+                found = load_plain_data(content, what, weights_only=True)
+                if (found.dtype, found.size()) != (entry.properties.dtype, chunk.sizes):
+                    raise CheckpointError(
+                        f"it is {found.dtype} {list(found.size())}, and the table says {entry.properties.dtype}"
+                        f" {list(chunk.sizes)}"
+                    )
+            except Exception as error:  # damaged content can raise anything
+                raise CheckpointError(f"{what} cannot be loaded: {error}") from error
+        if names and self._weights_only:
+            raise NotPlainDataError(self.path, sorted(names), "")
 
     @contextmanager
     def _unreplaced(self) -> Generator[None, None, None]:
@@ -303,7 +354,7 @@ class _Planner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-def open_tables(path: str) -> tuple[AbstractFileSystem, str, Manifest | None, Metadata]:
+def _open_tables(path: str) -> tuple[AbstractFileSystem, str, Manifest | None, Metadata]:
     """File system, folder of the files, manifest (None if another program wrote them), and metadata of the shards.
 
     Raises :class:`CheckpointError` if ``path`` is not a directory of shards, or manifest or metadata are damaged.
@@ -369,12 +420,3 @@ def check_files(
             raise CheckpointError(f"{name} is missing") from None
         if size < num_bytes:
             raise CheckpointError(f"{name} is cut off: it has {size} bytes, and {num_bytes} were written")
-
-
-def _read_rest(filesystem: AbstractFileSystem, folder: str) -> bytes:
-    try:
-        return paths.read_file(filesystem, folder, REST)
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"there is no {REST}: torch.distributed.checkpoint has written this directory without Lightning"
-        ) from None

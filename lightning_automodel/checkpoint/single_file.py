@@ -40,11 +40,6 @@ class FileCheckpointIO(TorchCheckpointIO):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write a file that appears in one step, once all of it is on disk. Called by one rank."""
-        if storage_options is not None:
-            raise TypeError(
-                f"storage_options ({storage_options!r}) would have no effect: give fsspec's settings by its"
-                " configuration (FSSPEC_<PROTOCOL>_<OPTION> in the environment, or fsspec.config.conf)."
-            )
         save_file(checkpoint, str(path))
 
     @override
@@ -91,14 +86,16 @@ def readable(path: str) -> Source:
     return path if paths.is_local(path) else io.BytesIO(filesystem.cat_file(place))
 
 
-def check_file(path: str) -> None:
+def check_file(path: str, reads_content: bool = True) -> None:
     """Read a file once and compare it with its checksums; raises CheckpointError if it is damaged, or not a file."""
     filesystem, place = url_to_fs(path)
     if not filesystem.exists(place):
         raise FileNotFoundError("there is no such file or directory")
+    if paths.is_local(path) and not os.path.isfile(place):
+        raise CheckpointError("it is not a regular file")
+    if not reads_content:
+        return
     if paths.is_local(path):
-        if not os.path.isfile(place):
-            raise CheckpointError("it is not a regular file")
         with open(place, "rb") as file:
             check_content(file)
     else:

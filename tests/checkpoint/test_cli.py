@@ -92,8 +92,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any, 
     assert report.get("world_size") == (1 if form != "one file" else None)
     assert (report["epoch"], report["global_step"], report["num_elements"]) == (2, 7, 15)
     assert report["dtypes"] == {"float32": 12, "bfloat16": 3}
-    assert (report["num_bytes"]["model"], report["num_bytes"]["optimizers"]) == (54, 56)
-    assert report["optimizer_states"][0] == {"step": 2, "exp_avg": 1}
+    assert report["num_bytes"] == sum(each.stat().st_size for each in ([path] if path.is_file() else path.iterdir()))
     assert report["mesh"] == SIZES
     assert report["rest"] == [
         "callbacks",
@@ -105,8 +104,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any, 
     ]
     assert main(["inspect", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "dtypes:           12 float32, 3 bfloat16" in text
-    assert "optimizer states: 2 step, 1 exp_avg" in text
+    assert 'dtypes:       {"float32": 12, "bfloat16": 3}' in text
 
 
 @pytest.mark.parametrize("save", [save_shards, save_whole])
@@ -138,7 +136,7 @@ def test_inspect_tells_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     os.truncate(whole, 500)
     of_shards, of_file = inspected(capsys, *both, status=1)["checkpoints"]
     assert "__0_0.distcp has 50 bytes instead of" in of_shards["damage"]
-    assert "or not a checkpoint (" in of_file["damage"]
+    assert "b.ckpt: " in of_file["damage"]
 
 
 def _flip(path: Path) -> None:
@@ -148,28 +146,23 @@ def _flip(path: Path) -> None:
 
 
 def test_inspect_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line each; the status tells whether all are whole."""
+    """One after the other; the status tells whether all are whole."""
     whole, broken = save_whole(tmp_path / "a.ckpt"), save_whole(tmp_path / "b.ckpt")
     assert main(["inspect", str(whole), str(whole)]) == 0
     os.truncate(broken, 100)
     capsys.readouterr()
     assert main(["inspect", str(whole), str(broken)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    (tmp_path / ".unfinished-host-1-abc").mkdir()
-    assert main(["inspect", str(tmp_path)]) == 1
-    assert capsys.readouterr().out.splitlines() == lines
-    first, second = lines
-    assert first.startswith(f"{whole}: epoch 2, step 7, ")
-    assert first.endswith(" bytes, one file, complete")
-    assert second.startswith(f"{broken}: ")
-    assert "DAMAGED" in second
+    first, second = (lines.index(f'path:         "{path}"') for path in (whole, broken))
+    assert first < lines.index("damage:       null") < second
+    assert lines[second + 2].startswith('damage:       "Cannot load ')
 
 
 def test_inspect_shards_of_other_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those of plain torch have no rest."""
     dcp.save({"state_dict": dict(MODEL)}, checkpoint_id=tmp_path / "plain", no_dist=True)
-    (report,) = inspected(capsys, str(tmp_path / "plain"))["checkpoints"]
-    assert (report["written_by"], report["num_elements"]) == ("torch.distributed.checkpoint", 15)
+    (report,) = inspected(capsys, str(tmp_path / "plain"), status=1)["checkpoints"]
+    assert "there is no meta.pt: torch.distributed.checkpoint has written this directory" in report["damage"]
     torch.save({"pytorch-lightning_version": "2.6.6"}, tmp_path / "plain" / "meta.pt")
     (report,) = inspected(capsys, str(tmp_path / "plain"))["checkpoints"]
     assert report["written_by"] == "Lightning 2.6.6"
@@ -233,8 +226,7 @@ def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty.mkdir()
     out = str(tmp_path / "out")
     cases = {
-        ("inspect", f"{tmp_path}/none"): f"There is no checkpoint at {tmp_path}/none",
-        ("inspect", str(empty)): f"{empty} is not a checkpoint: it holds neither .metadata nor checkpoints (*.ckpt)",
+        ("inspect", f"{tmp_path}/none"): f"Cannot load {tmp_path}/none: FileNotFoundError: there is no such file",
         ("consolidate", str(whole), out): "is not a directory of shards: there is nothing to consolidate",
         ("consolidate", str(shards), str(whole)): "exists: remove it, or choose another path",
         ("consolidate", str(shards), "memory://out"): "is not local: write to a local path, and upload that",
@@ -308,14 +300,13 @@ def test_any_damage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert capsys.readouterr().err.splitlines()[-1].startswith("error: Cannot load ")
     metadata.write_bytes(b"")
     (report,) = inspected(capsys, str(shards), status=1)["checkpoints"]
-    assert report["damage"].startswith(".metadata is damaged (EOFError")
+    assert "a.ckpt: .metadata is damaged (" in report["damage"]
 
 
 @pytest.mark.parametrize(
     "content",
     [
         {"state_dict": [1]},
-        {"state_dict": MODEL, "optimizer_states": 5},
         {"state_dict": MODEL, "hugging_face": [3]},
         {"state_dict": MODEL, "lightning_automodel": {"sizes": 3}},
     ],
@@ -324,7 +315,7 @@ def test_inspect_other_content(tmp_path: Path, capsys: pytest.CaptureFixture[str
     """A file of another program that uses the same names."""
     torch.save(content, tmp_path / "a.ckpt")
     (report,) = inspected(capsys, str(tmp_path / "a.ckpt"), status=1)["checkpoints"]
-    assert "it is damaged, or not a checkpoint" in report["damage"]
+    assert "not a checkpoint" in report["damage"]
     assert main(["inspect", str(tmp_path / "a.ckpt")]) == 1
 
 

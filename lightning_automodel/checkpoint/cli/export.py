@@ -25,7 +25,7 @@ from lightning_automodel.checkpoint.hugging_face import KEY, Description, descri
 from lightning_automodel.checkpoint.reading import open_model
 from lightning_automodel.checkpoint.state_dict import model_state
 from lightning_automodel.distributed import collectives
-from lightning_automodel.distributed.process_group import group_rank, group_size
+from lightning_automodel.distributed.process_group import group_rank
 
 _PATIENCE = timedelta(minutes=30)  # the default of torch's process groups
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -44,9 +44,8 @@ def export_hugging_face(
 
     A collective over the default group, if there is one: every rank must call it, with the same arguments, between two
     optimizer steps (in a callback's hook, or after ``fit``, ``validate`` or ``test``). Files are gathered tensor by
-    tensor and written by the ranks in turn, to a file system that all of them share: besides its own state a rank holds
-    at most one file in host memory, and one tensor on its device. If one rank fails to write, all raise and nothing
-    is left; the strategy detects a rank that dies. A tokenizer that is an attribute of ``module`` is written too.
+    tensor and written by rank 0, which holds at most one of them in host memory, and one tensor on its device. If it
+    fails to write, all raise and nothing is left. A tokenizer that is an attribute of ``module`` is written too.
 
     Args:
         module: The LightningModule, or any module with Hugging Face models in it, sharded or not.
@@ -112,12 +111,12 @@ def _export(
     gather: Callable[[list[str], bool], dict[str, Tensor]],
     tokenizers: list[Any],
 ) -> None:
-    """Write the planned files, as many at a time as there are ranks, one by each rank.
+    """Write the planned files on rank 0, one at a time.
 
     ``gather(names, keep)`` is a collective that returns the tensors on ranks with ``keep``.
     """
     what = f"Cannot export to {path}"
-    rank, world_size = group_rank(), group_size()
+    rank = group_rank()
     folder = None
     with on_every_rank(what):
         plan, save = make(), _safetensors()
@@ -125,17 +124,12 @@ def _export(
             folder = paths.new_local_target(path).with_name(atomic.temporary_name())
             folder.mkdir()
     folder = collectives.broadcast_object(folder, 0)
-    files = list(plan.files.items())
     try:
-        for start in tqdm(range(0, len(files), world_size), "exporting", disable=None if rank == 0 else True):
-            # All ranks gather each of these files together, and each keeps its own.
-            mine: dict[str, Tensor] = {}
-            for owner, (_, sources) in enumerate(files[start : start + world_size]):
-                mine |= gather(list(sources.values()), owner == rank)
+        for file, sources in tqdm(plan.files.items(), "exporting", disable=None if rank == 0 else True):
+            tensors = gather(list(sources.values()), rank == 0)
             with on_every_rank(what):
-                if mine:
-                    file, sources = files[start + rank]
-                    _write(save, folder / file, {name: mine.pop(source) for name, source in sources.items()})
+                if rank == 0:
+                    _write(save, folder / file, {name: tensors.pop(source) for name, source in sources.items()})
         with on_every_rank(what):
             if rank == 0:
                 for name, content in plan.texts.items():

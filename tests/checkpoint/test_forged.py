@@ -1,0 +1,243 @@
+"""Forged and badly written checkpoints: each reader refuses them, in one line and within a second."""
+
+from __future__ import annotations
+
+import pickle
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from lightning_automodel.checkpoint import CheckpointError
+from lightning_automodel.checkpoint.__main__ import main
+from lightning_automodel.checkpoint.lightning_formats import _cover_once
+from lightning_automodel.checkpoint.manifest import MANIFEST, FileRecord, Manifest
+from lightning_automodel.checkpoint.reading import read_directory
+from tests.checkpoint.test_cli import MODEL, inspected, save_shards
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+NAME = "state_dict.model.weight"
+NOT_COVERED = "chunks of state_dict.model.weight do not cover its shape"
+
+
+def chunk(*box: int) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box[:2]), torch.Size(box[2:]))
+
+
+def nested_tuples() -> bytes:
+    """A pickled dict whose key is a tuple of 2**60 elements."""
+    levels = b"".join(b"h%ch%c\x86q%c" % (level, level, level + 1) for level in range(60))
+    return b"\x80\x02}q\xf0)q\x00" + levels + b"K\x01s."
+
+
+def of_metadata(change: Callable[[Any], None]) -> Callable[[Path], None]:
+    """Change the table of the shards."""
+
+    def forge(path: Path) -> None:
+        metadata = pickle.loads((path / ".metadata").read_bytes())
+        change(metadata)
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return forge
+
+
+def with_chunks(*boxes: ChunkStorageMetadata, size: tuple[int, ...] | None = None) -> Callable[[Path], None]:
+    """Let the table say that a tensor has these chunks, all in the bytes of its only one."""
+
+    def change(metadata: Any) -> None:
+        entry = metadata.state_dict_metadata[NAME]
+        place = metadata.storage_data[MetadataIndex(NAME, torch.Size([0, 0]))]
+        entry.chunks = list(boxes)
+        entry.size = torch.Size(size or entry.size)
+        metadata.storage_data.update({MetadataIndex(NAME, each.offsets): place for each in boxes})
+
+    return of_metadata(change)
+
+
+def without_place(metadata: Any) -> None:
+    del metadata.storage_data[MetadataIndex(NAME, torch.Size([0, 0]))]
+
+
+def negative_place(metadata: Any) -> None:
+    metadata.storage_data[MetadataIndex(NAME, torch.Size([0, 0]))].offset = -9
+
+
+def put(name: str, content: Any) -> Callable[[Path], None]:
+    """Write another content to a file of a directory."""
+
+    def forge(path: Path) -> None:
+        if isinstance(content, bytes):
+            (path / name).write_bytes(content)
+        else:
+            torch.save(content, path / name)
+
+    return forge
+
+
+def put_nested_tuples(path: Path) -> None:
+    """As ``torch.save`` would have written it."""
+    torch.save({}, path)
+    reader, writer = torch.PyTorchFileReader(str(path)), torch.PyTorchFileWriter(f"{path}.new")
+    for name in set(reader.get_all_records()) - {".data/serialization_id"}:
+        content = nested_tuples() if name == "data.pkl" else reader.get_record(name)
+        writer.write_record(name, content, len(content))
+    writer.write_end_of_file()
+    Path(f"{path}.new").rename(path)
+
+
+WHOLE = chunk(0, 0, 3, 4)
+DIRECTORIES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no chunk": (with_chunks(), NOT_COVERED),
+    "half": (with_chunks(chunk(0, 0, 3, 2)), NOT_COVERED),
+    "hole": (with_chunks(chunk(0, 0, 1, 4), chunk(2, 0, 1, 4)), NOT_COVERED),
+    "out of bounds": (with_chunks(chunk(0, 0, 3, 4), chunk(3, 0, 1, 4)), NOT_COVERED),
+    "too large": (with_chunks(chunk(0, 0, 4, 4)), NOT_COVERED),
+    "negative": (with_chunks(chunk(-1, 0, 4, 4)), NOT_COVERED),
+    "twice": (with_chunks(WHOLE, WHOLE), NOT_COVERED),
+    "overlap and hole": (with_chunks(chunk(0, 0, 2, 3), chunk(1, 1, 2, 3)), NOT_COVERED),
+    "other rank": (with_chunks(ChunkStorageMetadata(torch.Size([0]), torch.Size([12]))), NOT_COVERED),
+    "no bytes": (of_metadata(without_place), ".metadata is damaged (KeyError"),
+    "bytes before the file": (of_metadata(negative_place), ".metadata is damaged (ValueError"),
+    "2**50": (with_chunks(chunk(0, 0, 2**25, 2**25), size=(2**25, 2**25)), "has shape [33554432, 33554432], and"),
+    "planner_data": (of_metadata(lambda metadata: setattr(metadata, "planner_data", [])), ".metadata is damaged ("),
+    "nested table": (put(".metadata", nested_tuples()), "tuples nested in each other"),
+    "list": (put("meta.pt", [1]), "meta.pt holds a list"),
+    "string": (put("meta.pt", "text"), "meta.pt holds a str"),
+    "extra state": (put("meta.pt", {"lightning_automodel_extra_state": 3}), "TypeError"),
+    "nested rest": (lambda path: put_nested_tuples(path / "meta.pt"), "tuples nested in each other"),
+}
+FILES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "list": (lambda path: torch.save([1], path), "it has no 'state_dict'"),
+    "string": (lambda path: torch.save("text", path), "it has no 'state_dict'"),
+    "nested": (put_nested_tuples, "tuples nested in each other"),
+    "nested, as before torch 1.6": (
+        lambda path: path.write_bytes(pickle.dumps(1) * 3 + nested_tuples()),
+        "tuples nested in each other",
+    ),
+    "no pickle": (lambda path: path.write_bytes(b"hello"), "not what torch.save writes"),
+}
+
+
+def write_manifest(path: Path) -> None:
+    """The manifest that belongs to the files, as whoever forges them would write it."""
+    contents = {each.name: each.read_bytes() for each in path.iterdir() if each.name not in (MANIFEST, "README.txt")}
+    files = {name: FileRecord(len(content), f"{zlib.crc32(content):08x}") for name, content in contents.items()}
+    (path / MANIFEST).write_bytes(Manifest("a", 1, "", files).to_bytes())
+
+
+def check_commands(path: Path, capsys: pytest.CaptureFixture[str], message: str) -> None:
+    """Each ends with status 1, one line that holds ``message``, and no file left."""
+    out, started = str(path.parent / "out"), time.process_time()
+    for verify in ([], ["--verify"]):
+        (report,) = inspected(capsys, str(path), *verify, status=1)["checkpoints"]
+        assert message in report["damage"]
+    commands = [["export", str(path), out, "--key", "model"], ["consolidate", str(path), out]]
+    for command in commands if path.is_dir() else commands[:1]:
+        assert main(command) == 1
+        printed = capsys.readouterr()
+        assert message in printed.err
+        assert (printed.err.count("\n"), printed.out) == (1, "")
+    assert time.process_time() - started < len(commands) + 2, "a second each"
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("case", DIRECTORIES)
+def test_forged_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    """By the command line and by ``load_from_checkpoint``; checksums match whatever was forged."""
+    forge, message = DIRECTORIES[case]
+    path = save_shards(tmp_path / "a.ckpt")
+    forge(path)
+    write_manifest(path)
+    check_commands(path, capsys, message)
+    with pytest.raises(CheckpointError, match="Cannot load") as raised:
+        read_directory(path, None, None)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_forged_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    forge, message = FILES[case]
+    forge(tmp_path / "a.ckpt")
+    check_commands(tmp_path / "a.ckpt", capsys, message)
+
+
+def test_huge_view(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One element that stands for 2**50 of them."""
+    torch.save({"state_dict": {"model.a": torch.zeros(1).expand(2**50)}}, tmp_path / "a.ckpt")
+    assert main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out"), "--key", "model"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: Cannot export to ")
+    assert "RuntimeError" in error
+
+
+@pytest.mark.parametrize("value", [torch.zeros(4, 4), torch.zeros(3, 4, dtype=torch.float64)])
+def test_verify_compares_entries_with_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: torch.Tensor
+) -> None:
+    """Loading takes a part of a tensor that is larger, and converts another dtype."""
+    path = save_shards(tmp_path / "a.ckpt")
+    dcp.save({"state_dict": {"model.weight": value}}, checkpoint_id=tmp_path / "other", no_dist=True)
+    other = pickle.loads((tmp_path / "other" / ".metadata").read_bytes())
+    content = (tmp_path / "other" / "__0_0.distcp").read_bytes()
+
+    def change(metadata: Any) -> None:
+        index = MetadataIndex(NAME, torch.Size([0, 0]))
+        metadata.storage_data[index] = other.storage_data[index]
+        metadata.storage_data[index].relative_path = "other.distcp"
+
+    of_metadata(change)(path)
+    (path / "other.distcp").write_bytes(content)
+    write_manifest(path)
+    (report,) = inspected(capsys, str(path), "--verify", status=1)["checkpoints"]
+    assert "state_dict.model.weight in other.distcp cannot be loaded: it is torch.float" in report["damage"]
+
+
+def test_terminal_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names are not obeyed."""
+    torch.save({"state_dict": MODEL, "\x1b[2J\x9b1m\nform: x": 1}, tmp_path / "a.ckpt")
+    assert main(["inspect", str(tmp_path / "a.ckpt")]) == 0
+    assert 'rest:         ["\\u001b[2J\\u009b1m\\nform: x"]' in capsys.readouterr().out.splitlines()
+    torch.save({"state_dict": {"\x1b]0;x\x07a.b": torch.ones(2)}}, tmp_path / "b.ckpt")
+    assert main(["export", str(tmp_path / "b.ckpt"), str(tmp_path / "out")]) == 1
+    assert "\\x1b]0;x\\x07a." in capsys.readouterr().err
+
+
+def test_cover_once() -> None:
+    """Compared with counting each element, on random boxes of up to three dimensions."""
+    generator, seen = torch.Generator().manual_seed(0), set()
+
+    def draw(high: int) -> int:
+        return int(torch.randint(high, (1,), generator=generator))
+
+    for _ in range(400):
+        size = tuple(1 + draw(3) for _ in range(draw(4)))
+        boxes = _tiled(size, draw)
+        if boxes and draw(2):
+            offsets, sizes = boxes[draw(len(boxes))]
+            boxes[draw(len(boxes))] = (offsets, tuple(draw(each + 1) for each in sizes))
+        count = torch.zeros(size, dtype=torch.int)
+        for offsets, sizes in boxes:
+            count[tuple(slice(start, start + length) for start, length in zip(offsets, sizes, strict=True))] += 1
+        expected = bool((count == 1).all())
+        seen.add(expected)
+        assert _cover_once(size, boxes) == expected
+    assert seen == {True, False}
+
+
+def _tiled(size: tuple[int, ...], draw: Callable[[int], int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Boxes that cover ``size``, cut at random."""
+    boxes = [((0,) * len(size), size)]
+    for _ in range(draw(4) if size else 0):
+        offsets, sizes = boxes.pop(0)
+        dim = draw(len(size))
+        at = draw(sizes[dim] + 1)
+        first = (*sizes[:dim], at, *sizes[dim + 1 :])
+        second = (*sizes[:dim], sizes[dim] - at, *sizes[dim + 1 :])
+        boxes += [(offsets, first), ((*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :]), second)]
+    return boxes
