@@ -293,7 +293,8 @@ def _join(found: rendezvous.Rendezvous, backend: str, timeout: timedelta, device
     if _leaves_at_exit != os.getpid():
         # Unlike `atexit`, this also runs in children of `multiprocessing`.
         _leaves_at_exit = os.getpid()
-        multiprocessing.util.Finalize(None, destroy_global_state, exitpriority=BEFORE_CHILDREN_ARE_JOINED)
+        at_exit = {"is_exiting": True}
+        multiprocessing.util.Finalize(None, _leave, kwargs=at_exit, exitpriority=BEFORE_CHILDREN_ARE_JOINED)
     join_round = join.meet(found, backend, timeout)
     try:
         with connections.recording():
@@ -356,6 +357,10 @@ def destroy_global_state(linger_s: float = join.LINGER_S) -> None:
     Args:
         linger_s: Seconds to wait for the others at most; 0 where they are known to be gone.
     """
+    _leave(linger_s)
+
+
+def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False) -> None:
     global _membership
     membership, _membership = _membership, None
     if membership is None or membership.process_id != os.getpid():
@@ -363,19 +368,21 @@ def destroy_global_state(linger_s: float = join.LINGER_S) -> None:
     with patched_signal(signal.SIGINT, signal.SIG_IGN):
         try:
             if membership.group() is not None and dist.group.WORLD is membership.group():
-                _destroy_groups()
-            if membership.group() is not None:
+                _destroy_groups(is_exiting)
+            if membership.group() is not None and not is_exiting:
                 # A mesh that was in use until now refers to the group, in a cycle with other meshes.
                 gc.collect()
         finally:
             membership.join_round.leave(linger_s)
 
 
-def _destroy_groups() -> None:
+def _destroy_groups(is_exiting: bool) -> None:
     call_leaving_hooks()
-    # Dropped models and meshes refer to each other in cycles. First, as collecting them fills the caches again.
-    gc.collect()
-    torch_internals.forget_meshes()
+    if not is_exiting:
+        # Dropped models and meshes refer to each other in cycles. First, as collecting them fills the caches again.
+        # The process's end frees them sooner: in a forked process, collecting copies the whole heap.
+        gc.collect()
+        torch_internals.forget_meshes()
     try:
         # All groups, the newest first.
         dist.destroy_process_group()

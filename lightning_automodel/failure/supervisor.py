@@ -1,9 +1,12 @@
 """Runs the Trainer's function so that all ranks leave together."""
 
+import contextlib
+import faulthandler
 import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +18,7 @@ from lightning_automodel import lightning_internals
 from lightning_automodel.distributed import first_rank, process_group
 from lightning_automodel.distributed.failures import RankFailedError
 from lightning_automodel.failure.coordinated_stop import REQUEUE
-from lightning_automodel.failure.watchdog import Watchdog
+from lightning_automodel.failure.watchdog import Watchdog, end_process
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +71,7 @@ class Supervisor:
             self._failed_at = time.monotonic()
             _process.unclosed = self
             if self._watchdog is not None and self._watchdog.failure is None:
+                self._watchdog.note_position(exception)
                 self._before_telling()
             self._raise_cause(exception)
             raise
@@ -86,6 +90,10 @@ class Supervisor:
         self._end()
         if process_group.group_size() == 1:
             return
+        if not faulthandler.is_enabled():
+            # Gloo aborts a process whose collectives do not match, and only this shows where. Notebooks may refuse.
+            with contextlib.suppress(OSError, ValueError, RuntimeError):
+                faulthandler.enable()
         self._timeout_s = timeout.total_seconds()
         self._watchdog = Watchdog(timeout, where, raises_on_sigterm=self._patch_sigterm())
         _process.watchdogs.append(self._watchdog)
@@ -148,7 +156,9 @@ class Supervisor:
             _process.unclosed = None
         if self.has_failed and process_group.group_size() > 1:
             process_group.call_leaving_hooks()
-            last_resort = threading.Timer(LONGEST_LEAVING_S, os._exit, (1,))
+            cause = sys.exc_info()[1]
+            why = f"{type(cause).__name__}: {cause}; destroying its process groups took over {LONGEST_LEAVING_S:g} s"
+            last_resort = threading.Timer(LONGEST_LEAVING_S, end_process, (process_group.group_rank(), why))
             last_resort.daemon = True
             last_resort.start()
             process_group.destroy_global_state(linger_s=0.0)

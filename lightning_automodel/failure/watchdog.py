@@ -5,6 +5,7 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from lightning_automodel.distributed import connections
 from lightning_automodel.distributed.failures import (
     LAUNCHER,
     MISSED_HEARTBEATS,
+    PROCESS_ENDED,
     STUCK,
     RankFailedError,
     RankFailure,
@@ -26,7 +28,7 @@ from lightning_automodel.distributed.failures import (
 )
 from lightning_automodel.distributed.store_channel import LINGER_S, NONE, RUN, AwakeClock, StoreChannel, post_failure
 from lightning_automodel.failure.coordinated_stop import DECISION, REQUEST, StopAgreement
-from lightning_automodel.failure.standstill import Standstill, main_thread_position
+from lightning_automodel.failure.standstill import Standstill, list_positions, main_thread_position
 
 TIME_TO_LEAVE_S = 5.0
 SEARCH_S = 3.0
@@ -69,6 +71,7 @@ class Watchdog:
         self._where, self._raises_on_sigterm = where, raises_on_sigterm
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._failure: RankFailure | None = None
+        self._raised_at: tuple[bool, str] | None = None
         self._has_posted_own = self._has_answered = self._has_keys = False
         self._is_noticed, self._is_closed = threading.Event(), threading.Event()
         self.stop = StopAgreement(self._rank, self._world_size)
@@ -118,7 +121,7 @@ class Watchdog:
                 beat = self.channel.read_heartbeats(store, [rank])[rank]
                 if beat.finished:
                     return
-                failure = RankFailure(rank, beat.host, beat.where, MISSED_HEARTBEATS, f"its process {how}")
+                failure = RankFailure(rank, beat.host, beat.where, PROCESS_ENDED, f"its process {how}")
             post_failure(store, RUN, failure)
 
         with contextlib.suppress(RankFailedError):
@@ -163,6 +166,10 @@ class Watchdog:
         self._is_noticed.set()
 
     # --- Leaving because of an exception ------------------------------------------------------------------------------
+
+    def note_position(self, exception: BaseException) -> None:
+        """Note where ``exception`` was raised on this rank: from now on its main thread is in this package."""
+        self._raised_at = main_thread_position(exception)
 
     def explain(self, exception: BaseException, hook: str | None) -> RankFailure | None:
         """Find the other rank's failure that caused ``exception``; without one, post it as this rank's own.
@@ -226,10 +233,10 @@ class Watchdog:
                 return RankFailure(rank, beats[rank].host, beats[rank].where, STUCK, message)
         if unheard := [rank for rank in silent if rank not in positions]:
             return channel.missed_heartbeats(unheard[0])
-        all_wait = ", ".join(
-            f"rank {rank} in {beats[rank].where} at {at}" for rank, (_, at) in sorted(positions.items())
-        )
-        note = f"All ranks are alive and wait for each other. When this was raised on rank {self._rank}: {all_wait}."
+        at = {rank: f"{beats[rank].where}, at {at}" for rank, (_, at) in positions.items()}
+        at[self._rank] = f"{own.where}, at {main_thread_position(exception)[1]}"
+        listed = list_positions([at.get(rank, "") for rank in range(self._world_size)])
+        note = f"All ranks are alive and wait for each other. When this was raised on rank {self._rank}:\n{listed}"
         exception.add_note(note)
         return replace(own, message=f"{own.message}\n{note}")
 
@@ -245,7 +252,7 @@ class Watchdog:
         ended, request, decision, question = store.multi_get(list(keys))
         self.stop.exchange(store, request, decision)
         if question != NONE and not self._has_answered:
-            store.set(f"position/{self._rank}", json.dumps(main_thread_position()))
+            store.set(f"position/{self._rank}", json.dumps(self._raised_at or main_thread_position()))
             self._has_answered = True
         if self._is_closed.is_set() or self.channel.watched[RUN] is not None:
             return
@@ -303,8 +310,13 @@ class Watchdog:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         if self._is_noticed.wait(KILL_AFTER_S - INTERRUPT_AFTER_S) or self._is_closed.is_set():
             return
-        try:
-            print(f"rank {self._rank} on {self.channel.host} stops: {failure}. It was at:", file=sys.stderr)
-            faulthandler.dump_traceback(all_threads=True)
-        finally:
-            os._exit(1)
+        end_process(self._rank, str(failure))
+
+
+def end_process(rank: int, why: str) -> None:
+    """Print why, and where all threads are, and end this process with status 1, whatever its threads are doing."""
+    try:
+        print(f"rank {rank} on {socket.gethostname()} stops: {why}. It was at:", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+    finally:
+        os._exit(1)

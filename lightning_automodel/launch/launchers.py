@@ -94,6 +94,9 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
     when one fails. Here the ranks leave together as under any other launcher, each through its own hooks.
 
     Each rank runs in the supervisor. The first rank's ``get_report()`` is passed to ``set_report`` in this process.
+
+    Attributes:
+        connection: In a worker, the one to the launching process; else None.
     """
 
     def __init__(
@@ -109,20 +112,28 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         super().__init__(strategy, start_method)
         self._num_processes, self._num_nodes = num_processes, num_nodes
         self._supervisor, self._get_report, self._set_report = supervisor, get_report, set_report
-        self._is_worker = False
+        self.connection: Connection | None = None
 
     @override
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any
     ) -> Any:
         assert trainer is not None
-        if self._is_worker:
+        if self.connection is not None:
 
             @wraps(function)
             def run_and_collect(*args: Any, **kwargs: Any) -> bytes | None:
                 return collect(trainer, function(*args, **kwargs), self._get_report())
 
-            return self._supervisor.run(run_and_collect, *args, **kwargs)
+            try:
+                return self._supervisor.run(run_and_collect, *args, **kwargs)
+            except lightning_internals.TunerExitException:
+                raise
+            except BaseException as exception:
+                # Now: this process may not live to the end of `on_exception` hooks, or of leaving its groups.
+                with contextlib.suppress(OSError):
+                    self.connection.send(WorkerReport.from_exception(exception, trainer, leaves=False))
+                raise
         if self._already_fit and trainer.state.fn == TrainerFn.FITTING:
             raise NotImplementedError(
                 f"trainer.fit() ran already, in workers of start_method={self._start_method!r} that have ended, with"
@@ -196,14 +207,13 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
 def _be_worker(local_rank: int, connections: Sequence[Connection], variables: Mapping[str, str], run: ByValue) -> None:
     """Run the Trainer's function as a rank, and report to the launching process."""
     launcher, trainer, function, global_state = run.value
-    launcher._is_worker = True
     # The signal handler, runs and groups that a fork inherits are those of the launching process.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if global_state is None:
         process_group.forget_inherited_groups()
         supervisor.forget_inherited_runs()
-    connection, status = connections[local_rank], 0
-    threading.Thread(target=follow_launching_process, args=(connection,), daemon=True).start()
+    launcher.connection, status = connections[local_rank], 0
+    threading.Thread(target=follow_launching_process, args=(launcher.connection,), daemon=True).start()
     os.environ.update(variables, LOCAL_RANK=str(local_rank))
     if global_state is None:
         # OpenMP's threads do not survive a fork: if the parent has used them, this process would wait for them forever.
@@ -220,11 +230,11 @@ def _be_worker(local_rank: int, connections: Sequence[Connection], variables: Ma
         )
         report = WorkerReport(results)
     except BaseException as exception:
-        report = WorkerReport.from_exception(exception, trainer.strategy.global_rank)
+        report = WorkerReport.from_exception(exception, trainer, leaves=True)
         code = exception.code if isinstance(exception, SystemExit) else 1
         status = code if isinstance(code, int) and code else 1
     with contextlib.suppress(OSError):
-        connection.send(report)
+        launcher.connection.send(report)
     # Not `raise`: torch would print the traceback, which the launching process does already.
     sys.exit(status)
 
