@@ -184,7 +184,7 @@ class AutomodelStrategy(ParallelStrategy):
             is_sharded=data_parallel == "fsdp2", as_directory=options.writes_directories, in_background=async_checkpoint
         )
         self.num_nodes = 1
-        self._supervisor = Supervisor(before_telling=self._checkpoints.wait_for_pending_save)
+        self._supervisor = Supervisor(self._join, self._checkpoints.wait_for_pending_save)
         self._trainer_patches = PatchStack()
         self._setup_block: FirstRankPerNode | None = None
         self._weight_averages = AverageCopies()
@@ -357,9 +357,7 @@ class AutomodelStrategy(ParallelStrategy):
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
-    @override
-    def setup_environment(self) -> None:
-        checks.check_callbacks(self._module.trainer.callbacks)  # type: ignore[attr-defined]
+    def _join(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
         timeout = process_group.parse_timeout(self._options.timeout)
@@ -368,6 +366,12 @@ class AutomodelStrategy(ParallelStrategy):
         )
         self._evaluation_steps = 0
         self._supervisor.watch(timeout, self._where)
+
+    @override
+    def setup_environment(self) -> None:
+        """Make the mesh. The supervisor has joined the ranks before, so that they hear of ``configure_callbacks``."""
+        checks.check_callbacks(self._module.trainer.callbacks)  # type: ignore[attr-defined]
+        timeout = process_group.parse_timeout(self._options.timeout)
         collectives.host_group(timeout)
         self._mesh = self._make_mesh(timeout)
         self._module._device_mesh = self._mesh.mesh

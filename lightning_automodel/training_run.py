@@ -477,8 +477,8 @@ class TrainingRun:
     def _denominator(self) -> str:
         """What is counted for the denominator of a window's gradients."""
         if not self._options.per_token_loss:
-            return "micro-batches"
-        return "samples" if self._options.count == "samples" else "label tokens"
+            return "micro-batch"
+        return "sample" if self._options.count == "samples" else "label token"
 
     def interrupt(self) -> None:
         """Clean up after an exception: drop open windows and the data of the current step."""

@@ -21,7 +21,7 @@ def test_summary_is_one_line() -> None:
         "units": ["model.blocks.0 (Block)", "model.blocks.1 (Block)"],
         "activation_checkpointing": ["model.blocks.0 (Block)"],
         "precision": {"trainer": "bf16-mixed"},
-        "gradient_denominator": "label tokens",
+        "gradient_denominator": "label token",
     }
     assert summary(described) == (
         "AutomodelStrategy: fsdp2 over data_parallel_shard=4, tensor_parallel=2, 2 FSDP units beside the root,"

@@ -34,14 +34,15 @@ class Supervisor:
     failure is raised instead. SIGTERM on any rank ends the run of all ranks after the same step.
 
     Args:
+        join: Joins the other ranks, and calls :meth:`watch`.
         before_telling: Called after an exception on this rank, before the others learn of it and leave.
 
     Attributes:
         weights_only: The argument of this name that the user gave to ``fit``, ``validate``, ``test`` or ``predict``.
     """
 
-    def __init__(self, before_telling: Callable[[], None] = lambda: None) -> None:
-        self._before_telling = before_telling
+    def __init__(self, join: Callable[[], None], before_telling: Callable[[], None]) -> None:
+        self._join, self._before_telling = join, before_telling
         self._watchdog: Watchdog | None = None
         self._timeout_s = 0.0
         self._previous_handler: Any = None
@@ -51,7 +52,7 @@ class Supervisor:
         self.weights_only: bool | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``function``, which may call :meth:`watch` as soon as the process group exists.
+        """Join the other ranks, so that they hear of any failure, and call ``function``.
 
         Raises:
             RankFailedError: If another rank failed; its cause is what that raised on this rank, if anything.
@@ -62,6 +63,7 @@ class Supervisor:
         self._is_running, self._failed_at = True, None
         self.weights_only = lightning_internals.told_weights_only(function, args, kwargs)
         try:
+            self._join()
             result = function(*args, **kwargs)
             self._raise_what_came_late()
         except lightning_internals.TunerExitException:

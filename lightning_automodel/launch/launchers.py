@@ -68,7 +68,7 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
         # A single process sets no variables: they would make a later Trainer in it wait for other ranks.
         if self.starts_processes:
             if self.num_nodes == 1:
-                rendezvous.share_secret()
+                os.environ.update(rendezvous.shared_secret())
             self._call_children_scripts()
             threading.Thread(target=self._observe, name="lightning_automodel launcher", daemon=True).start()
         lightning_internals.share_cores(self.num_processes)
@@ -158,10 +158,10 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         environment = self._strategy.cluster_environment
         assert environment is not None
         environment.validate_settings(num_devices=self._num_processes, num_nodes=self._num_nodes)
-        if self._num_nodes == 1:
-            rendezvous.share_secret()
         # A fork server has the environment variables from when it was started.
         variables = {**os.environ, "MASTER_PORT": str(environment.main_port)}
+        if self._num_nodes == 1:
+            variables |= rendezvous.shared_secret()
         context = torch.multiprocessing.get_context(self._start_method)
         ours, theirs = zip(*(context.Pipe() for _ in range(self._num_processes)), strict=True)
         global_state = None

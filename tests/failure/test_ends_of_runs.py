@@ -260,7 +260,7 @@ def test_sigterm_is_ignored_on_the_way_out_but_not_for_ever() -> None:
     """A launcher sends it to the ranks that are left; a process that lives on must still end by it."""
     received: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda signum, frame: received.append(signum))
-    guard = Supervisor()
+    guard = Supervisor(lambda: None, lambda: None)
     try:
         guard._patch_sigterm()
         guard._failed_at = time.monotonic()
