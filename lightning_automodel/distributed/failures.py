@@ -67,7 +67,8 @@ class RankFailure:
         if self.rank == LAUNCHER:
             return f"the launcher, {self.message}"
         if self.error == PROCESS_ENDED:
-            return f"rank {self.rank} on {self.host}{self.where and f' was last seen in {self.where}'}{ending}"
+            seen = f" was last seen in {self.where}" if self.where else ""
+            return f"rank {self.rank} on {self.host}{seen}{ending}"
         if self.error == MISSED_HEARTBEATS:
             return f"rank {self.rank} on {self.host} missed heartbeats, last seen in {self.where}{ending}"
         if self.error == STUCK:

@@ -285,6 +285,11 @@ def report_end(rank: int, how: str) -> bool:
     return _process.has_joined
 
 
+def has_joined() -> bool:
+    """Whether this process has ever joined the others."""
+    return _process.has_joined
+
+
 def forget_inherited_runs() -> None:
     """In a forked process, forget the runs of its parent."""
     global _process

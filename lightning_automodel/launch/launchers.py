@@ -72,7 +72,12 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
             self._call_children_scripts()
             threading.Thread(target=self._observe, name="lightning_automodel launcher", daemon=True).start()
         lightning_internals.share_cores(self.num_processes)
-        return self._supervisor.run(function, *args, **kwargs)
+        try:
+            return self._supervisor.run(function, *args, **kwargs)
+        finally:
+            if not supervisor.has_joined():
+                # They would wait for this rank for their whole timeout.
+                self.kill(signal.SIGTERM)
 
     def _observe(self) -> None:
         """Tell the supervisor of each process that ends, until all have. It knows whether the process was done."""

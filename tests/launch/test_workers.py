@@ -207,7 +207,10 @@ def test_who_knows_the_cause_says_it(workers: tuple[Callable[[Connection], None]
         wait_for(*workers)
 
 
-@pytest.mark.parametrize(("status", "text"), [(3, "ended with exit status 3"), (-9, "was ended by SIGKILL")])
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [(3, "ended with exit status 3"), (-9, "was ended by SIGKILL"), (-6, "was ended by SIGABRT, as gloo does")],
+)
 def test_exit_statuses(status: int, text: str) -> None:
     """As a person would say them."""
-    assert describe_exit(status) == text
+    assert describe_exit(status).startswith(text)
