@@ -787,10 +787,13 @@ class AutomodelStrategy(ParallelStrategy):
 
     def _saving_group(self) -> dist.ProcessGroup | None:
         """The host group of all ranks; None if this is the only rank, or others have left after a failure."""
-        if self.world_size == 1 or (
-            self._supervisor.has_failed and not collectives.everybody_comes(_PATIENCE_AFTER_FAILURE)
-        ):
+        if self.world_size == 1:
             return None
+        if self._supervisor.has_failed:
+            try:
+                collectives.named_barrier("save_after_failure", _PATIENCE_AFTER_FAILURE)
+            except RuntimeError:
+                return None
         return collectives.host_group(process_group.parse_timeout(self._options.timeout))
 
     @override

@@ -98,10 +98,9 @@ def post_failure(store: dist.Store, path: str, failure: RankFailure) -> RankFail
 class StoreChannel:
     """A connection to the store of the default group, and the one thread that uses it; :meth:`close` ends both.
 
-    Only the thread uses the connection, because a call to a store whose host is stopped may block forever, and a
-    ``TCPStore`` client is blocked for all threads while one of them waits in it. A few times a second, the thread
-    writes this rank's heartbeat and reads the failures of the watched paths, since the store may be gone by the time
-    that the rank asks for them.
+    Only the thread uses the connection: a call to a store whose host is stopped may block forever, and a ``TCPStore``
+    client is blocked for all threads while one of them waits in it. The thread also reads failures ahead, since the
+    store may be gone by the time that the rank asks for them.
 
     Args:
         prefix: Prefix of all keys; the same on all ranks of the channel.
