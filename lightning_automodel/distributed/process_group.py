@@ -204,8 +204,8 @@ def initialize_distributed(
 ) -> DistInfo:
     """Join the default process group, or use the one that exists. A collective over the whole world.
 
-    Without arguments or environment variables that say otherwise this is a world of one, which needs no network. A
-    group that exists already is used as it is, and ``destroy_global_state`` will not destroy it.
+    Without arguments or environment variables this is a world of one, which needs no network. A group that exists
+    already is used as it is, and ``destroy_global_state`` will not destroy it.
 
     Args:
         backend: ``"gloo"`` for the CPU, ``"nccl"`` for CUDA, ``"xccl"`` for XPU, ``"cpu:gloo,cuda:nccl"`` for both, or

@@ -18,6 +18,7 @@ from lightning_automodel import lightning_internals
 from lightning_automodel.distributed import first_rank, process_group
 from lightning_automodel.distributed.failures import RankFailedError
 from lightning_automodel.failure.coordinated_stop import REQUEUE
+from lightning_automodel.failure.standstill import main_thread_position
 from lightning_automodel.failure.watchdog import Watchdog, end_process
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class Supervisor:
             self._failed_at = time.monotonic()
             _process.unclosed = self
             if self._watchdog is not None and self._watchdog.failure is None:
-                self._watchdog.note_position(exception)
+                self._watchdog.raised_at = main_thread_position(exception)
                 self._before_telling()
             self._raise_cause(exception)
             raise
@@ -105,14 +106,11 @@ class Supervisor:
             self._watchdog.report_end(*_process.ended)
 
     def begin_step(self, step: int, is_training: bool) -> bool:
-        """Begin a step that every rank takes.
+        """Begin a step that every rank takes; return whether all stop after it, since one received SIGTERM.
 
         Args:
             step: Its number, the same on all ranks, from 1.
             is_training: Whether it is a training step: a rank that ends its run before this step is then at fault.
-
-        Returns:
-            Whether all ranks stop after this step, since one of them received SIGTERM.
 
         Raises:
             RankFailedError: If another rank failed before that was decided.
@@ -271,13 +269,7 @@ _process = _Process()
 
 
 def report_end(rank: int, how: str) -> bool:
-    """Post that the process of ``rank``, or of ``LAUNCHER``, ended, unless it has posted why.
-
-    Between two runs, it is posted when the next one begins.
-
-    Returns:
-        Whether this process has joined the others.
-    """
+    """Post, when a run begins or at once, how ``rank`` or ``LAUNCHER`` ended; return whether this rank has joined."""
     if _process.watchdogs:
         _process.watchdogs[-1].report_end(rank, how)
     elif _process.ended is None:

@@ -47,13 +47,11 @@ class Watchdog:
     The channel's thread exchanges a few bytes with the store several times a second: this rank's heartbeat, those of
     two others, and whether any rank posted a failure. The training itself neither communicates nor waits for this.
 
-    When another rank failed, or has missed its heartbeats for too long, a second thread aborts this rank's gloo
-    connections, so that a waiting collective raises. If that does not help, it interrupts the main thread; and if that
-    does not help either, it prints the cause and the stacks of all threads, and ends the process with status 1.
+    After another rank's failure a second thread aborts this rank's gloo connections, so that a waiting collective
+    raises. If that does not help, it interrupts the main thread, and at last it ends the process.
 
     Args:
-        timeout: Time within which this rank leaves when another misses its heartbeats. These may be missing for some
-            seconds less, so that time is left to leave, but for at least half of it.
+        timeout: Time within which this rank leaves when another misses its heartbeats, for at least half of it.
         where: Returns the hook that this rank is in; called by a thread.
         raises_on_sigterm: Whether the main thread has a SIGTERM handler that raises after a failure.
 
@@ -62,6 +60,7 @@ class Watchdog:
         stop: Decides after which step all ranks stop.
         training_step: Number of the newest training step that this rank began; all ranks take the same ones.
         failed_alike: Whether another rank had raised the same error before, in the same line.
+        raised_at: Where this rank raised an exception: from then on, its main thread is in this package.
     """
 
     def __init__(self, timeout: timedelta, where: Callable[[], str], raises_on_sigterm: bool) -> None:
@@ -71,7 +70,7 @@ class Watchdog:
         self._where, self._raises_on_sigterm = where, raises_on_sigterm
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._failure: RankFailure | None = None
-        self._raised_at: tuple[bool, str] | None = None
+        self.raised_at: tuple[bool, str] | None = None
         self._has_posted_own = self._has_answered = self._has_keys = False
         self._is_noticed, self._is_closed = threading.Event(), threading.Event()
         self.stop = StopAgreement(self._rank, self._world_size)
@@ -167,10 +166,6 @@ class Watchdog:
 
     # --- Leaving because of an exception ------------------------------------------------------------------------------
 
-    def note_position(self, exception: BaseException) -> None:
-        """Note where ``exception`` was raised on this rank: from now on its main thread is in this package."""
-        self._raised_at = main_thread_position(exception)
-
     def explain(self, exception: BaseException, hook: str | None) -> RankFailure | None:
         """Find the other rank's failure that caused ``exception``; without one, post it as this rank's own.
 
@@ -252,7 +247,7 @@ class Watchdog:
         ended, request, decision, question = store.multi_get(list(keys))
         self.stop.exchange(store, request, decision)
         if question != NONE and not self._has_answered:
-            store.set(f"position/{self._rank}", json.dumps(self._raised_at or main_thread_position()))
+            store.set(f"position/{self._rank}", json.dumps(self.raised_at or main_thread_position()))
             self._has_answered = True
         if self._is_closed.is_set() or self.channel.watched[RUN] is not None:
             return

@@ -118,11 +118,8 @@ class Workers:
     def wait(self) -> bytes | None:
         """Wait until all workers have ended. When one fails, the others are told at once.
 
-        There is no time limit for training. Once one worker has reported or ended, the others have a minute. SIGTERM is
-        passed on to all of them. If this process leaves earlier, for example by an interrupt, so do the workers.
-
-        Returns:
-            The results that the first worker reported.
+        There is no time limit for training. Once one worker has left, the others have a minute. SIGTERM is passed on to
+        all of them. If this process leaves earlier, so do the workers. Returns the results of the first worker.
 
         Raises:
             RankFailedError: If a rank failed, chained to the traceback that it reported.
