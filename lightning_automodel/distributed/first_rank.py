@@ -106,11 +106,7 @@ class FirstRankPerNode(ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Report how the block ended; after an outermost one, wait until it has ended on all ranks.
-
-        Raises:
-            RankFailedError: As on entering, but not if the block itself raised.
-        """
+        """Report how the block ended; after an outermost one, wait until it has ended on all ranks, or raise as above."""
         block = _active_blocks().pop()
         if block is not None:
             block.leave(error)

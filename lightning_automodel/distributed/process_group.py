@@ -147,9 +147,7 @@ def check_backend(backend: str) -> None:
 
 
 def choose_device(backend: str, local_rank: int) -> torch.device:
-    """This process's device that ``backend`` communicates for: the CPU, or an accelerator by local rank.
-
-    A process that sees one accelerator takes it, whatever its local rank. Not a collective.
+    """This process's device that ``backend`` communicates for: the CPU, the only accelerator, or one by local rank.
 
     Raises:
         ValueError: If there is no device for this local rank.

@@ -101,9 +101,7 @@ def locate(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Rendezvous:
-    """Find rank, world size and meeting place: from the arguments, else from the environment.
-
-    A world of one if neither says otherwise. Not a collective.
+    """Find rank, world size and meeting place: from the arguments, else from the environment, else a world of one.
 
     Raises:
         ValueError: If a value is missing, out of range or not a number; the message names it.

@@ -47,8 +47,8 @@ FINISHED = b"finished"
 class AwakeClock:
     """Seconds that this process has been running; must be read at least every second or so.
 
-    A longer gap means that the process was suspended (SIGSTOP, a laptop's lid, a debugger). That time must not count
-    as missed heartbeats of other ranks: ranks that were suspended together must go on together.
+    A longer gap means that the process was suspended (SIGSTOP, a laptop's lid): ranks that were suspended together must
+    go on together.
     """
 
     def __init__(self) -> None:
@@ -190,16 +190,11 @@ class StoreChannel:
         path: str,
         limit_s: float,
     ) -> T:
-        """Call ``look`` until it finds something, as long as the ranks that are still waited for send heartbeats.
-
-        Args:
-            look: Returns what it found, else None.
-            pending: Returns the ranks that are still waited for.
-            path: Path whose failure ends the wait; a failure of the run ends it, too.
-            limit_s: Longest wait, also for ranks that do send heartbeats.
+        """Call ``look`` until it finds something, as long as ``pending`` ranks send heartbeats, or for ``limit_s``.
 
         Raises:
-            RankFailedError: If a failure was posted, the store is lost, or ranks are silent or late.
+            RankFailedError: If a failure was posted at ``path`` or for the run, the store is lost, or ranks are silent
+                or late.
         """
         clock, next_check_s = AwakeClock(), self.timeout_s / 10
         while True:

@@ -27,12 +27,7 @@ class Standstill:
     """Notices that all ranks have waited in collectives for a minute, and not all at the same line.
 
     Then some ranks probably call a collective that the others never reach. It may be a slow one all the same, so this
-    is only a warning, once a run.
-
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-        timeout_s: Seconds after which collectives end such a wait.
+    is only a warning, once a run. Collectives end such a wait after ``timeout_s`` seconds.
     """
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:

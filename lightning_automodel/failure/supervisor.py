@@ -87,8 +87,7 @@ class Supervisor:
     def watch(self, timeout: timedelta, where: Callable[[], str]) -> None:
         """Start to watch the other ranks, if there are any. Every rank must call it, after joining.
 
-        This rank leaves within ``timeout`` when another misses its heartbeats. Another thread calls ``where``, which
-        returns the hook that this rank is in.
+        Another thread calls ``where``, which returns the hook that this rank is in.
         """
         self._end()
         if process_group.group_size() == 1:
@@ -143,10 +142,7 @@ class Supervisor:
         return self._failed_at is not None
 
     def close(self) -> None:
-        """After a failure, end the watch and destroy this package's process groups, in half a minute at most.
-
-        If nothing failed, :meth:`run` ends the watch itself, after the last hook.
-        """
+        """After a failure, end the watch and destroy this package's process groups, in half a minute at most."""
         if self._is_running and not self.has_failed:
             return
         if self.has_failed and self._watchdog is not None:

@@ -129,9 +129,7 @@ class Watchdog:
     def wait_for_all(self) -> int | None:
         """Wait until every rank has left its last hook, or one has failed. A collective, only through the store.
 
-        Returns:
-            A rank that received SIGTERM, whether or not a last step was decided; None if no rank did, or one failed.
-            The same on all ranks, though a signal may come at any time.
+        Returns a rank that received SIGTERM, the same on all ranks; None if no rank did, or one failed.
         """
         channel, last_step = self.channel, f"{self._rank}|{self.channel.host}|{self.training_step}"
         asked_by = str(self._rank) if self.stop.is_asked_here else ""
@@ -150,11 +148,7 @@ class Watchdog:
         return next((int(rank) for rank in told if rank), None)
 
     def wait_until_failure_is_known(self, limit_s: float) -> None:
-        """Acknowledge the failure in the store. Rank 0, which may host the store, stays until all ranks have.
-
-        Args:
-            limit_s: Seconds to stay at most.
-        """
+        """Acknowledge the failure in the store. Rank 0, which may host it, stays until all ranks have done so."""
         with contextlib.suppress(RankFailedError):
             self.channel.call(self.channel.read_failures, limit_s)
             if self._rank == 0:

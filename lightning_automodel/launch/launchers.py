@@ -96,12 +96,10 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
     """Starts every rank of the node as a worker of this process, waits, and gets the results. It is not a rank itself.
 
     Lightning's launcher gathers no shards, calls no ``on_exception`` hooks in the workers, and terminates all of them
-    when one fails. Here the ranks leave together as under any other launcher, each through its own hooks.
+    when one fails. Here they leave together, each through its own hooks.
 
-    Each rank runs in the supervisor. The first rank's ``get_report()`` is passed to ``set_report`` in this process.
-
-    Attributes:
-        connection: In a worker, the one to the launching process; else None.
+    Each rank runs in the supervisor. The first rank's ``get_report()`` is passed to ``set_report`` in this process. In
+    a worker, ``connection`` leads to the launching process.
     """
 
     def __init__(
@@ -253,11 +251,7 @@ def make_launcher(
     get_report: Callable[[], Mapping[str, Any]],
     set_report: Callable[[Mapping[str, Any]], None],
 ) -> SubprocessLauncher | WorkerLauncher:
-    """The launcher for the strategy's cluster environment and a start method; see the classes for the arguments.
-
-    Raises:
-        MisconfigurationException: For ``popen`` in a notebook or an interactive session: there is no script to run.
-    """
+    """The launcher for the strategy's cluster environment and a start method; see the classes for the arguments."""
     environment = strategy.cluster_environment
     assert environment is not None
     if start_method != "popen" and not environment.creates_processes_externally:

@@ -42,11 +42,11 @@ TIME_TO_END_AFTER_INTERRUPT_S = 10.0
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What a worker sends to the launching process before it ends.
+    """What a worker sends to the launching process, at once when it fails and before it ends.
 
     Attributes:
         results: Results of the run, from the first rank of the node.
-        traceback: Traceback of the exception that ended the worker; empty if the run succeeded.
+        traceback: Of the exception that ended the worker; empty if the run succeeded.
         failure: Why the worker left; None if the run succeeded, or all ranks stopped together after SIGTERM.
         leaves: Whether the worker has nothing more to do; False before ``on_exception`` hooks.
     """
