@@ -9,8 +9,10 @@ import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import nn
 
+from lightning_automodel import AutomodelStrategy
 from lightning_automodel.advice import Advice, summary
 from lightning_automodel.gradients.token_loss import TokenWeighting
+from lightning_automodel.training_run import TrainingRun
 
 
 def test_summary_is_one_line() -> None:
@@ -36,6 +38,17 @@ def test_summary_is_one_line() -> None:
         "AutomodelStrategy: ddp over one rank, precision bf16-mixed, gradients per label token;"
         " trainer.strategy.describe() has the details."
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "unit"),
+    [({}, "label token"), ({"count": "samples"}, "sample"), ({"per_token_loss": False}, "micro-batch")],
+)
+def test_what_gradients_are_divided_by(options: dict[str, Any], unit: str) -> None:
+    """One of them, in words that need no plural."""
+    run = object.__new__(TrainingRun)
+    run._options = AutomodelStrategy(**options)._options
+    assert run._denominator() == unit
 
 
 @pytest.mark.parametrize(

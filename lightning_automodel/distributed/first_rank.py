@@ -106,7 +106,7 @@ class FirstRankPerNode(ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Report how the block ended; after an outermost one, wait until it has ended on all ranks, or raise as above."""
+        """Report how the block ended; after an outermost one, wait until it has ended on all ranks, or one failed."""
         block = _active_blocks().pop()
         if block is not None:
             block.leave(error)

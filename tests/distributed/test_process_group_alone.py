@@ -223,6 +223,15 @@ def test_secret_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(rendezvous.shared_secret()[rendezvous.SECRET]) == 32
 
 
+def test_address_of_rank_0_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: a store would try it for its whole timeout."""
+    monkeypatch.setattr(rendezvous, "RESOLVING_S", 0.1)
+    with pytest.raises(
+        ValueError, match=r"^Rank 0 cannot resolve its own address 'no-such-host\.invalid' \(.*MASTER_ADDR"
+    ):
+        initialize_distributed("gloo", 30, init_method="tcp://no-such-host.invalid:29500", rank=0, world_size=2)
+
+
 def _listens_on(port: int) -> list[str]:
     """Local addresses, as Linux writes them, of the listening sockets at ``port``."""
     lines = [line.split() for file in ("tcp", "tcp6") for line in Path("/proc/net", file).read_text().splitlines()[1:]]
