@@ -94,7 +94,7 @@ class Supervisor:
             return
         if not faulthandler.is_enabled():
             # Gloo aborts a process whose collectives do not match, and only this shows where. Notebooks may refuse.
-            with contextlib.suppress(OSError, ValueError, RuntimeError):
+            with contextlib.suppress(Exception):
                 faulthandler.enable()
         self._timeout_s = timeout.total_seconds()
         self._watchdog = Watchdog(timeout, where, raises_on_sigterm=self._patch_sigterm())

@@ -199,6 +199,7 @@ class Workers:
 
     def _raise_failure(self) -> None:
         failures = {index: report.failure for index, report in self._reports.items() if report.failure is not None}
+        cause: ProcessRaisedException | None = None
         if failures:
             # Prefer the report of the rank that failed to those of the ranks that left because of it.
             index = min(failures, key=lambda index: failures[index].rank != self._first_rank + index)
@@ -207,7 +208,7 @@ class Workers:
         elif any(report.traceback for report in self._reports.values()):
             raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
         elif self._unexplained_ends:
-            rank, cause = self._first_rank + next(iter(self._unexplained_ends)), None
+            rank = self._first_rank + next(iter(self._unexplained_ends))
             failure = RankFailure(rank, socket.gethostname(), "", PROCESS_ENDED, "")
         else:
             return
