@@ -358,13 +358,13 @@ def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False) -> None:
                     # again; not at exit, which frees them sooner: in a forked process, collecting copies the heap.
                     gc.collect()
                     torch_internals.forget_meshes()
-                # All groups, the newest first.
-                dist.destroy_process_group()
+                try:
+                    dist.destroy_process_group()
+                except Exception:
+                    log.warning("The process groups could not be destroyed.", exc_info=True)
             if membership.group() is not None and not is_exiting:
                 # A mesh that was in use until now refers to the group, in a cycle with other meshes.
                 gc.collect()
-        except Exception:
-            log.warning("The process groups could not be destroyed.", exc_info=True)
         finally:
             membership.join_round.leave(linger_s)
 
