@@ -129,5 +129,5 @@ def summary(described: dict[str, Any]) -> str:
     if described["activation_checkpointing"]:
         parts.append(f"{len(described['activation_checkpointing'])} blocks checkpointed")
     parts.append(f"precision {described['precision'].get('trainer', 'unknown')}")
-    parts.append(f"gradients per {described['gradient_denominator'].removesuffix('s')}")
+    parts.append(f"gradients per {described['gradient_denominator']}")
     return f"AutomodelStrategy: {', '.join(parts)}; trainer.strategy.describe() has the details."

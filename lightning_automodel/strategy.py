@@ -193,7 +193,7 @@ class AutomodelStrategy(ParallelStrategy):
             timeout=process_group.parse_timeout(options.timeout),
         )
         self.num_nodes = 1
-        self._supervisor = Supervisor(before_telling=self._checkpoints.wait_for_pending_save)
+        self._supervisor = Supervisor(self._join, self._checkpoints.wait_for_pending_save)
         self._trainer_patches = PatchStack()
         self._setup_block: FirstRankPerNode | None = None
         self._weight_averages = AverageCopies()
@@ -368,9 +368,7 @@ class AutomodelStrategy(ParallelStrategy):
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
-    @override
-    def setup_environment(self) -> None:
-        checks.check_callbacks(self._module.trainer.callbacks)  # type: ignore[attr-defined]
+    def _join(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
         timeout = process_group.parse_timeout(self._options.timeout)
@@ -379,6 +377,12 @@ class AutomodelStrategy(ParallelStrategy):
         )
         self._evaluation_steps = 0
         self._supervisor.watch(timeout, self._where)
+
+    @override
+    def setup_environment(self) -> None:
+        """Make the mesh. The supervisor has joined the ranks before, so that they hear of ``configure_callbacks``."""
+        checks.check_callbacks(self._module.trainer.callbacks)  # type: ignore[attr-defined]
+        timeout = process_group.parse_timeout(self._options.timeout)
         collectives.host_group(timeout)
         self._mesh = self._make_mesh(timeout)
         self._module._device_mesh = self._mesh.mesh
@@ -809,10 +813,13 @@ class AutomodelStrategy(ParallelStrategy):
 
     def _saving_group(self) -> dist.ProcessGroup | None:
         """The host group of all ranks; None if this is the only rank, or others have left after a failure."""
-        if self.world_size == 1 or (
-            self._supervisor.has_failed and not collectives.everybody_comes(_PATIENCE_AFTER_FAILURE)
-        ):
+        if self.world_size == 1:
             return None
+        if self._supervisor.has_failed:
+            try:
+                collectives.named_barrier("save_after_failure", _PATIENCE_AFTER_FAILURE)
+            except RuntimeError:
+                return None
         return collectives.host_group(process_group.parse_timeout(self._options.timeout))
 
     @override

@@ -421,7 +421,7 @@ class TrainingRun:
         if before is None or (counts_samples and before != resets):
             return
         text = (
-            f"manual_backward is called again for the same batch, and each loss weighs by all {self._denominator()} of"
+            f"manual_backward is called again for the same batch, and each loss weighs by all {self._denominator()}s of"
             " that batch. For the loss of a chunk, give the chunk's count: self.manual_backward(loss,"
             " num_label_tokens=n)."
         )
@@ -494,18 +494,23 @@ class TrainingRun:
 
     def describe(self) -> dict[str, Any]:
         """What was decided for this run, and why."""
-        counted = "samples" if self._options.count == "samples" else "label tokens"
         return {
             "data_parallel": self._options.data_parallel,
             "mesh": self._mesh.sizes_by_name(),
             "gradient_divisor": self._mesh.sizes.divisor,
-            "gradient_denominator": counted if self._options.per_token_loss else "micro-batches",
+            "gradient_denominator": self._denominator(),
             "precision": precision.describe_dtypes(self.plugin, self.module, self.policy),
             "tensors_created_without_values": len(self._without_values),
             "activation_checkpointing": self._checkpointed.names,
             "compiled": self._compiled,
             **self.engine.describe(),
         }
+
+    def _denominator(self) -> str:
+        """What is counted for the denominator of a window's gradients."""
+        if not self._options.per_token_loss:
+            return "micro-batch"
+        return "sample" if self._options.count == "samples" else "label token"
 
     def interrupt(self) -> None:
         """Clean up after an exception: drop open windows and the data of the current step."""

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_automodel import AutomodelStrategy
 from lightning_automodel.advice import Advice, summary
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
+from lightning_automodel.training_run import TrainingRun
 
 
 def test_summary_is_one_line() -> None:
@@ -20,7 +22,7 @@ def test_summary_is_one_line() -> None:
         "units": ["model.blocks.0 (Block)", "model.blocks.1 (Block)"],
         "activation_checkpointing": ["model.blocks.0 (Block)"],
         "precision": {"trainer": "bf16-mixed"},
-        "gradient_denominator": "label tokens",
+        "gradient_denominator": "label token",
     }
     assert summary(described) == (
         "AutomodelStrategy: fsdp2 over data_parallel_shard=4, tensor_parallel=2, 2 FSDP units beside the root,"
@@ -35,6 +37,17 @@ def test_summary_is_one_line() -> None:
         "AutomodelStrategy: ddp over one rank, precision bf16-mixed, gradients per label token;"
         " trainer.strategy.describe() has the details."
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "unit"),
+    [({}, "label token"), ({"count": "samples"}, "sample"), ({"per_token_loss": False}, "micro-batch")],
+)
+def test_what_gradients_are_divided_by(options: dict[str, Any], unit: str) -> None:
+    """One of them, in words that need no plural."""
+    run = object.__new__(TrainingRun)
+    run._options = AutomodelStrategy(**options)._options
+    assert run._denominator() == unit
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,10 @@ class LoaderProxy:
         lengths: Lengths of all ranks' loaders if they are padded; None if any is unknown.
     """
 
+    def __new__(cls, loader: Any, *_: Any) -> "LoaderProxy":
+        """A proxy whose type has the name of the loader's, since Lightning's messages name it."""
+        return super().__new__(type(type(loader).__name__, (cls,), {}))
+
     def __init__(self, loader: Any, draws: Draws, pads: bool = False, lengths: list[int] | None = None) -> None:
         # Past __setattr__, which sets attributes of the loader.
         vars(self).update(user_loader=loader, draws=draws, pads=pads, rank_lengths=lengths)
@@ -178,4 +182,4 @@ class LoaderProxy:
 
 def users_own(loader: Any) -> Any:
     """The user's loader behind a proxy; any other loader unchanged."""
-    return vars(loader)["user_loader"] if type(loader) is LoaderProxy else loader
+    return vars(loader)["user_loader"] if isinstance(loader, LoaderProxy) else loader

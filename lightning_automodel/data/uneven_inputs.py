@@ -132,10 +132,11 @@ class UnevenInputs:
             ValueError: If batches are padded and come from several loaders.
         """
         loader = self._trainer.train_dataloader
-        is_followed = type(loader) is LoaderProxy
+        is_followed = isinstance(loader, LoaderProxy)
         self._draw = draw if is_followed else None
         self.is_filler = self._draw is not None and self._draw.is_filler
-        if self._draws.pads and not is_followed and LoaderProxy in map(type, CombinedLoader(loader).flattened):
+        proxies = [each for each in CombinedLoader(loader).flattened if isinstance(each, LoaderProxy)]
+        if self._draws.pads and not is_followed and proxies:
             raise ValueError(
                 "uneven_inputs='pad' trains on one loader, and the loaders of a CombinedLoader have unequally many"
                 " batches on the ranks: combine them in one Dataset, or give all ranks equally many batches."
@@ -231,7 +232,7 @@ class UnevenInputs:
             self._send(_IS_LAST if loop.batch_progress.is_last_batch else _GOES_ON)
             return loop.batch_progress.is_last_batch
         loader = loaders[dataloader_idx]
-        if type(loader) is not LoaderProxy:
+        if not isinstance(loader, LoaderProxy):
             return False  # all ranks have equally many batches of this loader
         draws: Draws = vars(loader)["draws"]
         if draws_in_step:

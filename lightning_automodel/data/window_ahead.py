@@ -39,7 +39,7 @@ class WindowAhead:
 
     def process(self, loader: Any) -> Any:
         """The proxy to iterate instead of a training loader."""
-        return loader if type(loader) is LoaderProxy else LoaderProxy(loader, self._draws)
+        return loader if isinstance(loader, LoaderProxy) else LoaderProxy(loader, self._draws)
 
     def begin_batch(self, draw: Draw | None) -> None:
         """Note the batch that is about to be trained on. If it begins a window, draw the rest of the window.
@@ -52,7 +52,7 @@ class WindowAhead:
         Raises:
             ValueError: If batches come from several loaders.
         """
-        if draw is None or type(self._trainer.train_dataloader) is not LoaderProxy:
+        if draw is None or not isinstance(self._trainer.train_dataloader, LoaderProxy):
             raise ValueError(
                 "count_window_ahead=True draws from one training loader, not from a list, a dictionary or a"
                 " CombinedLoader of them: combine their data in one Dataset, or leave it out."

@@ -56,15 +56,6 @@ def named_barrier(name: str, timeout: timedelta) -> None:
         ) from error
 
 
-def everybody_comes(timeout: timedelta) -> bool:
-    """Whether every rank of the default group calls this within ``timeout``; some may have left after a failure."""
-    try:
-        dist.monitored_barrier(host_group(timeout), timeout=timeout)
-    except RuntimeError:
-        return False
-    return True
-
-
 def host_group(timeout: timedelta) -> dist.ProcessGroup:
     """The default group if its backend is gloo, else a separate gloo group.
 

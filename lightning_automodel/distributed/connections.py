@@ -1,9 +1,7 @@
 """The TCP connections of this process's process groups, recorded so that a rank that leaves can abort them.
 
 Destroying or aborting a gloo group closes nothing while anything refers to it, and torch's caches refer to many meshes.
-Without this, ranks that wait in a collective for a failed rank would have to be killed, and their ``on_exception``
-hooks, loggers and checkpoint callbacks would not run. Shutting a connection down ends its collectives at once, on both
-sides.
+Shutting a connection down ends its collectives at once, on both sides, and ``on_exception`` hooks can run.
 """
 
 import contextlib

@@ -9,8 +9,14 @@ import torch.distributed as dist
 
 MAX_MESSAGE_CHARACTERS = 4000
 LAUNCHER = -1
+PROCESS_ENDED = "process ended"
 MISSED_HEARTBEATS = "missed heartbeats"
 STUCK = "stuck"
+RUN_ON_ALL_RANKS = (
+    "What communicates must run on all ranks, never below `if trainer.is_global_zero` or @rank_zero_only: calling,"
+    " saving or exporting a sharded model, self.log(..., sync_dist=True), self.all_gather. And the same parameters must"
+    " be trainable on all ranks."
+)
 COMMUNICATION = ("gloo", "NCCL", "XCCL", "monitoredBarrier")
 
 
@@ -22,7 +28,8 @@ class RankFailure:
         rank: Rank in the default group; ``LAUNCHER`` for the process that started the ranks.
         host: Host name of the rank.
         where: The hook or block that the rank was in.
-        error: Type of the exception, ``MISSED_HEARTBEATS``, or ``STUCK`` for a rank that is alive but does not go on.
+        error: Type of the exception; ``PROCESS_ENDED`` if another process saw this one end; ``MISSED_HEARTBEATS``; or
+            ``STUCK`` for a rank that is alive but does not go on.
         message: The exception's message, cut after some thousand characters.
         line: File and number of the line that raised it; shows whether ranks failed with the same error.
     """
@@ -59,6 +66,9 @@ class RankFailure:
         ending = f": {self.message}" if self.message else ""
         if self.rank == LAUNCHER:
             return f"the launcher, {self.message}"
+        if self.error == PROCESS_ENDED:
+            seen = f" was last seen in {self.where}" if self.where else ""
+            return f"rank {self.rank} on {self.host}{seen}{ending}"
         if self.error == MISSED_HEARTBEATS:
             return f"rank {self.rank} on {self.host} missed heartbeats, last seen in {self.where}{ending}"
         if self.error == STUCK:

@@ -45,27 +45,20 @@ class FirstRankPerNode(ContextDecorator):
     any number of blocks, also nested ones. All ranks of the group must enter the same blocks in the same order, from
     one thread. Ranks outside the group take no part. It calls no collective.
 
-    An outermost block starts when all ranks have entered it, within ``timeout`` of each other, and ends when it has
-    ended on all ranks. The others wait while the first rank works, then run the same block. An inner block waits only
-    at its entry, for its first rank. An exception (also ``KeyboardInterrupt`` and ``SystemExit``) leaves the block
-    unchanged on the rank that raised it. Every other rank raises ``RankFailedError``: at the entry, without running the
-    block, if it waits there, else at the exit of the outermost block. An exception that is caught inside an outer block
-    reaches only ranks that wait for the failed rank at the inner one.
+    An outermost block starts when all ranks have entered it, and ends when it has ended on all ranks. An inner block
+    waits only at its entry, for its first rank. An exception leaves the block unchanged on the rank that raised it.
+    Every other rank raises ``RankFailedError``: at the entry, without running the block, if it waits there, else at the
+    exit of the outermost block.
 
     Without a process group the block just runs. With ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in
     the environment and more than one rank, a gloo group is made for the block and destroyed after it.
-
-    Ranks are on one node if they have the same host name and, where ``LOCAL_RANK`` is set, the same rank minus local
-    rank, since the ranks of a node are consecutive.
 
     Args:
         group: Group of the ranks that take part; None is the default group. An inner block has the outer one's group.
         scope: Who goes first: the lowest rank of the group on each ``"node"`` (for local disks), or the lowest rank of
             the group, ``"global"`` (for a shared file system).
-        timeout: Within which all ranks must enter an outermost block, and how long a rank that others wait for, or the
-            store, may miss heartbeats: a ``timedelta`` or minutes. It does not limit the work: a rank inside a block
-            sends heartbeats as long as its threads can run, and the others wait for it up to a day. Inner blocks use
-            the outermost block's timeout.
+        timeout: Within which all ranks must enter an outermost block, and how long a rank that others wait for may miss
+            heartbeats: a ``timedelta`` or minutes. It does not limit the work, for which the others wait up to a day.
 
     Raises:
         ValueError: If ``scope`` is neither value, ``timeout`` is not positive, or this rank is not in ``group``.
@@ -113,11 +106,7 @@ class FirstRankPerNode(ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Report how the block ended; after an outermost one, wait until it has ended on all ranks.
-
-        Raises:
-            RankFailedError: As on entering, but not if the block itself raised.
-        """
+        """Report how the block ended; after an outermost one, wait until it has ended on all ranks, or one failed."""
         block = _active_blocks().pop()
         if block is not None:
             block.leave(error)
@@ -188,11 +177,7 @@ def _active_blocks() -> "list[_Block | None]":
 
 
 def node_of(rank: int) -> str:
-    """Name of this process's node, the same only for ranks of one node.
-
-    Raises:
-        ValueError: If ``LOCAL_RANK`` is not a number.
-    """
+    """Name of this process's node: its host, and the rank of its first process, as ranks of a node are consecutive."""
     local_rank = rendezvous.number_in_environment("LOCAL_RANK")
     return socket.gethostname() + ("" if local_rank is None else f" from rank {rank - local_rank}")
 
@@ -206,11 +191,7 @@ def first_rank(rank: int, nodes: dict[int, str], scope: Scope) -> int:
 
 
 class _Meeting:
-    """The ranks of a group in an outermost block, and what they share until it has ended on all of them.
-
-    All must enter within ``timeout_s``. ``where`` names the block in failures. If ``made_group``, the group was made
-    for the block and is destroyed with it.
-    """
+    """The ranks of a group in an outermost block, and what they share until it has ended on all of them."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, where: str, made_group: bool) -> None:
         self.group, self.members = group, dist.get_process_group_ranks(group)
@@ -238,10 +219,7 @@ class _Meeting:
         self.nodes = dict(zip(self.members, nodes, strict=True))
 
     def end(self, error: BaseException | None, linger_s: float = LINGER_S) -> None:
-        """Report how the block ended on this rank, and free what was made for it.
-
-        Rank 0, which may host the store, waits until the others know, for ``linger_s`` seconds at most.
-        """
+        """Report how the block ended on this rank, and free what was made for it. Rank 0, the store's host, waits."""
         channel = self.channel
         try:
             with contextlib.suppress(RankFailedError):
@@ -263,15 +241,7 @@ class _Meeting:
 
 @dataclass
 class _Block:
-    """One use of :class:`FirstRankPerNode`, as this rank sees it.
-
-    Attributes:
-        meeting: The ranks that take part.
-        scope: Who goes first.
-        where: Name of the block in failures.
-        paths: Key prefixes of this block and of the blocks around it, innermost first; the same on all ranks.
-        num_inner: Number of inner blocks so far.
-    """
+    """One use of :class:`FirstRankPerNode`, as this rank sees it; ``paths`` has its key prefix and those around it."""
 
     meeting: _Meeting
     scope: Scope

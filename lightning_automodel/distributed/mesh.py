@@ -175,9 +175,8 @@ def forget_former_world() -> None:
 def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMesh:
     """Build the mesh over the default group, or return the equal one that was built before.
 
-    Every mesh has process groups of its own, with threads and connections that last as long as the default group: a
-    process that fits often must not pile them up. A collective over the world: every rank must call it, with the same
-    arguments and after the same earlier calls.
+    Every mesh has process groups of its own, which last as long as the default group: a process that fits often must
+    not pile them up. A collective over the world, with the same arguments and after the same earlier calls.
 
     Tensor-parallel peers are neighbours, then context peers, then the shards of one replica. There is a dimension for
     context peers only if there are any. ``timeout`` is for collectives on the mesh's groups.

@@ -50,10 +50,7 @@ class DistInfo:
 def get_rank_safe() -> int:
     """Rank of this process in the default group; before joining, from RANK, SLURM_PROCID or LOCAL_RANK, else 0.
 
-    Not a collective.
-
-    Raises:
-        ValueError: If the variable is not a whole number.
+    Not a collective. Raises ValueError if the variable is not a whole number.
     """
     return group_rank() if dist.is_initialized() else _first_number("RANK", "SLURM_PROCID", "LOCAL_RANK")
 
@@ -61,10 +58,7 @@ def get_rank_safe() -> int:
 def get_world_size_safe() -> int:
     """Number of ranks of the default group; before joining, from WORLD_SIZE or, in a SLURM step, SLURM_NTASKS, else 1.
 
-    Not a collective.
-
-    Raises:
-        ValueError: If the variable is not a whole number.
+    Not a collective. Raises ValueError if the variable is not a whole number.
     """
     if dist.is_initialized():
         return group_size()
@@ -85,10 +79,7 @@ def group_size() -> int:
 def get_local_rank_preinit() -> int:
     """Rank of this process on its machine, with or without a process group: LOCAL_RANK, else SLURM_LOCALID, else 0.
 
-    Not a collective.
-
-    Raises:
-        ValueError: If the variable is not a whole number.
+    Not a collective. Raises ValueError if the variable is not a whole number.
     """
     return _first_number("LOCAL_RANK", "SLURM_LOCALID")
 
@@ -96,10 +87,7 @@ def get_local_rank_preinit() -> int:
 def get_local_world_size_preinit() -> int:
     """Ranks on this machine, with or without a process group: LOCAL_WORLD_SIZE, else SLURM_NTASKS_PER_NODE, else 1.
 
-    Not a collective.
-
-    Raises:
-        ValueError: If the variable is not a whole number.
+    Not a collective. Raises ValueError if the variable is not a whole number.
     """
     return _first_number("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", default=1)
 
@@ -159,9 +147,7 @@ def check_backend(backend: str) -> None:
 
 
 def choose_device(backend: str, local_rank: int) -> torch.device:
-    """This process's device that ``backend`` communicates for: the CPU, or an accelerator by local rank.
-
-    A process that sees one accelerator takes it, whatever its local rank. Not a collective.
+    """This process's device that ``backend`` communicates for: the CPU, the only accelerator, or one by local rank.
 
     Raises:
         ValueError: If there is no device for this local rank.
@@ -216,8 +202,8 @@ def initialize_distributed(
 ) -> DistInfo:
     """Join the default process group, or use the one that exists. A collective over the whole world.
 
-    Without arguments or environment variables that say otherwise this is a world of one, which needs no network. A
-    group that exists already is used as it is, and ``destroy_global_state`` will not destroy it.
+    Without arguments or environment variables this is a world of one, which needs no network. A group that exists
+    already is used as it is, and ``destroy_global_state`` will not destroy it.
 
     Args:
         backend: ``"gloo"`` for the CPU, ``"nccl"`` for CUDA, ``"xccl"`` for XPU, ``"cpu:gloo,cuda:nccl"`` for both, or
@@ -293,7 +279,8 @@ def _join(found: rendezvous.Rendezvous, backend: str, timeout: timedelta, device
     if _leaves_at_exit != os.getpid():
         # Unlike `atexit`, this also runs in children of `multiprocessing`.
         _leaves_at_exit = os.getpid()
-        multiprocessing.util.Finalize(None, destroy_global_state, exitpriority=BEFORE_CHILDREN_ARE_JOINED)
+        at_exit = {"is_exiting": True}
+        multiprocessing.util.Finalize(None, _leave, kwargs=at_exit, exitpriority=BEFORE_CHILDREN_ARE_JOINED)
     join_round = join.meet(found, backend, timeout)
     try:
         with connections.recording():
@@ -359,13 +346,15 @@ def destroy_global_state(linger_s: float = join.LINGER_S) -> None:
     """Destroy the process group that this package made, subgroups first; nothing if it made none.
 
     Not a collective, though every rank should call it. Safe to call twice, in an exception handler and at exit, where
-    it runs anyway. SIGINT is ignored meanwhile. The rank that hosts the store stays until the others have left, or for
-    ``linger_s`` seconds: their last reads would fail otherwise. Threads, sockets and descriptors of groups are gone
-    afterwards, except those of groups and meshes that the caller still refers to.
+    it runs anyway. Threads and sockets of groups that the caller refers to remain.
 
     Args:
-        linger_s: Seconds to wait for the others at most; 0 where they are known to be gone.
+        linger_s: Seconds for which the rank that hosts the store waits for the others' last reads at most.
     """
+    _leave(linger_s)
+
+
+def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False) -> None:
     global _membership
     membership, _membership = _membership, None
     if membership is None or membership.process_id != os.getpid():
@@ -373,24 +362,21 @@ def destroy_global_state(linger_s: float = join.LINGER_S) -> None:
     with patched_signal(signal.SIGINT, signal.SIG_IGN):
         try:
             if membership.group() is not None and dist.group.WORLD is membership.group():
-                _destroy_groups()
-            if membership.group() is not None:
+                call_leaving_hooks()
+                if not is_exiting:
+                    # Dropped models and meshes refer to each other in cycles. Now, as collecting them fills the caches
+                    # again; not at exit, which frees them sooner: in a forked process, collecting copies the heap.
+                    gc.collect()
+                    torch_internals.forget_meshes()
+                try:
+                    dist.destroy_process_group()
+                except Exception:
+                    log.warning("The process groups could not be destroyed.", exc_info=True)
+            if membership.group() is not None and not is_exiting:
                 # A mesh that was in use until now refers to the group, in a cycle with other meshes.
                 gc.collect()
         finally:
             membership.join_round.leave(linger_s)
-
-
-def _destroy_groups() -> None:
-    call_leaving_hooks()
-    # Dropped models and meshes refer to each other in cycles. First, as collecting them fills the caches again.
-    gc.collect()
-    torch_internals.forget_meshes()
-    try:
-        # All groups, the newest first.
-        dist.destroy_process_group()
-    except Exception:
-        log.warning("The process groups could not be destroyed.", exc_info=True)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning_automodel.distributed import connections
 
 POLL_S = 0.05
+RESOLVING_S = 5.0
 ENVIRONMENT = "env://"
 SECRET = "LIGHTNING_AUTOMODEL_RUN_SECRET"
 
@@ -79,16 +80,16 @@ def launcher_hosts_store() -> bool:
 def run_secret() -> str:
     """Prefix of this run's keys, so that an outsider who reaches the store cannot write what the ranks read.
 
-    The environment variable ``LIGHTNING_AUTOMODEL_RUN_SECRET``, which :func:`share_secret` sets, else torchrun's run
+    The environment variable ``LIGHTNING_AUTOMODEL_RUN_SECRET``, which :func:`shared_secret` gives, else torchrun's run
     id; "" without either.
     """
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return os.environ.get(SECRET) or ("" if run_id == "none" else run_id)
 
 
-def share_secret() -> None:
-    """Set a run secret for the processes that this one is about to start, all ranks of a run, unless one is set."""
-    os.environ.setdefault(SECRET, secrets.token_hex(16))
+def shared_secret() -> dict[str, str]:
+    """The variable with the secret for processes that this one starts, all ranks of a run; a new one unless set."""
+    return {SECRET: os.environ.get(SECRET) or secrets.token_hex(16)}
 
 
 # --- Rank, world size and address -------------------------------------------------------------------------------------
@@ -100,9 +101,7 @@ def locate(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Rendezvous:
-    """Find rank, world size and meeting place: from the arguments, else from the environment.
-
-    A world of one if neither says otherwise. Not a collective.
+    """Find rank, world size and meeting place: from the arguments, else from the environment, else a world of one.
 
     Raises:
         ValueError: If a value is missing, out of range or not a number; the message names it.
@@ -199,6 +198,19 @@ def _host_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
     A name may mean another interface on other machines (Debian maps a machine's own name to 127.0.1.1), and an address
     that is not this machine's belongs to a proxy: then it listens on all interfaces, as torch always does.
     """
+    give_up_at = time.monotonic() + RESOLVING_S
+    while True:
+        try:
+            socket.getaddrinfo(address, port)
+            break
+        except OSError as error:
+            # A pod's own name may be new; a ``TCPStore`` would try for its whole timeout.
+            if time.monotonic() > give_up_at:
+                raise ValueError(
+                    f"Rank 0 cannot resolve its own address {address!r} ({error}): set MASTER_ADDR (or init_method) to"
+                    " the name or IP address of its machine, the same for every rank."
+                ) from error
+            time.sleep(POLL_S)
     listener = None
     # `ip_address` raises ValueError for a name.
     with contextlib.suppress(ValueError):

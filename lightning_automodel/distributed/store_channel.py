@@ -47,8 +47,8 @@ FINISHED = b"finished"
 class AwakeClock:
     """Seconds that this process has been running; must be read at least every second or so.
 
-    A longer gap means that the process was suspended (SIGSTOP, a laptop's lid, a debugger). That time must not count
-    as missed heartbeats of other ranks: ranks that were suspended together must go on together.
+    A longer gap means that the process was suspended (SIGSTOP, a laptop's lid): ranks that were suspended together must
+    go on together.
     """
 
     def __init__(self) -> None:
@@ -98,10 +98,9 @@ def post_failure(store: dist.Store, path: str, failure: RankFailure) -> RankFail
 class StoreChannel:
     """A connection to the store of the default group, and the one thread that uses it; :meth:`close` ends both.
 
-    Only the thread uses the connection, because a call to a store whose host is stopped may block forever, and a
-    ``TCPStore`` client is blocked for all threads while one of them waits in it. A few times a second, the thread
-    writes this rank's heartbeat and reads the failures of the watched paths, since the store may be gone by the time
-    that the rank asks for them.
+    Only the thread uses the connection: a call to a store whose host is stopped may block forever, and a ``TCPStore``
+    client is blocked for all threads while one of them waits in it. The thread also reads failures ahead, since the
+    store may be gone by the time that the rank asks for them.
 
     Args:
         prefix: Prefix of all keys; the same on all ranks of the channel.
@@ -191,16 +190,11 @@ class StoreChannel:
         path: str,
         limit_s: float,
     ) -> T:
-        """Call ``look`` until it finds something, as long as the ranks that are still waited for send heartbeats.
-
-        Args:
-            look: Returns what it found, else None.
-            pending: Returns the ranks that are still waited for.
-            path: Path whose failure ends the wait; a failure of the run ends it, too.
-            limit_s: Longest wait, also for ranks that do send heartbeats.
+        """Call ``look`` until it finds something, as long as ``pending`` ranks send heartbeats, or for ``limit_s``.
 
         Raises:
-            RankFailedError: If a failure was posted, the store is lost, or ranks are silent or late.
+            RankFailedError: If a failure was posted at ``path`` or for the run, the store is lost, or ranks are silent
+                or late.
         """
         clock, next_check_s = AwakeClock(), self.timeout_s / 10
         while True:

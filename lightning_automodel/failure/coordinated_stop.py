@@ -49,13 +49,10 @@ class StopAgreement:
         self._reason = reason
 
     def begin_step(self, step: int, longest_wait_s: float) -> bool:
-        """Begin ``step``; wait for the decision if this rank has promised not to pass the step before.
+        """Begin ``step``, and return whether it is the last; wait if this rank has promised not to pass the one before.
 
         Every rank must call it at every step that all ranks take. Not a collective. Another rank may never promise, so
         it waits ``longest_wait_s`` seconds at most.
-
-        Returns:
-            Whether this is the last step.
         """
         with self._lock:
             self.step = step

@@ -5,9 +5,11 @@ import sys
 import threading
 import traceback
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from lightning_automodel.distributed.failures import RUN_ON_ALL_RANKS
 from lightning_automodel.distributed.store_channel import AwakeClock
 
 log = logging.getLogger(__name__)
@@ -15,7 +17,7 @@ log = logging.getLogger(__name__)
 STANDSTILL_S = 60.0
 MOST_NAMED = 8
 
-THREADING = ("/threading.py", "/concurrent/futures/")
+WAITING = ("/threading.py", "/concurrent/futures/", "/torch/_ops.py")
 COLLECTIVE = ("/torch/distributed/", "/lightning_automodel/distributed/", "/lightning_automodel/failure/")
 RUN = "/lightning_automodel/failure/supervisor.py"
 FOREIGN = ("/torch/", "/lightning/", "/lightning_utilities/", "/lightning_automodel/")
@@ -25,12 +27,7 @@ class Standstill:
     """Notices that all ranks have waited in collectives for a minute, and not all at the same line.
 
     Then some ranks probably call a collective that the others never reach. It may be a slow one all the same, so this
-    is only a warning, once a run.
-
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-        timeout_s: Seconds after which collectives end such a wait.
+    is only a warning, once a run. Collectives end such a wait after ``timeout_s`` seconds.
     """
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
@@ -56,34 +53,41 @@ class Standstill:
             self._tell([each.decode() for each in store.multi_get(self._keys)])
 
     def _tell(self, positions: list[str]) -> None:
-        ranks: dict[str, list[str]] = defaultdict(list)
-        for rank, position in enumerate(positions):
-            ranks[position].append(str(rank))
-        if "" in ranks or len(ranks) == 1:
+        if "" in positions or len(set(positions)) == 1:
             return
         self._is_told = True
-        lines = []
-        for position, those in list(ranks.items())[:MOST_NAMED]:
-            more = ", ..." if len(those) > MOST_NAMED else ""
-            lines.append(f"  rank {', '.join(those[:MOST_NAMED])}{more}: {position}\n")
         log.warning(
-            f"All ranks have waited for {self._limit_s:g} s, in different places:\n{''.join(lines)}"
-            "One of these lines probably communicates, and the other ranks do not come to it. What communicates must"
-            " not stand below `if trainer.is_global_zero`: calling a sharded model, saving or exporting it,"
-            " self.log(..., sync_dist=True), self.all_gather. The wait ends after the strategy's timeout, here"
-            f" {self._timeout_s:g} s."
+            f"All ranks have waited for {self._limit_s:g} s, in different places:\n{list_positions(positions)} The wait"
+            f" ends after the strategy's timeout, here {self._timeout_s:g} s."
         )
 
 
-def main_thread_position() -> tuple[bool, str]:
+def list_positions(positions: Sequence[str]) -> str:
+    """The ranks at each of several positions, a line each, and what to do about it."""
+    ranks: dict[str, list[str]] = defaultdict(list)
+    for rank, position in enumerate(positions):
+        ranks[position].append(str(rank))
+    lines = []
+    for position, those in list(ranks.items())[:MOST_NAMED]:
+        more = ", ..." if len(those) > MOST_NAMED else ""
+        lines.append(f"  rank {', '.join(those[:MOST_NAMED])}{more}: {position}\n")
+    return (
+        f"{''.join(lines)}One of these lines probably communicates, and the other ranks do not come to it."
+        f" {RUN_ON_ALL_RANKS}"
+    )
+
+
+def main_thread_position(exception: BaseException | None = None) -> tuple[bool, str]:
     """Whether the main thread waits in a collective, and the lines of user code that it is at, in a run below it.
 
-    These are the line that Lightning called and the innermost one; without user code, the innermost of all.
+    These are the line that Lightning called and the innermost one; without user code, the innermost of all. If an
+    ``exception`` is given, these are the lines that it came through.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    stack = [(each.f_code.co_filename, line, each.f_code.co_name) for each, line in traceback.walk_stack(frame)]
-    # Innermost frame first, without frames that wait for another thread.
-    stack = [each for each in stack if not any(part in each[0] for part in THREADING)]
+    frames = reversed([*traceback.walk_tb(exception.__traceback__)]) if exception else traceback.walk_stack(frame)
+    stack = [(each.f_code.co_filename, line, each.f_code.co_name) for each, line in frames]
+    # Innermost frame first, without frames that wait for another thread, or in C++.
+    stack = [each for each in stack if not any(part in each[0] for part in WAITING)]
     if not stack:
         return False, "its end"
     file, _, name = stack[0]

@@ -1,9 +1,12 @@
 """Runs the Trainer's function so that all ranks leave together."""
 
+import contextlib
+import faulthandler
 import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +18,8 @@ from lightning_automodel import lightning_internals
 from lightning_automodel.distributed import first_rank, process_group
 from lightning_automodel.distributed.failures import RankFailedError
 from lightning_automodel.failure.coordinated_stop import REQUEUE
-from lightning_automodel.failure.watchdog import Watchdog
+from lightning_automodel.failure.standstill import main_thread_position
+from lightning_automodel.failure.watchdog import Watchdog, end_process
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +35,15 @@ class Supervisor:
     failure is raised instead. SIGTERM on any rank ends the run of all ranks after the same step.
 
     Args:
+        join: Joins the other ranks, and calls :meth:`watch`.
         before_telling: Called after an exception on this rank, before the others learn of it and leave.
 
     Attributes:
         weights_only: The argument of this name that the user gave to ``fit``, ``validate``, ``test`` or ``predict``.
     """
 
-    def __init__(self, before_telling: Callable[[], None] = lambda: None) -> None:
-        self._before_telling = before_telling
+    def __init__(self, join: Callable[[], None], before_telling: Callable[[], None]) -> None:
+        self._join, self._before_telling = join, before_telling
         self._watchdog: Watchdog | None = None
         self._timeout_s = 0.0
         self._previous_handler: Any = None
@@ -48,7 +53,7 @@ class Supervisor:
         self.weights_only: bool | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``function``, which may call :meth:`watch` as soon as the process group exists.
+        """Join the other ranks, so that they hear of any failure, and call ``function``.
 
         Raises:
             RankFailedError: If another rank failed; its cause is what that raised on this rank, if anything.
@@ -59,6 +64,7 @@ class Supervisor:
         self._is_running, self._failed_at = True, None
         self.weights_only = lightning_internals.told_weights_only(function, args, kwargs)
         try:
+            self._join()
             result = function(*args, **kwargs)
             self._raise_what_came_late()
         except lightning_internals.TunerExitException:
@@ -68,6 +74,7 @@ class Supervisor:
             self._failed_at = time.monotonic()
             _process.unclosed = self
             if self._watchdog is not None and self._watchdog.failure is None:
+                self._watchdog.raised_at = main_thread_position(exception)
                 self._before_telling()
             self._raise_cause(exception)
             raise
@@ -80,12 +87,15 @@ class Supervisor:
     def watch(self, timeout: timedelta, where: Callable[[], str]) -> None:
         """Start to watch the other ranks, if there are any. Every rank must call it, after joining.
 
-        This rank leaves within ``timeout`` when another misses its heartbeats. Another thread calls ``where``, which
-        returns the hook that this rank is in.
+        Another thread calls ``where``, which returns the hook that this rank is in.
         """
         self._end()
         if process_group.group_size() == 1:
             return
+        if not faulthandler.is_enabled():
+            # Gloo aborts a process whose collectives do not match, and only this shows where. Notebooks may refuse.
+            with contextlib.suppress(Exception):
+                faulthandler.enable()
         self._timeout_s = timeout.total_seconds()
         self._watchdog = Watchdog(timeout, where, raises_on_sigterm=self._patch_sigterm())
         _process.watchdogs.append(self._watchdog)
@@ -95,14 +105,11 @@ class Supervisor:
             self._watchdog.report_end(*_process.ended)
 
     def begin_step(self, step: int, is_training: bool) -> bool:
-        """Begin a step that every rank takes.
+        """Begin a step that every rank takes; return whether all stop after it, since one received SIGTERM.
 
         Args:
             step: Its number, the same on all ranks, from 1.
             is_training: Whether it is a training step: a rank that ends its run before this step is then at fault.
-
-        Returns:
-            Whether all ranks stop after this step, since one of them received SIGTERM.
 
         Raises:
             RankFailedError: If another rank failed before that was decided.
@@ -135,10 +142,7 @@ class Supervisor:
         return self._failed_at is not None
 
     def close(self) -> None:
-        """After a failure, end the watch and destroy this package's process groups, in half a minute at most.
-
-        If nothing failed, :meth:`run` ends the watch itself, after the last hook.
-        """
+        """After a failure, end the watch and destroy this package's process groups, in half a minute at most."""
         if self._is_running and not self.has_failed:
             return
         if self.has_failed and self._watchdog is not None:
@@ -148,7 +152,9 @@ class Supervisor:
             _process.unclosed = None
         if self.has_failed and process_group.group_size() > 1:
             process_group.call_leaving_hooks()
-            last_resort = threading.Timer(LONGEST_LEAVING_S, os._exit, (1,))
+            cause = sys.exc_info()[1]
+            why = f"{type(cause).__name__}: {cause}; destroying its process groups took over {LONGEST_LEAVING_S:g} s"
+            last_resort = threading.Timer(LONGEST_LEAVING_S, end_process, (process_group.group_rank(), why))
             last_resort.daemon = True
             last_resort.start()
             process_group.destroy_global_state(linger_s=0.0)
@@ -259,17 +265,16 @@ _process = _Process()
 
 
 def report_end(rank: int, how: str) -> bool:
-    """Post that the process of ``rank``, or of ``LAUNCHER``, ended, unless it has posted why.
-
-    Between two runs, it is posted when the next one begins.
-
-    Returns:
-        Whether this process has joined the others.
-    """
+    """Post, when a run begins or at once, how ``rank`` or ``LAUNCHER`` ended; return whether this rank has joined."""
     if _process.watchdogs:
         _process.watchdogs[-1].report_end(rank, how)
     elif _process.ended is None:
         _process.ended = rank, how
+    return _process.has_joined
+
+
+def has_joined() -> bool:
+    """Whether this process has ever joined the others."""
     return _process.has_joined
 
 

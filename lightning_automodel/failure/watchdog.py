@@ -5,6 +5,7 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from lightning_automodel.distributed import connections
 from lightning_automodel.distributed.failures import (
     LAUNCHER,
     MISSED_HEARTBEATS,
+    PROCESS_ENDED,
     STUCK,
     RankFailedError,
     RankFailure,
@@ -26,7 +28,7 @@ from lightning_automodel.distributed.failures import (
 )
 from lightning_automodel.distributed.store_channel import LINGER_S, NONE, RUN, AwakeClock, StoreChannel, post_failure
 from lightning_automodel.failure.coordinated_stop import DECISION, REQUEST, StopAgreement
-from lightning_automodel.failure.standstill import Standstill, main_thread_position
+from lightning_automodel.failure.standstill import Standstill, list_positions, main_thread_position
 
 TIME_TO_LEAVE_S = 5.0
 SEARCH_S = 3.0
@@ -45,13 +47,11 @@ class Watchdog:
     The channel's thread exchanges a few bytes with the store several times a second: this rank's heartbeat, those of
     two others, and whether any rank posted a failure. The training itself neither communicates nor waits for this.
 
-    When another rank failed, or has missed its heartbeats for too long, a second thread aborts this rank's gloo
-    connections, so that a waiting collective raises. If that does not help, it interrupts the main thread; and if that
-    does not help either, it prints the cause and the stacks of all threads, and ends the process with status 1.
+    After another rank's failure a second thread aborts this rank's gloo connections, so that a waiting collective
+    raises. If that does not help, it interrupts the main thread, and at last it ends the process.
 
     Args:
-        timeout: Time within which this rank leaves when another misses its heartbeats. These may be missing for some
-            seconds less, so that time is left to leave, but for at least half of it.
+        timeout: Time within which this rank leaves when another misses its heartbeats, for at least half of it.
         where: Returns the hook that this rank is in; called by a thread.
         raises_on_sigterm: Whether the main thread has a SIGTERM handler that raises after a failure.
 
@@ -60,6 +60,7 @@ class Watchdog:
         stop: Decides after which step all ranks stop.
         training_step: Number of the newest training step that this rank began; all ranks take the same ones.
         failed_alike: Whether another rank had raised the same error before, in the same line.
+        raised_at: Where this rank raised an exception: from then on, its main thread is in this package.
     """
 
     def __init__(self, timeout: timedelta, where: Callable[[], str], raises_on_sigterm: bool) -> None:
@@ -69,6 +70,7 @@ class Watchdog:
         self._where, self._raises_on_sigterm = where, raises_on_sigterm
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._failure: RankFailure | None = None
+        self.raised_at: tuple[bool, str] | None = None
         self._has_posted_own = self._has_answered = self._has_keys = False
         self._is_noticed, self._is_closed = threading.Event(), threading.Event()
         self.stop = StopAgreement(self._rank, self._world_size)
@@ -118,7 +120,7 @@ class Watchdog:
                 beat = self.channel.read_heartbeats(store, [rank])[rank]
                 if beat.finished:
                     return
-                failure = RankFailure(rank, beat.host, beat.where, MISSED_HEARTBEATS, f"its process {how}")
+                failure = RankFailure(rank, beat.host, beat.where, PROCESS_ENDED, f"its process {how}")
             post_failure(store, RUN, failure)
 
         with contextlib.suppress(RankFailedError):
@@ -127,9 +129,7 @@ class Watchdog:
     def wait_for_all(self) -> int | None:
         """Wait until every rank has left its last hook, or one has failed. A collective, only through the store.
 
-        Returns:
-            A rank that received SIGTERM, whether or not a last step was decided; None if no rank did, or one failed.
-            The same on all ranks, though a signal may come at any time.
+        Returns a rank that received SIGTERM, the same on all ranks; None if no rank did, or one failed.
         """
         channel, last_step = self.channel, f"{self._rank}|{self.channel.host}|{self.training_step}"
         asked_by = str(self._rank) if self.stop.is_asked_here else ""
@@ -148,11 +148,7 @@ class Watchdog:
         return next((int(rank) for rank in told if rank), None)
 
     def wait_until_failure_is_known(self, limit_s: float) -> None:
-        """Acknowledge the failure in the store. Rank 0, which may host the store, stays until all ranks have.
-
-        Args:
-            limit_s: Seconds to stay at most.
-        """
+        """Acknowledge the failure in the store. Rank 0, which may host it, stays until all ranks have done so."""
         with contextlib.suppress(RankFailedError):
             self.channel.call(self.channel.read_failures, limit_s)
             if self._rank == 0:
@@ -226,10 +222,10 @@ class Watchdog:
                 return RankFailure(rank, beats[rank].host, beats[rank].where, STUCK, message)
         if unheard := [rank for rank in silent if rank not in positions]:
             return channel.missed_heartbeats(unheard[0])
-        all_wait = ", ".join(
-            f"rank {rank} in {beats[rank].where} at {at}" for rank, (_, at) in sorted(positions.items())
-        )
-        note = f"All ranks are alive and wait for each other. When this was raised on rank {self._rank}: {all_wait}."
+        at = {rank: f"{beats[rank].where}, at {at}" for rank, (_, at) in positions.items()}
+        at[self._rank] = f"{own.where}, at {main_thread_position(exception)[1]}"
+        listed = list_positions([at.get(rank, "") for rank in range(self._world_size)])
+        note = f"All ranks are alive and wait for each other. When this was raised on rank {self._rank}:\n{listed}"
         exception.add_note(note)
         return replace(own, message=f"{own.message}\n{note}")
 
@@ -245,7 +241,7 @@ class Watchdog:
         ended, request, decision, question = store.multi_get(list(keys))
         self.stop.exchange(store, request, decision)
         if question != NONE and not self._has_answered:
-            store.set(f"position/{self._rank}", json.dumps(main_thread_position()))
+            store.set(f"position/{self._rank}", json.dumps(self.raised_at or main_thread_position()))
             self._has_answered = True
         if self._is_closed.is_set() or self.channel.watched[RUN] is not None:
             return
@@ -303,8 +299,13 @@ class Watchdog:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         if self._is_noticed.wait(KILL_AFTER_S - INTERRUPT_AFTER_S) or self._is_closed.is_set():
             return
-        try:
-            print(f"rank {self._rank} on {self.channel.host} stops: {failure}. It was at:", file=sys.stderr)
-            faulthandler.dump_traceback(all_threads=True)
-        finally:
-            os._exit(1)
+        end_process(self._rank, str(failure))
+
+
+def end_process(rank: int, why: str) -> None:
+    """Print why, and where all threads are, and end this process with status 1, whatever its threads are doing."""
+    try:
+        print(f"rank {rank} on {socket.gethostname()} stops: {why}. It was at:", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+    finally:
+        os._exit(1)

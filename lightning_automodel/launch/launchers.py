@@ -68,11 +68,16 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
         # A single process sets no variables: they would make a later Trainer in it wait for other ranks.
         if self.starts_processes:
             if self.num_nodes == 1:
-                rendezvous.share_secret()
+                os.environ.update(rendezvous.shared_secret())
             self._call_children_scripts()
             threading.Thread(target=self._observe, name="lightning_automodel launcher", daemon=True).start()
         lightning_internals.share_cores(self.num_processes)
-        return self._supervisor.run(function, *args, **kwargs)
+        try:
+            return self._supervisor.run(function, *args, **kwargs)
+        finally:
+            if not supervisor.has_joined():
+                # They would wait for this rank for their whole timeout.
+                self.kill(signal.SIGTERM)
 
     def _observe(self) -> None:
         """Tell the supervisor of each process that ends, until all have. It knows whether the process was done."""
@@ -91,9 +96,10 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
     """Starts every rank of the node as a worker of this process, waits, and gets the results. It is not a rank itself.
 
     Lightning's launcher gathers no shards, calls no ``on_exception`` hooks in the workers, and terminates all of them
-    when one fails. Here the ranks leave together as under any other launcher, each through its own hooks.
+    when one fails. Here they leave together, each through its own hooks.
 
-    Each rank runs in the supervisor. The first rank's ``get_report()`` is passed to ``set_report`` in this process.
+    Each rank runs in the supervisor. The first rank's ``get_report()`` is passed to ``set_report`` in this process. In
+    a worker, ``connection`` leads to the launching process.
     """
 
     def __init__(
@@ -109,20 +115,28 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         super().__init__(strategy, start_method)
         self._num_processes, self._num_nodes = num_processes, num_nodes
         self._supervisor, self._get_report, self._set_report = supervisor, get_report, set_report
-        self._is_worker = False
+        self.connection: Connection | None = None
 
     @override
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any
     ) -> Any:
         assert trainer is not None
-        if self._is_worker:
+        if self.connection is not None:
 
             @wraps(function)
             def run_and_collect(*args: Any, **kwargs: Any) -> bytes | None:
                 return collect(trainer, function(*args, **kwargs), self._get_report())
 
-            return self._supervisor.run(run_and_collect, *args, **kwargs)
+            try:
+                return self._supervisor.run(run_and_collect, *args, **kwargs)
+            except lightning_internals.TunerExitException:
+                raise
+            except BaseException as exception:
+                # Now: this process may not live to the end of `on_exception` hooks, or of leaving its groups.
+                with contextlib.suppress(OSError):
+                    self.connection.send(WorkerReport.from_exception(exception, trainer, leaves=False))
+                raise
         if self._already_fit and trainer.state.fn == TrainerFn.FITTING:
             raise NotImplementedError(
                 f"trainer.fit() ran already, in workers of start_method={self._start_method!r} that have ended, with"
@@ -147,10 +161,10 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         environment = self._strategy.cluster_environment
         assert environment is not None
         environment.validate_settings(num_devices=self._num_processes, num_nodes=self._num_nodes)
-        if self._num_nodes == 1:
-            rendezvous.share_secret()
         # A fork server has the environment variables from when it was started.
         variables = {**os.environ, "MASTER_PORT": str(environment.main_port)}
+        if self._num_nodes == 1:
+            variables |= rendezvous.shared_secret()
         context = torch.multiprocessing.get_context(self._start_method)
         ours, theirs = zip(*(context.Pipe() for _ in range(self._num_processes)), strict=True)
         global_state = None
@@ -196,14 +210,13 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
 def _be_worker(local_rank: int, connections: Sequence[Connection], variables: Mapping[str, str], run: ByValue) -> None:
     """Run the Trainer's function as a rank, and report to the launching process."""
     launcher, trainer, function, global_state = run.value
-    launcher._is_worker = True
     # The signal handler, runs and groups that a fork inherits are those of the launching process.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if global_state is None:
         process_group.forget_inherited_groups()
         supervisor.forget_inherited_runs()
-    connection, status = connections[local_rank], 0
-    threading.Thread(target=follow_launching_process, args=(connection,), daemon=True).start()
+    launcher.connection, status = connections[local_rank], 0
+    threading.Thread(target=follow_launching_process, args=(launcher.connection,), daemon=True).start()
     os.environ.update(variables, LOCAL_RANK=str(local_rank))
     if global_state is None:
         # OpenMP's threads do not survive a fork: if the parent has used them, this process would wait for them forever.
@@ -220,11 +233,11 @@ def _be_worker(local_rank: int, connections: Sequence[Connection], variables: Ma
         )
         report = WorkerReport(results)
     except BaseException as exception:
-        report = WorkerReport.from_exception(exception, trainer.strategy.global_rank)
+        report = WorkerReport.from_exception(exception, trainer, leaves=True)
         code = exception.code if isinstance(exception, SystemExit) else 1
         status = code if isinstance(code, int) and code else 1
     with contextlib.suppress(OSError):
-        connection.send(report)
+        launcher.connection.send(report)
     # Not `raise`: torch would print the traceback, which the launching process does already.
     sys.exit(status)
 
@@ -238,11 +251,7 @@ def make_launcher(
     get_report: Callable[[], Mapping[str, Any]],
     set_report: Callable[[Mapping[str, Any]], None],
 ) -> SubprocessLauncher | WorkerLauncher:
-    """The launcher for the strategy's cluster environment and a start method; see the classes for the arguments.
-
-    Raises:
-        MisconfigurationException: For ``popen`` in a notebook or an interactive session: there is no script to run.
-    """
+    """The launcher for the strategy's cluster environment and a start method; see the classes for the arguments."""
     environment = strategy.cluster_environment
     assert environment is not None
     if start_method != "popen" and not environment.creates_processes_externally:

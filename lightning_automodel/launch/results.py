@@ -19,14 +19,10 @@ _OF_CHECKPOINT_CALLBACKS = ("best_model_path", "best_model_score", "last_model_p
 
 
 def collect(trainer: "pl.Trainer", returned: Any, report: Mapping[str, Any]) -> bytes | None:
-    """Collect the results of this rank's run. A collective: every rank must call it, while the model is still sharded.
+    """Collect this rank's results for :func:`restore`; None on all but the first rank of each node. A collective.
 
     After a fit, sharded weights are gathered, one tensor after the other, into the host memory of the first rank of
     each node, which writes them to a temporary file: memory and file both hold the whole weights for a while.
-
-    Returns:
-        The run's return value, the strategy's report and the rest, for :func:`restore`; None on all ranks but the first
-        of each node.
     """
     is_first = trainer.strategy.local_rank == 0  # type: ignore[attr-defined]
     weights = None
@@ -56,13 +52,9 @@ def collect(trainer: "pl.Trainer", returned: Any, report: Mapping[str, Any]) -> 
 
 
 def restore(results: bytes, trainer: "pl.Trainer") -> tuple[Any, Mapping[str, Any]]:
-    """Put the workers' results into the launching process's Trainer and module. Not a collective.
+    """Put the workers' results into the launching process's Trainer and module.
 
-    Returns:
-        The run's return value, and the strategy's report.
-
-    Raises:
-        RuntimeError: If the module lacks trained weights. Their file is then kept, and the message names it.
+    Returns the run's value and the strategy's report. If the module lacks trained weights, their file is kept.
     """
     found = torch.load(io.BytesIO(results), map_location="cpu", weights_only=False)
     trainer.state = found["state"]

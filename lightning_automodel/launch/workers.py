@@ -11,15 +11,24 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import lightning.pytorch as pl
 from torch.multiprocessing import ProcessRaisedException
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.distributed.failures import LAUNCHER, MISSED_HEARTBEATS, RankFailedError, RankFailure
+from lightning_automodel.distributed.failures import (
+    LAUNCHER,
+    MISSED_HEARTBEATS,
+    PROCESS_ENDED,
+    RUN_ON_ALL_RANKS,
+    RankFailedError,
+    RankFailure,
+    failure_of,
+)
 from lightning_automodel.distributed.process_group import patched_signal
 from lightning_automodel.failure import supervisor
 from lightning_automodel.failure.supervisor import SIGTERM_STATUS
@@ -33,35 +42,36 @@ TIME_TO_END_AFTER_INTERRUPT_S = 10.0
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What a worker sends to the launching process before it ends.
+    """What a worker sends to the launching process, at once when it fails and before it ends.
 
     Attributes:
         results: Results of the run, from the first rank of the node.
-        traceback: Traceback of the exception that ended the worker; empty if the run succeeded.
+        traceback: Of the exception that ended the worker; empty if the run succeeded.
         failure: Why the worker left; None if the run succeeded, or all ranks stopped together after SIGTERM.
+        leaves: Whether the worker has nothing more to do; False before ``on_exception`` hooks.
     """
 
     results: bytes | None = None
     traceback: str = ""
     failure: RankFailure | None = None
+    leaves: bool = True
 
     @classmethod
-    def from_exception(cls, exception: BaseException, rank: int) -> "WorkerReport":
-        """Report the exception that ends this worker, which is ``rank``."""
+    def from_exception(cls, exception: BaseException, trainer: "pl.Trainer", leaves: bool) -> "WorkerReport":
+        """Report the exception that ends this worker."""
         text = "".join(traceback.format_exception(exception))
         if isinstance(exception, lightning_internals.SIGTERMException):
-            return cls(traceback=text)
-        if isinstance(exception, RankFailedError):
-            return cls(traceback=text, failure=exception.failure)
-        # Lightning turns an interrupt into SystemExit.
-        cause = (isinstance(exception, SystemExit) and exception.__context__) or exception
-        where = lightning_internals.failing_hook(exception) or "set-up"
-        return cls(traceback=text, failure=RankFailure.from_exception(cause, rank, where))
+            return cls(traceback=text, leaves=leaves)
+        stage = trainer.state.stage or trainer.state.fn
+        where = lightning_internals.failing_hook(exception) or (stage.value if stage is not None else "set-up")
+        return cls(None, text, failure_of(exception, trainer.strategy.global_rank, where), leaves)
 
 
 def describe_exit(status: int) -> str:
     """The exit status of a process in words; a negative one is the number of a signal."""
     names = {known.value: known.name for known in signal.Signals}
+    if status == -signal.SIGABRT:
+        return f"was ended by SIGABRT, as gloo does where ranks call different collectives. {RUN_ON_ALL_RANKS}"
     if status < 0:
         return f"was ended by {names.get(-status, f'signal {-status}')}"
     return f"ended with exit status {status}"
@@ -101,18 +111,15 @@ class Workers:
         self._connections = dict(enumerate(connections))
         self._first_rank = first_rank
         self._reports: dict[int, WorkerReport] = {}
-        self._first_bad_end: tuple[int, str] | None = None
+        self._unexplained_ends: dict[int, str] = {}
         self._kill_at = math.inf
         self._is_asked_to_stop = False
 
     def wait(self) -> bytes | None:
         """Wait until all workers have ended. When one fails, the others are told at once.
 
-        There is no time limit for training. Once one worker has reported or ended, the others have a minute. SIGTERM is
-        passed on to all of them. If this process leaves earlier, for example by an interrupt, so do the workers.
-
-        Returns:
-            The results that the first worker reported.
+        There is no time limit for training. Once one worker has left, the others have a minute. SIGTERM is passed on to
+        all of them. If this process leaves earlier, so do the workers. Returns the results of the first worker.
 
         Raises:
             RankFailedError: If a rank failed, chained to the traceback that it reported.
@@ -142,7 +149,9 @@ class Workers:
             self._receive_reports()
             for index, process in list(self._running.items()):
                 if not ready:
-                    log.warning("Rank %s does not end: its process is killed.", self._first_rank + index)
+                    has_finished = index in self._reports and not self._reports[index].traceback
+                    what = "has finished its run, but does not end" if has_finished else "does not end"
+                    log.warning("Rank %s %s: its process is killed.", self._first_rank + index, what)
                     process.kill()
                 if not ready or process.sentinel in ready:
                     process.join()
@@ -152,20 +161,25 @@ class Workers:
         for index, connection in list(self._connections.items()):
             try:
                 while connection.poll():
-                    self._reports[index] = connection.recv()
-                    # A run ends on all ranks together, so the others will report soon.
-                    self._limit(TIME_TO_END_S)
+                    report = connection.recv()
+                    # The first one tells the cause; `on_exception` hooks may raise something else after it.
+                    self._reports.setdefault(index, report)
+                    if report.leaves:
+                        # A run ends on all ranks together, so the others will report soon.
+                        self._limit(TIME_TO_END_S)
             except (EOFError, OSError):
                 del self._connections[index]
 
     def _note_end(self, index: int, status: int, was_killed: bool) -> None:
         del self._running[index]
         # A process that ends without a report (`os._exit(0)`) has failed, whatever its status.
-        is_bad = index not in self._reports or (status != 0 and not was_killed)
-        if is_bad and self._first_bad_end is None:
-            self._first_bad_end = index, "did not end in time" if was_killed else describe_exit(status)
+        report = self._reports.get(index)
+        if report is None or (status != 0 and not was_killed):
+            how = "did not end in time" if was_killed else describe_exit(status)
+            if report is None or not report.traceback:
+                self._unexplained_ends[index] = how
             self._limit(TIME_TO_END_S)
-            self._tell(self._first_rank + index, self._first_bad_end[1])
+            self._tell(self._first_rank + index, how)
 
     def _limit(self, seconds: float) -> None:
         self._kill_at = min(self._kill_at, time.monotonic() + seconds)
@@ -184,16 +198,22 @@ class Workers:
             process.terminate()
 
     def _raise_failure(self) -> None:
-        if self._first_bad_end is None:
-            return
         failures = {index: report.failure for index, report in self._reports.items() if report.failure is not None}
-        if not failures and any(report.traceback for report in self._reports.values()):
+        cause: ProcessRaisedException | None = None
+        if failures:
+            # Prefer the report of the rank that failed to those of the ranks that left because of it.
+            index = min(failures, key=lambda index: failures[index].rank != self._first_rank + index)
+            text = f"\n\nrank {self._first_rank + index} left with:\n{self._reports[index].traceback}"
+            failure, cause = failures[index], ProcessRaisedException(text, index, self._process_ids[index])
+        elif any(report.traceback for report in self._reports.values()):
             raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
-        if not failures:
-            index, how = self._first_bad_end
-            rank, host = self._first_rank + index, socket.gethostname()
-            raise RankFailedError(RankFailure(rank, host, "set-up", MISSED_HEARTBEATS, f"its process {how}"))
-        # Prefer the report of the rank that failed to those of the ranks that left because of it.
-        index = min(failures, key=lambda index: failures[index].rank != self._first_rank + index)
-        text = f"\n\nrank {self._first_rank + index} left with:\n{self._reports[index].traceback}"
-        raise RankFailedError(failures[index]) from ProcessRaisedException(text, index, self._process_ids[index])
+        elif self._unexplained_ends:
+            rank = self._first_rank + next(iter(self._unexplained_ends))
+            failure = RankFailure(rank, socket.gethostname(), "", PROCESS_ENDED, "")
+        else:
+            return
+        how = self._unexplained_ends.get(failure.rank - self._first_rank)
+        if how is not None and failure.error in (PROCESS_ENDED, MISSED_HEARTBEATS):
+            # The other ranks may know no more than that it is silent.
+            failure = replace(failure, error=PROCESS_ENDED, message=f"its process {how}")
+        raise RankFailedError(failure) from cause

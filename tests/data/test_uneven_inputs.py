@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy
+from lightning_automodel.data.draws import LoaderProxy
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import Batch, micro_batches
 from tests.trainer.runs import CASE, LabelledModule, make_trainer, mean_loss
@@ -326,3 +327,13 @@ def _share_a_sampler() -> list[list[int]]:
 def test_a_sampler_that_training_shares_with_validation(pool2: RankPool) -> None:
     """Validation takes copies that do not repeat; the loader keeps its own, and training goes on with it."""
     assert pool2.run(_share_a_sampler) == [[[0, 2, 4, 6], [0, 2, 4, 6], 4], [[1, 3, 5, 0], [1, 3, 5, 0], 4]]
+
+
+def test_messages_name_the_users_loader() -> None:
+    """Lightning's name its type, which is no other than ours all the same."""
+    loader = DataLoader([1])
+    proxy = LoaderProxy(loader, None)
+    assert type(proxy).__name__ == "DataLoader"
+    assert isinstance(proxy, LoaderProxy)
+    assert isinstance(proxy, DataLoader)
+    assert not isinstance(loader, LoaderProxy)

@@ -217,11 +217,19 @@ def test_secret_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("TORCHELASTIC_RUN_ID", "job 7"), (rendezvous.SECRET, "told")):
         monkeypatch.setenv(name, value)
         found.append(rendezvous.run_secret())
-    rendezvous.share_secret()
-    assert [*found, rendezvous.run_secret()] == ["", "", "job 7", "told", "told"]
+    assert found == ["", "", "job 7", "told"]
+    assert rendezvous.shared_secret() == {rendezvous.SECRET: "told"}
     monkeypatch.delenv(rendezvous.SECRET)
-    rendezvous.share_secret()
-    assert len(rendezvous.run_secret()) == 32
+    assert len(rendezvous.shared_secret()[rendezvous.SECRET]) == 32
+
+
+def test_address_of_rank_0_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: a store would try it for its whole timeout."""
+    monkeypatch.setattr(rendezvous, "RESOLVING_S", 0.1)
+    with pytest.raises(
+        ValueError, match=r"^Rank 0 cannot resolve its own address 'no-such-host\.invalid' \(.*MASTER_ADDR"
+    ):
+        initialize_distributed("gloo", 30, init_method="tcp://no-such-host.invalid:29500", rank=0, world_size=2)
 
 
 def _listens_on(port: int) -> list[str]:

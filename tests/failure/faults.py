@@ -34,6 +34,7 @@ MESSAGE = "no labels here"
 DATA_ENDS = "data ends"
 ROWS_OF_LESS = 6
 CALLED_ONCE = (
+    "configure_callbacks",
     "prepare_data",
     "setup",
     "configure_model",

@@ -16,9 +16,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
+from lightning_automodel.distributed import process_group
+from lightning_automodel.failure import supervisor
 from lightning_automodel.failure.supervisor import LONGEST_LEAVING_S, SIGTERM_STATUS, Supervisor
 from tests.failure.faults import Model, Ragged, become_rank, killed_at_the_end
 from tests.processes import forked
@@ -132,6 +136,29 @@ def all_are_suspended(rank: int, world_size: int) -> None:
     print("went on")
 
 
+def _wait_for_first() -> None:
+    dist.recv(torch.zeros(1), 0)
+
+
+def _wait_for_second() -> None:
+    dist.recv(torch.zeros(1), 1)
+
+
+def time_out_together(rank: int, world_size: int) -> None:
+    """Each rank is asked where it is when it has left its collective already."""
+    _trainer(world_size).fit(
+        _fails_in("training_step", lambda model: _wait_for_first() if rank == 1 else _wait_for_second()), _data()
+    )
+
+
+def _reduce_another_size(rank: int) -> None:
+    dist.all_reduce(torch.zeros(1 if rank == 1 else 1000))
+
+
+def call_different_collectives(rank: int, world_size: int) -> None:
+    _trainer(world_size).fit(_fails_in("training_step", lambda model: _reduce_another_size(rank)), _data())
+
+
 class _WordlessError(Exception):
     def __str__(self) -> str:
         raise KeyError("label")
@@ -181,6 +208,11 @@ EXPECTED: dict[Callable[[int, int], None], tuple[list[int | None], list[str]]] =
     sleeps_after_its_last_step: ([1, 1], ["rank 1 on {host} is stuck in on_train_end: rank 0 waited"] * 2),
     sleeps_in_a_step: ([1, 1], ["rank 1 on {host} is stuck in training_step: it is at"] * 2),
     all_are_suspended: ([0, 0], ["went on"] * 2),
+    time_out_together: ([1, 1], [" in _wait_for_first\n", " in _wait_for_second\n"]),
+    call_different_collectives: (
+        [1, -signal.SIGABRT],
+        ["rank 1 on {host} missed heartbeats, last seen in ", " in _reduce_another_size\n"],
+    ),
     fails_without_words: (
         [1, 1],
         ["rank 1 on {host} failed in training_step: _WordlessError: (its __str__", "_WordlessError"],
@@ -195,6 +227,7 @@ WAITS_LONG = (
     sleeps_in_a_step,
     host_dies_between_two_runs,
     all_are_suspended,
+    time_out_together,
 )
 
 
@@ -256,11 +289,37 @@ def test_all_ranks_end_alike(scenario: Callable[[int, int], None], outcomes: dic
         assert "\nvalidated" not in output
 
 
+def _cannot_leave(rank: int, port: int, folder: Path) -> None:
+    become_rank(rank, 2, port, folder)
+    guard = Supervisor(lambda: None, lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervisor, "LONGEST_LEAVING_S", 0.1)
+        patch.setattr(process_group, "group_size", lambda: 2)
+        patch.setattr(process_group, "destroy_global_state", lambda **_: time.sleep(PATIENCE_S))
+        try:
+            raise ValueError("no labels here")
+        except ValueError:
+            guard._failed_at = time.monotonic()
+            guard.close()
+
+
+def test_last_resort_tells_the_cause(tmp_path: Path) -> None:
+    """Where groups cannot be destroyed, the process ends all the same, and not without a word."""
+    process = forked().Process(target=_cannot_leave, args=(1, 0, tmp_path))
+    process.start()
+    with killed_at_the_end([process]):
+        process.join(PATIENCE_S)
+    assert process.exitcode == 1
+    printed = (tmp_path / "rank1.log").read_text()
+    assert " stops: ValueError: no labels here; destroying its process groups took over 0.1 s. It was at:" in printed
+    assert " in _cannot_leave\n" in printed
+
+
 def test_sigterm_is_ignored_on_the_way_out_but_not_for_ever() -> None:
     """A launcher sends it to the ranks that are left; a process that lives on must still end by it."""
     received: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda signum, frame: received.append(signum))
-    guard = Supervisor()
+    guard = Supervisor(lambda: None, lambda: None)
     try:
         guard._patch_sigterm()
         guard._failed_at = time.monotonic()

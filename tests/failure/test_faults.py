@@ -32,7 +32,14 @@ STEP_HOOKS = (
     "validation_step",
     "on_validation_epoch_end",
 )
-SET_UP_HOOKS = ("setup", "configure_model", "configure_optimizers", "on_fit_start", "on_train_start")
+SET_UP_HOOKS = (
+    "configure_callbacks",
+    "setup",
+    "configure_model",
+    "configure_optimizers",
+    "on_fit_start",
+    "on_train_start",
+)
 CELLS = [
     Cell("prepare_data", "exception", rank=0),
     *(Cell(hook, "exception") for hook in (*SET_UP_HOOKS, *STEP_HOOKS)),
@@ -66,7 +73,7 @@ CELLS = [
 
 BY_DEFAULT = {
     Cell("prepare_data", "exception", rank=0),
-    *(Cell(hook, "exception") for hook in ("__getitem__", "teardown")),
+    *(Cell(hook, "exception") for hook in ("configure_callbacks", "__getitem__", "teardown")),
     Cell("on_before_optimizer_step", "exception", data_parallel="ddp"),
     Cell("training_step", "sys.exit"),
     Cell("training_step", "os._exit", rank=0),

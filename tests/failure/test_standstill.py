@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_automodel.distributed.store_channel import StoreChannel
 from lightning_automodel.failure import standstill
-from lightning_automodel.failure.standstill import Standstill
+from lightning_automodel.failure.standstill import Standstill, main_thread_position
 from tests.rank_pool import RankPool
 
 TIMEOUT_S, WAIT_S = 0.6, 1.0
@@ -57,3 +57,12 @@ def test_ranks_that_wait_for_each_other(pool2: RankPool, kind: str) -> None:
     lines = re.findall(rf"  rank (\d): some_hook, at .+, {re.escape(__file__)}:(\d+) in wait\n", message)
     assert [rank for rank, _ in lines] == ["0", "1"]
     assert int(lines[0][1]) - int(lines[1][1]) == 2
+
+
+def test_position_of_what_was_raised() -> None:
+    """The user's line, though the main thread is elsewhere by then."""
+    with pytest.raises(AttributeError) as raised:
+        dist.get_world_size("no group")
+    line = raised.traceback[0].lineno + 1
+    name = "test_position_of_what_was_raised"
+    assert main_thread_position(raised.value) == (True, f"{__file__}:{line} in {name}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from lightning_automodel.distributed.failures import RankFailedError
+from lightning_automodel.distributed.failures import MISSED_HEARTBEATS, RankFailedError, RankFailure
 from lightning_automodel.launch import workers
 from lightning_automodel.launch.workers import WorkerReport, Workers, describe_exit
 from tests.launch.launched import (
@@ -167,12 +169,48 @@ def test_waiting_has_a_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     """A process that does not end after its run costs nothing but the time; one that never comes is named."""
     monkeypatch.setattr(workers, "TIME_TO_END_S", 0.3)
     assert wait_for(ends, ends_late) == b"results"
-    assert "Rank 5 does not end: its process is killed." in caplog.text
+    assert "Rank 5 has finished its run, but does not end: its process is killed." in caplog.text
     with pytest.raises(RankFailedError, match=r"^rank 5 on .*: its process did not end in time$"):
         wait_for(ends, hangs)
 
 
-@pytest.mark.parametrize(("status", "text"), [(3, "ended with exit status 3"), (-9, "was ended by SIGKILL")])
+def is_killed(connection: Connection) -> None:
+    """End without a report."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raises_and_cannot_leave(connection: Connection) -> None:
+    """Report what was raised, and end before the last report, as a rank does whose groups cannot be destroyed."""
+    failure = RankFailure(4, "here", "training_step", "ValueError", "no labels here")
+    connection.send(WorkerReport(None, "Traceback of rank 4", failure, leaves=False))
+    os._exit(1)
+
+
+def loses_the_store(connection: Connection) -> None:
+    """Report what a rank knows of one that hosted the store and is silent."""
+    failure = RankFailure(4, "here", "backward", MISSED_HEARTBEATS, "which holds the store, does not answer")
+    connection.send(WorkerReport(None, "Traceback of rank 5", failure))
+    sys.exit(1)
+
+
+@pytest.mark.parametrize(
+    ("workers", "message"),
+    [
+        ((raises_and_cannot_leave, is_killed), r"rank 4 on here failed in training_step: ValueError: no labels here$"),
+        ((is_killed, loses_the_store), r"rank 4 on here was last seen in backward: its process was ended by SIGKILL$"),
+        ((is_killed,), rf"rank 4 on {socket.gethostname()}: its process was ended by SIGKILL$"),
+    ],
+)
+def test_who_knows_the_cause_says_it(workers: tuple[Callable[[Connection], None], ...], message: str) -> None:
+    """A rank knows what it raised, the others where it was, and the launching process how it ended."""
+    with pytest.raises(RankFailedError, match=message):
+        wait_for(*workers)
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [(3, "ended with exit status 3"), (-9, "was ended by SIGKILL"), (-6, "was ended by SIGABRT, as gloo does")],
+)
 def test_exit_statuses(status: int, text: str) -> None:
     """As a person would say them."""
-    assert describe_exit(status) == text
+    assert describe_exit(status).startswith(text)
