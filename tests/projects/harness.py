@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ OURS: dict[str, dict[str, Any]] = {"replicated": {"data_parallel": "ddp"}, "shar
 WAYS = ("one process", "Lightning's ddp", *OURS)
 
 
+def sgd(module: LightningModule) -> torch.optim.Optimizer:
+    """In place of `configure_optimizers`."""
+    return torch.optim.SGD(module.parameters(), 0.02, momentum=0.9)
+
+
 class Recorder(Callback):
     """Trains with SGD, and keeps weights at both ends of a fit and whether validation ran."""
 
@@ -43,8 +49,7 @@ class Recorder(Callback):
         self.num_validations = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        parameters = pl_module.parameters
-        pl_module.configure_optimizers = lambda: torch.optim.SGD(parameters(), 0.02, momentum=0.9)
+        type(pl_module).configure_optimizers = sgd
         self.before = {name: weight.detach().clone() for name, weight in pl_module.named_parameters()}
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -154,7 +159,8 @@ def train(project: Project, way: str, directory: Path) -> tuple[Recorder, list[s
 
 def main(name: str, directory: Path) -> None:
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", init_method=f"file://{directory}/ranks", rank=rank, world_size=2)
+    meeting = {"init_method": f"file://{directory}/ranks", "rank": rank, "world_size": 2}
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2), **meeting)
     torch.set_num_threads(1)
     results: dict[str, dict[str, Any]] = {}
     recorders: dict[str, Recorder] = {}
