@@ -99,6 +99,7 @@ def rl4co(run: Run) -> None:
         val_data_size=NUM_SAMPLES,
         test_data_size=NUM_SAMPLES,
     )
+    module.hparams.pop("policy")  # the model: sharded, it could not be pickled with a checkpoint
     run.fit(module, strategy=run.strategy(**EQUAL_BATCHES))
 
 
