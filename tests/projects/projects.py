@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NUM_SAMPLES = 16
 SERIES_LENGTH = 24
 WITHOUT_RESUMING = {"darts", "gluonts", "neuralforecast", "scvi_tools"}
-"""Projects whose own `fit` is given no checkpoint of the Trainer's to resume from; gluonts is, but a resumed run of ours
+"""Projects whose own `fit` takes no checkpoint of the Trainer's to resume from. gluonts does, but a resumed run of ours
 draws what the stopped one would have drawn, and Lightning's does not."""
 
 SAMPLING = {"gluonts", "scvi_tools"}
