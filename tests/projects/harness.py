@@ -7,7 +7,7 @@ constants. What came of it is written by rank 0, as JSON.
 
 from __future__ import annotations
 
-# First, since darts and neuralforecast import that package.
+# First, since darts imports that package.
 import lightning_automodel.alias_pytorch_lightning  # noqa: F401  # isort: skip
 
 import json

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NUM_SAMPLES = 16
 SERIES_LENGTH = 24
-WITHOUT_RESUMING = {"darts", "gluonts", "neuralforecast", "scvi_tools"}
+WITHOUT_RESUMING = {"darts", "gluonts", "scvi_tools"}
 """Projects whose own `fit` takes no checkpoint of the Trainer's to resume from. gluonts does, but a resumed run of ours
 draws what the stopped one would have drawn, and Lightning's does not."""
 
@@ -279,28 +279,3 @@ def darts(run: Run) -> None:
         pl_trainer_kwargs=run.options(run.strategy(**EQUAL_BATCHES)),
     )
     model.fit(data, val_series=data, dataloader_kwargs={"shuffle": False}, verbose=False)
-
-
-def neuralforecast(run: Run) -> None:
-    """N-HiTS; built on pytorch_lightning."""
-    import pandas as pd
-    from neuralforecast import NeuralForecast
-    from neuralforecast.models import NHITS
-
-    if run.loads:
-        run.recorder.after = full_weights(NHITS.load_from_checkpoint(run.ckpt_path, weights_only=False))
-        return
-    days = pd.date_range("2020-01-01", periods=SERIES_LENGTH)
-    frame = pd.concat(pd.DataFrame({"unique_id": i, "ds": days, "y": row}) for i, row in enumerate(series()))
-    options = run.options(run.strategy(**EQUAL_BATCHES))
-    options.pop("max_epochs")
-    model = NHITS(
-        h=4,
-        input_size=SERIES_LENGTH - 8,
-        max_steps=run.max_epochs,
-        batch_size=run.batch_size,
-        mlp_units=[[8, 8]] * 3,
-        windows_batch_size=None,
-        **options,
-    )
-    NeuralForecast(models=[model], freq="D").fit(frame, val_size=4)

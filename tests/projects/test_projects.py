@@ -34,7 +34,6 @@ PASSED_TO_STRATEGY = {
     "gluonts": "`per_token_loss=False, save_distributed_checkpoint=False`",
     "lightning_transformer": "`count_label_tokens=lambda batch: batch[1].numel()`",
     "litgpt": "`label_shift=1`",
-    "neuralforecast": "`per_token_loss=False`; `import lightning_automodel.alias_pytorch_lightning`",
     "pytorch_forecasting": "`per_token_loss=False`",
     "rl4co": '`per_token_loss=False`; `module.hparams.pop("policy")` if sharded',
     "scvi_tools": 'a registered name with "ddp" in it; `ddp_kwargs={"find_unused_parameters": True}` if replicated',
