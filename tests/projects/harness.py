@@ -170,7 +170,7 @@ def main(name: str, directory: Path) -> None:
             # Only rank 0 needs one process' weights, but all ranks go on together.
             own = directory / (f"{way}{rank}" if way == WAYS[0] else way)
             recorders[way], result["does"] = train(getattr(projects, name), way, own)
-            wanted = recorders[WAYS[1] if name in projects.SAMPLING and way in OURS else WAYS[0]]
+            wanted = recorders[WAYS[1] if name in projects.AS_DDP and way in OURS else WAYS[0]]
             moved = distance(wanted.after, recorders[WAYS[0]].before)
             assert moved > 0, "nothing was trained"
             result["error"] = distance(recorders[way].after, wanted.after) / moved

@@ -22,8 +22,9 @@ WITHOUT_RESUMING = {"darts", "gluonts", "scvi_tools"}
 """Projects whose own `fit` takes no checkpoint of the Trainer's to resume from. gluonts does, but a resumed run of ours
 draws what the stopped one would have drawn, and Lightning's does not."""
 
-SAMPLING = {"gluonts", "scvi_tools"}
-"""Projects that draw random numbers as they train: one process draws others, but Lightning's ddp the same."""
+AS_DDP = {"gluonts", "rl4co", "scvi_tools"}
+"""Projects that Lightning's ddp is the measure of: they draw random numbers as they train, and one process draws others;
+rl4co's baseline is the mean of each rank's batch."""
 
 EQUAL_BATCHES = {"per_token_loss": False}
 
