@@ -23,7 +23,7 @@ WITHOUT_RESUMING = {"darts", "gluonts", "scvi_tools"}
 draws what the stopped one would have drawn, and Lightning's does not."""
 
 AS_DDP = {"gluonts", "rl4co", "scvi_tools"}
-"""Projects that Lightning's ddp is the measure of: they draw random numbers as they train, and one process draws others;
+"""Projects that Lightning's ddp is the measure of: they draw random numbers as they train, one process others;
 rl4co's baseline is the mean of each rank's batch."""
 
 EQUAL_BATCHES = {"per_token_loss": False}
