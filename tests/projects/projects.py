@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 NUM_SAMPLES = 16
 SERIES_LENGTH = 24
-WITHOUT_RESUMING = {"darts", "gluonts", "scvi_tools"}
+WITHOUT_RESUMING = {"darts", "gluonts"}
 """Projects whose own `fit` takes no checkpoint of the Trainer's to resume from. gluonts does, but a resumed run of ours
 draws what the stopped one would have drawn, and Lightning's does not."""
 
-AS_DDP = {"gluonts", "rl4co", "scvi_tools"}
+AS_DDP = {"gluonts", "rl4co"}
 """Projects that Lightning's ddp is the measure of: they draw random numbers as they train, one process others;
 rl4co's baseline is the mean of each rank's batch."""
 
@@ -206,36 +206,6 @@ def lightning_transformer(run: Run) -> None:
     tokens = torch.randint(32, (NUM_SAMPLES, 12), generator=torch.Generator().manual_seed(0))
     loaders = [DataLoader([(row[:-1], row[1:]) for row in tokens], run.batch_size) for _ in range(2)]
     run.fit(module, *loaders, strategy=run.strategy(count_label_tokens=lambda batch: batch[1].numel()))
-
-
-def scvi_tools(run: Run) -> None:
-    """A variational autoencoder of gene counts; `strategy` is a name with "ddp" in it, which it asks for."""
-    import anndata
-    import scvi
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    from lightning_automodel import AutomodelStrategy
-
-    unused = {"find_unused_parameters": True}
-    StrategyRegistry.register("scvi_ddp", AutomodelStrategy, data_parallel="ddp", ddp_kwargs=unused, override=True)
-    StrategyRegistry.register("scvi_not_ddp", AutomodelStrategy, override=True)
-    names = {
-        "one process": "auto",
-        "Lightning's ddp": "ddp_find_unused_parameters_true",
-        "replicated": "scvi_ddp",
-        "sharded": "scvi_not_ddp",
-    }
-    counts = np.random.default_rng(0).poisson(3, (NUM_SAMPLES + NUM_SAMPLES // 2, 30)).astype(np.float32)
-    data = anndata.AnnData(counts)
-    scvi.model.SCVI.setup_anndata(data)
-    if run.loads:
-        model = scvi.model.SCVI.load(f"{run.directory}-model", data)
-        run.recorder.after = full_weights(nn.ModuleDict({"module": model.module}))
-        return
-    model = scvi.model.SCVI(data, n_hidden=16, n_latent=4, dropout_rate=0.0, use_batch_norm="none")
-    options = run.options(names[run.way], check_val_every_n_epoch=1)
-    model.train(train_size=2 / 3, batch_size=run.batch_size, plan_kwargs={"n_epochs_kl_warmup": None}, **options)
-    model.save(f"{run.directory}-model", overwrite=True)
 
 
 def gluonts(run: Run) -> None:

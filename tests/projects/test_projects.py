@@ -36,7 +36,6 @@ PASSED_TO_STRATEGY = {
     "litgpt": "`label_shift=1`",
     "pytorch_forecasting": "`per_token_loss=False`",
     "rl4co": '`per_token_loss=False`; `module.hparams.pop("policy")` if sharded',
-    "scvi_tools": 'a registered name with "ddp" in it; `ddp_kwargs={"find_unused_parameters": True}` if replicated',
     "torch_geometric": "`count_label_tokens=lambda batch: batch.num_graphs`",
     "webdataset": "`count_label_tokens=lambda batch: len(batch[1])`",
 }
