@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils.data import BatchSampler
 from torchmetrics import Metric
 
 from lightning_automodel import release_probe
@@ -52,6 +53,12 @@ def failing_hook(exception: BaseException) -> str | None:
 def draws_its_batches(step: Callable[..., Any]) -> bool:
     """Whether a step takes a ``dataloader_iter`` in place of a batch."""
     return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+
+
+def shares_out_batches(loader: Any) -> bool:
+    """Whether Lightning shares out between ranks what a sampler yields, and that is lists of indices."""
+    wrapped = getattr(getattr(loader, "sampler", None), "dataset", None)
+    return isinstance(wrapped, DatasetSamplerWrapper) and isinstance(wrapped._sampler, BatchSampler)
 
 
 def current_hook(module: LightningModule) -> str | None:

@@ -89,6 +89,7 @@ class UnevenInputs:
         Returns:
             The loader, or the proxy to iterate instead.
         """
+        self._warn_of_batches_of_batches(loader)
         length = sized_len(loader)
         lengths = Exchange(self._group, _UNKNOWN if length is None else length).numbers()
         if len(lengths) > 1 and (_UNKNOWN in lengths or len(set(lengths)) > 1):
@@ -104,6 +105,17 @@ class UnevenInputs:
                 )
                 return LoaderProxy(loader, Draws(self._group, empty))
         return loader
+
+    def _warn_of_batches_of_batches(self, loader: Any) -> None:
+        """Warn if the loader puts together what are batches already, since Lightning has changed its sampler."""
+        if lightning_internals.shares_out_batches(loader) and loader.batch_size is not None:
+            name = type(loader).__name__
+            rank_zero_warn(
+                f"The sampler of the {self._stage} data yields whole batches, and the {name} that Lightning has made of"
+                f" it for several ranks collates batch_size={loader.batch_size} of them into one. If batches have fewer"
+                " dimensions on one device, its library brings another sampler where the strategy's name has 'ddp' in"
+                " it: pass Trainer(strategy='automodel_ddp'), or register such a name for other options."
+            )
 
     def _check_padding(self, loader: Any) -> None:
         """Raise ``ValueError`` if a filler would affect results, or padding cannot work."""

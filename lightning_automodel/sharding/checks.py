@@ -142,7 +142,8 @@ def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
             if base.__module__.startswith("pytorch_lightning.") and base.__name__ != "Callback":
                 raise TypeError(
                     f"The callback {type(callback).__name__} comes from pytorch_lightning ({base.__module__}), whose"
-                    " classes lightning's Trainer does not recognise: import it from lightning.pytorch.callbacks."
+                    " classes lightning's Trainer does not recognise: import it from lightning.pytorch.callbacks, or"
+                    " first of all lightning_automodel.alias_pytorch_lightning if a library imports it."
                 )
 
 

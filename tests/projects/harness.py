@@ -1,0 +1,185 @@
+"""One project on this rank, under each strategy: `python -m tests.projects.harness PROJECT DIRECTORY`.
+
+Each way trains two epochs, saves, resumes for two more, and loads what it saved. Data is as much as one batch over all
+ranks, so that its order does not matter, and SGD stands in for each project's optimizer, since Adam hides wrong
+constants. What came of it is written by rank 0, as JSON.
+"""
+
+from __future__ import annotations
+
+# First, since darts imports that package.
+import lightning_automodel.alias_pytorch_lightning  # noqa: F401  # isort: skip
+
+import json
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor
+
+from lightning_automodel import AutomodelStrategy
+from tests.projects import projects
+from tests.trainer.exactness import full_weights
+
+OURS: dict[str, dict[str, Any]] = {"replicated": {"data_parallel": "ddp"}, "sharded": {}}
+WAYS = ("one process", "Lightning's ddp", *OURS)
+
+
+def sgd(module: LightningModule) -> torch.optim.Optimizer:
+    """In place of `configure_optimizers`."""
+    return torch.optim.SGD(module.parameters(), 0.02, momentum=0.9)
+
+
+class Recorder(Callback):
+    """Trains with SGD, and keeps weights at both ends of a fit and whether validation ran."""
+
+    def __init__(self) -> None:
+        self.before: dict[str, Tensor] = {}
+        self.after: dict[str, Tensor] = {}
+        self.num_validations = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        type(pl_module).configure_optimizers = sgd
+        self.before = {name: weight.detach().clone() for name, weight in pl_module.named_parameters()}
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.num_validations += 1
+        self.after = full_weights(pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.after = full_weights(pl_module)
+
+
+@dataclass
+class Run:
+    """What a project is given for one fit, or to load.
+
+    Attributes:
+        way: One of `WAYS`.
+        directory: For files; the checkpoint is `directory / "last.ckpt"`.
+        max_epochs: At which to stop.
+        ckpt_path: To resume from, or to load.
+        loads: Whether to load and validate alone.
+    """
+
+    way: str
+    directory: Path
+    max_epochs: int
+    ckpt_path: str | None = None
+    loads: bool = False
+    recorder: Recorder = field(default_factory=Recorder)
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self.way == "one process" else dist.get_world_size()
+
+    @property
+    def batch_size(self) -> int:
+        return projects.NUM_SAMPLES // self.num_ranks
+
+    def strategy(self, **options: Any) -> Any:
+        """What a user passes as Trainer(strategy=...), with what this project needs of ours."""
+        if self.way in OURS:
+            return AutomodelStrategy(**OURS[self.way], **options)
+        return "auto" if self.way == "one process" else "ddp"
+
+    def options(self, strategy: Any, **others: Any) -> dict[str, Any]:
+        """Keywords of a Trainer."""
+        saving = ModelCheckpoint(self.directory, filename="epoch{epoch}", save_last=True, save_top_k=-1)
+        return {
+            "strategy": strategy,
+            "accelerator": "cpu",
+            "devices": self.num_ranks,
+            "max_epochs": self.max_epochs,
+            "default_root_dir": self.directory,
+            "callbacks": [self.recorder, saving],
+            "enable_checkpointing": True,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "log_every_n_steps": 1,
+            **others,
+        }
+
+    def fit(self, module: LightningModule, *loaders: Any, strategy: Any, datamodule: Any = None) -> None:
+        """Fit, or load and validate; for projects that leave the Trainer to their users."""
+        trainer = Trainer(**self.options(strategy))
+        # Hyper-parameters of most projects are more than plain data.
+        if self.loads:
+            trainer.validate(module, *loaders[1:], datamodule=datamodule, ckpt_path=self.ckpt_path, weights_only=False)
+        else:
+            trainer.fit(module, *loaders, datamodule=datamodule, ckpt_path=self.ckpt_path, weights_only=False)
+
+
+Project = Callable[[Run], None]
+
+
+def distance(weights: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+    """Euclidean, over all weights."""
+    return float(torch.stack([(weights[name] - other).double().norm() for name, other in others.items()]).norm())
+
+
+def train(project: Project, way: str, directory: Path) -> tuple[Recorder, list[str]]:
+    """The last fit's recorder, and what a project does: fit, validate, resume, load."""
+    shutil.rmtree(directory, ignore_errors=True)
+    dist.barrier()
+
+    def run(max_epochs: int, **options: Any) -> Recorder:
+        seed_everything(0, verbose=False)
+        each = Run(way, directory, max_epochs, **options)
+        project(each)
+        return each.recorder
+
+    last = str(directory / "last.ckpt")
+    if way == WAYS[0]:
+        return run(4), []
+    done = ["trains", "validates", "saves"]
+    if project.__name__ in projects.WITHOUT_RESUMING:
+        fitted = run(4)
+    else:
+        run(2)
+        fitted = run(4, ckpt_path=last)
+        done.append("resumes")
+    assert fitted.num_validations > 0, "never validated"
+    loaded = run(4, ckpt_path=last, loads=True)
+    assert distance(loaded.after, fitted.after) == 0, "loading gives other weights"
+    return fitted, [*done, "loads"]
+
+
+def main(name: str, directory: Path) -> None:
+    rank = int(os.environ["RANK"])
+    meeting = {"init_method": f"file://{directory}/ranks", "rank": rank, "world_size": 2}
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2), **meeting)
+    torch.set_num_threads(1)
+    results: dict[str, dict[str, Any]] = {}
+    recorders: dict[str, Recorder] = {}
+    for way in WAYS:
+        result = results[way] = {}
+        try:
+            # Only rank 0 needs one process' weights, but all ranks go on together.
+            own = directory / (f"{way}{rank}" if way == WAYS[0] else way)
+            recorders[way], result["does"] = train(getattr(projects, name), way, own)
+            wanted = recorders[WAYS[1] if name in projects.AS_DDP and way in OURS else WAYS[0]]
+            moved = distance(wanted.after, recorders[WAYS[0]].before)
+            assert moved > 0, "nothing was trained"
+            result["error"] = distance(recorders[way].after, wanted.after) / moved
+        except BaseException:
+            result["failure"] = traceback.format_exc()
+            traceback.print_exc()
+    if rank == 0:
+        (directory / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,252 @@
+"""The projects, each with data of its own making; a user's part is what is passed to `run.strategy`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.trainer.exactness import full_weights
+
+if TYPE_CHECKING:
+    from tests.projects.harness import Run
+
+NUM_SAMPLES = 16
+SERIES_LENGTH = 24
+WITHOUT_RESUMING = {"darts", "gluonts"}
+"""Projects whose own `fit` takes no checkpoint of the Trainer's to resume from. gluonts does, but a resumed run of ours
+draws what the stopped one would have drawn, and Lightning's does not."""
+
+AS_DDP = {"gluonts", "rl4co"}
+"""Projects that Lightning's ddp is the measure of: they draw random numbers as they train, one process others;
+rl4co's baseline is the mean of each rank's batch."""
+
+EQUAL_BATCHES = {"per_token_loss": False}
+
+
+class Supervised(LightningModule):
+    """Validates and optimizes; for projects that ship layers or data alone."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), batch_size=1, sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.02)
+
+
+def series(count: int = NUM_SAMPLES) -> np.ndarray:
+    """[count, SERIES_LENGTH] sines of various phases."""
+    steps = np.arange(SERIES_LENGTH) / 4
+    return np.stack([np.sin(steps + phase) for phase in range(count)]).astype(np.float32)
+
+
+def chemprop(run: Run) -> None:
+    """Message passing over molecules."""
+    from chemprop import data, models
+    from chemprop.nn import BondMessagePassing, MeanAggregation, RegressionFFN
+
+    points = [data.MoleculeDatapoint.from_smi("C" * (1 + i) + "O", [i / 10]) for i in range(NUM_SAMPLES)]
+    loaders = [data.build_dataloader(data.MoleculeDataset(points), run.batch_size, shuffle=False) for _ in range(2)]
+    module = models.MPNN(BondMessagePassing(d_h=16, depth=2), MeanAggregation(), RegressionFFN(input_dim=16))
+    run.fit(module, *loaders, strategy=run.strategy(count_label_tokens=lambda batch: len(batch.Y)))
+
+
+def pytorch_forecasting(run: Run) -> None:
+    """The temporal fusion transformer."""
+    import pandas as pd
+    from pytorch_forecasting import TemporalFusionTransformer, TimeSeriesDataSet
+
+    table = [(i, step, value) for i, row in enumerate(series()) for step, value in enumerate(row)]
+    frame = pd.DataFrame(table, columns=["group", "time", "value"])
+    data = TimeSeriesDataSet(
+        frame,
+        time_idx="time",
+        target="value",
+        group_ids=["group"],
+        min_encoder_length=SERIES_LENGTH - 4,
+        max_encoder_length=SERIES_LENGTH - 4,
+        max_prediction_length=4,
+        min_prediction_length=4,
+        time_varying_unknown_reals=["value"],
+        time_varying_known_reals=["time"],
+    )
+    loaders = [data.to_dataloader(train=False, batch_size=run.batch_size, num_workers=0) for _ in range(2)]
+    module = TemporalFusionTransformer.from_dataset(data, hidden_size=8, dropout=0.0, log_interval=0)
+    run.fit(module, *loaders, strategy=run.strategy(**EQUAL_BATCHES))
+
+
+def rl4co(run: Run) -> None:
+    """REINFORCE of an attention model that builds tours, greedily."""
+    from rl4co.envs import TSPEnv
+    from rl4co.models import AttentionModel
+
+    module = AttentionModel(
+        TSPEnv(generator_params={"num_loc": 6}, seed=0),
+        baseline="mean",
+        policy_kwargs={
+            "embed_dim": 16,
+            "num_encoder_layers": 2,
+            "num_heads": 2,
+            "normalization": "layer",
+            "feedforward_hidden": 16,
+            "train_decode_type": "greedy",
+        },
+        batch_size=run.batch_size,
+        train_data_size=NUM_SAMPLES,
+        val_data_size=NUM_SAMPLES,
+        test_data_size=NUM_SAMPLES,
+    )
+    module.hparams.pop("policy")  # the model: sharded, it could not be pickled with a checkpoint
+    run.fit(module, strategy=run.strategy(**EQUAL_BATCHES))
+
+
+def torch_geometric(run: Run) -> None:
+    """Graph convolutions over batches of graphs, loaded by its datamodule."""
+    from torch_geometric.data import Data
+    from torch_geometric.data.lightning import LightningDataset
+    from torch_geometric.nn import GCNConv, global_mean_pool
+
+    class Graphs(Supervised):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = GCNConv(4, 8), GCNConv(8, 8)
+            self.head = nn.Linear(8, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            hidden = self.first(batch.x, batch.edge_index).relu()
+            hidden = self.second(hidden, batch.edge_index).relu()
+            found = self.head(global_mean_pool(hidden, batch.batch))[:, 0]
+            return nn.functional.mse_loss(found, batch.y)
+
+    def graph(i: int) -> Any:
+        nodes = 3 + i % 5
+        edges = torch.stack([torch.arange(nodes), torch.arange(nodes).roll(1)])
+        features = torch.randn(nodes, 4, generator=torch.Generator().manual_seed(i))
+        return Data(x=features, edge_index=edges, y=torch.tensor([i / 10]))
+
+    graphs = [graph(i) for i in range(NUM_SAMPLES)]
+    data = LightningDataset(graphs, graphs, batch_size=run.batch_size, pin_memory=False)
+    run.fit(Graphs(), datamodule=data, strategy=run.strategy(count_label_tokens=lambda batch: batch.num_graphs))
+
+
+def webdataset(run: Run) -> None:
+    """A stream of tar files, split between ranks by itself."""
+    import webdataset as wds
+
+    class Classifier(Supervised):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    folder = Path(f"{run.directory}-{torch.distributed.get_rank()}")
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard in range(4):
+        with wds.TarWriter(str(folder / f"{shard}.tar")) as writer:
+            for i in range(4):
+                values = np.random.default_rng(4 * shard + i).normal(size=4).astype(np.float32)
+                writer.write({"__key__": f"{shard}{i}", "x.npy": values, "y.cls": (shard + i) % 3})
+
+    urls = str(folder / "{0..3}.tar")
+    split = wds.split_by_node if run.num_ranks > 1 else None
+    loaders = [
+        wds.WebLoader(
+            wds.WebDataset(urls, shardshuffle=False, nodesplitter=split)
+            .decode()
+            .to_tuple("x.npy", "y.cls")
+            .batched(run.batch_size),
+            batch_size=None,
+        )
+        for _ in range(2)
+    ]
+    run.fit(Classifier(), *loaders, strategy=run.strategy(count_label_tokens=lambda batch: len(batch[1])))
+
+
+def litgpt(run: Run) -> None:
+    """Its GPT, in the LightningModule of its README."""
+    import litgpt as package
+    from litgpt.utils import chunked_cross_entropy
+
+    class LitGPT(Supervised):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = package.GPT(
+                package.Config(
+                    block_size=16, padded_vocab_size=32, n_layer=2, n_head=2, n_embd=16, rotary_percentage=1.0
+                )
+            )
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            logits = self.model(batch["input_ids"])
+            return chunked_cross_entropy(logits[..., :-1, :], batch["labels"][..., 1:])
+
+    tokens = torch.randint(32, (NUM_SAMPLES, 12), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    loaders = [DataLoader(rows, run.batch_size) for _ in range(2)]
+    run.fit(LitGPT(), *loaders, strategy=run.strategy(label_shift=1))
+
+
+def lightning_transformer(run: Run) -> None:
+    """Lightning's own demo, without its download."""
+    from lightning.pytorch.demos import LightningTransformer, Transformer
+
+    class Offline(Supervised, LightningTransformer):
+        def prepare_data(self) -> None:
+            """Nothing to download."""
+
+    module = Offline(vocab_size=32)
+    module.model = Transformer(vocab_size=32, ninp=16, nhid=16, dropout=0.0)
+    tokens = torch.randint(32, (NUM_SAMPLES, 12), generator=torch.Generator().manual_seed(0))
+    loaders = [DataLoader([(row[:-1], row[1:]) for row in tokens], run.batch_size) for _ in range(2)]
+    run.fit(module, *loaders, strategy=run.strategy(count_label_tokens=lambda batch: batch[1].numel()))
+
+
+def gluonts(run: Run) -> None:
+    """Forecasts by a feed-forward network; loaders without length, windows at random."""
+    from gluonts.dataset.common import ListDataset
+    from gluonts.torch.model.simple_feedforward import SimpleFeedForwardEstimator
+
+    if run.loads:
+        run.recorder.after = torch.load(run.ckpt_path, weights_only=False)["state_dict"]
+        return
+    data = ListDataset([{"start": "2020-01-01", "target": row} for row in series()], freq="D")
+    options = run.options(run.strategy(save_distributed_checkpoint=False, **EQUAL_BATCHES))
+    estimator = SimpleFeedForwardEstimator(
+        prediction_length=4,
+        context_length=8,
+        hidden_dimensions=[8],
+        batch_size=run.batch_size,
+        num_batches_per_epoch=2,
+        trainer_kwargs=options,
+    )
+    estimator.train(data, data, ckpt_path=run.ckpt_path)
+
+
+def darts(run: Run) -> None:
+    """A recurrent forecaster; built on pytorch_lightning."""
+    from darts import TimeSeries
+    from darts.models import BlockRNNModel
+    from darts.models.forecasting.block_rnn_model import _BlockRNNModule as BlockRNNModule
+
+    if run.loads:
+        run.recorder.after = full_weights(BlockRNNModule.load_from_checkpoint(run.ckpt_path, weights_only=False))
+        return
+    data = [TimeSeries.from_values(row[:12]) for row in series()]
+    model = BlockRNNModel(
+        input_chunk_length=8,
+        output_chunk_length=4,
+        model="LSTM",
+        hidden_dim=8,
+        batch_size=run.batch_size,
+        n_epochs=run.max_epochs,
+        random_state=0,
+        pl_trainer_kwargs=run.options(run.strategy(**EQUAL_BATCHES)),
+    )
+    model.fit(data, val_series=data, dataloader_kwargs={"shuffle": False}, verbose=False)

@@ -1,0 +1,107 @@
+"""Real packages that ship LightningModules, each as it is, beside Lightning's ddp.
+
+`bash tests/projects/make_environment` makes what they run in; without it, these tests are skipped.
+`pytest -m sweep tests/projects --support-table docs/support.md` enters what came of them into its last table.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import fresh_environment
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = Path(os.environ.get("PROJECTS_ENVIRONMENT", ROOT / ".venvs" / "projects"))
+VERSIONS = dict(re.findall(r"^([\w-]+)==(.+)$", (Path(__file__).parent / "requirements.txt").read_text(), re.MULTILINE))
+TOLERANCE = 1e-4
+"""Of the way that weights went, in float32; a wrong divisor is off by a half."""
+
+BEGIN, END = "<!-- projects -->", "<!-- /projects -->"
+HEADER = ["project", "release", "passed to `strategy`", "Lightning's ddp", "replicated", "sharded", "date"]
+
+PASSED_TO_STRATEGY = {
+    "chemprop": "`count_label_tokens=lambda batch: len(batch.Y)`",
+    "darts": "`per_token_loss=False`; `import lightning_automodel.alias_pytorch_lightning`",
+    "gluonts": "`per_token_loss=False, save_distributed_checkpoint=False`",
+    "lightning_transformer": "`count_label_tokens=lambda batch: batch[1].numel()`",
+    "litgpt": "`label_shift=1`",
+    "pytorch_forecasting": "`per_token_loss=False`",
+    "rl4co": '`per_token_loss=False`; `module.hparams.pop("policy")` if sharded',
+    "torch_geometric": "`count_label_tokens=lambda batch: batch.num_graphs`",
+    "webdataset": "`count_label_tokens=lambda batch: len(batch[1])`",
+}
+FAILS = {("gluonts", "sharded"): r"Error\(s\) in loading state_dict"}
+"""What is known not to work, by project and way, with the message that says so."""
+
+
+@pytest.fixture(scope="module")
+def table(request: pytest.FixtureRequest) -> Iterator[dict[str, dict[str, str]]]:
+    """A row for each project; with --support-table, the document's rows are replaced at the end."""
+    rows: dict[str, dict[str, str]] = {}
+    yield rows
+    if path := request.config.getoption("--support-table"):
+        before, rest = Path(path).read_text().split(BEGIN)
+        section, after = rest.split(END)
+        for line in section.splitlines()[3:]:
+            cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+            rows.setdefault(cells[0], dict(zip(HEADER, cells, strict=True)))
+        lines = [HEADER, ["---"] * len(HEADER), *(list(rows[name].values()) for name in sorted(rows))]
+        written = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        Path(path).write_text(f"{before}{BEGIN}\n{written}\n{END}{after}")
+
+
+def run_on_two_ranks(name: str, directory: Path) -> dict[str, dict[str, Any]]:
+    """What the harness found under each strategy."""
+    command = [ENVIRONMENT / "bin" / "python", "-m", "tests.projects.harness", name, directory]
+    ranks = []
+    for rank in "01":
+        with (directory / f"log{rank}").open("w") as log:
+            environment = {**fresh_environment(), "WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
+            ranks.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        for rank in ranks:
+            rank.wait(timeout=900)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    results = directory / "results.json"
+    assert results.exists(), (directory / "log0").read_text()[-3000:]
+    return json.loads(results.read_text())
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("name", PASSED_TO_STRATEGY)
+def test_project(name: str, tmp_path: Path, table: dict[str, dict[str, str]]) -> None:
+    """It trains, validates, saves, resumes and loads; weights are those of one process."""
+    if not (ENVIRONMENT / "bin" / "python").exists():
+        pytest.skip(f"no environment in {ENVIRONMENT}: bash tests/projects/make_environment")
+    results = run_on_two_ranks(name, tmp_path)
+    package = {"lightning_transformer": "lightning"}.get(name, name.replace("_", "-"))
+    row = [name, VERSIONS[package], PASSED_TO_STRATEGY[name], *(shown(results[way]) for way in HEADER[3:6])]
+    table[name] = dict(zip(HEADER, [*row, str(datetime.date.today())], strict=True))
+    for way in ("replicated", "sharded"):
+        failure = results[way].get("failure")
+        if message := FAILS.get((name, way)):
+            assert failure is not None, f"{way} works now"
+            assert re.search(message, failure), failure
+        else:
+            assert failure is None, failure
+            assert results[way]["error"] <= TOLERANCE
+
+
+def shown(result: dict[str, Any]) -> str:
+    """A cell: what works and by how much weights differ, or the first line of what was raised."""
+    if "failure" in result:
+        messages = re.findall(r"^[\w.]*(?:Error|Exception): (.*)", result["failure"], re.MULTILINE)
+        return f"fails: {messages[-1].replace('|', '/')[:200]}"
+    return f"{', '.join(result['does'])}: {result['error']:.0e}"
