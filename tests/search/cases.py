@@ -112,8 +112,18 @@ class Case:
         }
 
 
-KNOWN = ("full_tensor", "mid_window", "containers", "recomputed_buffers", "samples", "chunks", "resumed_twice")
+KNOWN: tuple[str, ...] = (
+    "full_tensor",
+    "mid_window",
+    "containers",
+    "recomputed_buffers",
+    "samples",
+    "chunks",
+    "resumed_twice",
+)
 """Traits that were wrong when the search was written, and which it can leave out."""
+NOT_YET = frozenset(KNOWN)
+"""Those that are left out unless told otherwise, since they are not mended yet."""
 
 VALUES: dict[str, Callable[[random.Random], Any]] = {
     "engine": lambda rng: rng.choice(["ddp", "ddp", "ddp", "ddp", "ddp", "ddp", "hsdp"]),
@@ -134,7 +144,9 @@ VALUES: dict[str, Callable[[random.Random], Any]] = {
     "gap": lambda rng: rng.choice(["micro_batches", "micro_batches", "rank", "window"]),
     "epochs": lambda rng: rng.choice([2, 2, 3]),
     "accumulation": lambda rng: rng.choice([(2,), (2,), (3,), (4,), (2, 3), (1, 2), (3, 1)]),
-    "tell": lambda rng: rng.choice(["key", "callable", "callable_tensor", "returned", "returned_tensor", "equal", "samples"]),
+    "tell": lambda rng: rng.choice(
+        ["key", "callable", "callable_tensor", "returned", "returned_tensor", "equal", "samples"]
+    ),
     "weighted": lambda rng: True,
     "loss_reduction": lambda rng: "sum",
     "label_shift": lambda rng: 1,
@@ -182,7 +194,6 @@ VALUES: dict[str, Callable[[random.Random], Any]] = {
             "prefetch": [1, 2],
             "track_grad_norm": [True],
             "error_if_nonfinite": [True],
-            "uneven_inputs": ["pad"],
             "save_distributed_checkpoint": [True, False],
             "ddp_kwargs": [(("find_unused_parameters", True),), (("gradient_as_bucket_view", True),)],
         },
@@ -212,13 +223,17 @@ def _options(rng: random.Random, values: dict[str, list[Any]]) -> tuple[tuple[st
     return tuple((name, rng.choice(values[name])) for name in _some(rng, list(values)))
 
 
-def draw_case(seed: int, number: int, without: frozenset[str] = frozenset()) -> Case:
+def draw_case(seed: int, number: int, without: frozenset[str] = NOT_YET) -> Case:
     """The case of this number; `without` names traits of `KNOWN` to leave out."""
     rng = random.Random(f"{seed}-{number}")
     density = rng.choice([0.1, 0.2, 0.3])
     drawn = {name: value(rng) for name, value in VALUES.items() if rng.random() < density}
     if rng.random() < 0.5 and "accumulation" not in drawn:
         drawn["accumulation"] = VALUES["accumulation"](rng)
+    if "more_batches" in drawn and rng.random() < 0.85:
+        drawn["strategy"] = (*drawn.get("strategy", ()), ("uneven_inputs", "pad"))
+    if rng.random() < 0.8:
+        drawn.pop("skip", None)  # Lightning refuses it on several ranks
     case = Case(seed=rng.randrange(10**6), num_batches=rng.randint(2, 5), **drawn)
     return made_valid(case, without)
 
@@ -294,6 +309,8 @@ _RULES: list[Rule] = [
     (lambda c, out: "zero_set_to_zero" in c.hooks, {"hooks": _without("hooks", "norm_after_backward")}),
     (lambda c, out: c.counter is not None, {"more_batches": 0, "callbacks": _without("callbacks", "ema")}),
     (lambda c, out: c.stops, {"hooks": _without("hooks", "norm_after_backward", "norm_before_step")}),
+    # torch's anomaly mode looks for NaN in gradients by an operator that DTensors lack.
+    (lambda c, out: has(c, "detect_anomaly"), {"hooks": _without("hooks", "penalty_before_step")}),
     (lambda c, out: c.penalty and c.aux, {"penalty": None}),
     (lambda c, out: c.weighted and c.tell not in ("returned", "returned_tensor"), {"tell": "returned"}),
     (lambda c, out: c.tell == "equal", {"gap": None, "loss_reduction": "mean", "weighted": False}),
@@ -366,9 +383,13 @@ _RULES: list[Rule] = [
         {"strategy": _without("strategy", "defer_fsdp_grad_sync")},
     ),
     (
-        lambda c, out: c.engine == "ddp"
-        and not has(c, "ddp_kwargs")
-        and ({"unused", "sometimes"} & set(c.parts) or c.thaw or c.manual is not None or "finetuning" in c.callbacks),
+        lambda c, out: (
+            c.engine == "ddp"
+            and not has(c, "ddp_kwargs")
+            and (
+                {"unused", "sometimes"} & set(c.parts) or c.thaw or c.manual is not None or "finetuning" in c.callbacks
+            )
+        ),
         {"strategy": lambda c: (*c.strategy, ("ddp_kwargs", (("find_unused_parameters", True),)))},
     ),
     (lambda c, out: c.num_ranks == 4, {"stops": ()}),

@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning_automodel
 from tests.rank_pool import RankError, RankPool
-from tests.search.cases import Case, draw_case, has, made_valid
+from tests.search.cases import NOT_YET, Case, draw_case, has, made_valid
 from tests.search.ranks import in_folder, train
 from tests.search.reference import Outcome, Reference
 from tests.trainer.exactness import relative_error
@@ -23,6 +23,10 @@ PACKAGE = str(Path(lightning_automodel.__file__).parent)
 
 REFUSALS: dict[str, Callable[[Case], Any]] = {
     r"The train data of .* ends with batch": lambda c: c.more_batches and not has(c, "uneven_inputs"),
+    r"did not reduce all gradients of this window: parameters net.empty": lambda c: "empty" in c.parts,
+    r"activation_checkpointing finds no repeated blocks": lambda c: c.container in ("direct", "dict"),
+    # Lightning's own.
+    r"Skipping the `training_step` by returning None in distributed": lambda c: c.skip,
 }
 """Messages of errors that a case may end in, and which cases may."""
 
@@ -51,11 +55,11 @@ class Verdict:
     finding: Finding | None = None
 
 
-def judge(pool: RankPool, case: Case) -> Verdict:
+def judge(pool: RankPool, case: Case, run: Callable[[Case, str], Outcome] = train) -> Verdict:
     """Run a case on ranks and in one process."""
     try:
         with in_folder() as folder:
-            outcomes = pool.run(train, case, folder, timeout_s=TIMEOUT_S)
+            outcomes = pool.run(run, case, folder, timeout_s=TIMEOUT_S)
     except TimeoutError as error:
         return Verdict("", Finding("hangs", str(error)))
     except RankError as error:
@@ -102,6 +106,8 @@ def _differences_of_report(case: Case, outcome: Outcome, expected: Outcome) -> I
             continue
         if name == "loss" and (case.aux or not expected.last[0]):
             continue
+        if case.weighted and name == "num_label_tokens" and abs(actual - right) < 1:
+            continue  # the report's count is an integer
         # Sums over ranks may be float32.
         if relative_error(actual, right) > 1e-6:
             yield f"last_step.{name} {actual} instead of {right}"
@@ -114,13 +120,13 @@ def _judge_failure(case: Case, error: RankError) -> Verdict:
         return Verdict("", Finding("not_everywhere", str(error)))
     messages = [_raised(text) for text in error.failures.values()]
     causes = [(place, line) for place, line in messages if not line.startswith("RankFailedError")]
-    for place, line in messages:
-        if not place.startswith(PACKAGE):
-            return Verdict("", Finding("foreign", f"{line}\n{error}"))
     for _, line in causes or messages:
         for pattern, applies in REFUSALS.items():
             if re.search(pattern, line) and applies(case):
                 return Verdict(pattern)
+    for place, line in messages:
+        if not place.startswith(PACKAGE):
+            return Verdict("", Finding("foreign", f"{line}\n{error}"))
     return Verdict("", Finding("unexpected", f"{(causes or messages)[0][1]}\n{error}"))
 
 
@@ -148,7 +154,7 @@ class Search:
 
     pools: Callable[[int], RankPool]
     seed: int
-    without: frozenset[str] = frozenset()
+    without: frozenset[str] = NOT_YET
 
     def __post_init__(self) -> None:
         self.tally: Counter[str] = Counter()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.search.cases import Case
 
@@ -300,6 +301,8 @@ def edit_before_step(hooks: tuple[str, ...], module: nn.Module) -> None:
             if "penalty_before_step" in hooks:
                 with torch.enable_grad():
                     added = torch.autograd.grad(weight_penalty(parameter), parameter)[0]
+                if isinstance(added, DTensor):  # a shard of one element comes back replicated
+                    added = added.redistribute(placements=parameter.placements)
                 parameter.grad += added
 
 

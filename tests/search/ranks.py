@@ -76,6 +76,8 @@ class Searched(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         case = self.case
+        if "early" in case.callbacks:
+            self.log("constant", 1.0, on_step=False, on_epoch=True)
         if batch_idx in case.skip:
             return None
         ids, labels = unpacked(case, batch)
@@ -87,8 +89,6 @@ class Searched(LightningModule):
             weight = first_block(self.net).linear.weight
             scale = count(case, labels) if case.loss_reduction == "sum" else 1.0
             loss = loss + scale * weight_penalty(full(weight))
-        if "early" in case.callbacks:
-            self.log("constant", 1.0, on_step=False, on_epoch=True)
         aux = aux_loss(hidden) if case.aux else None
         returned = {} if aux is None or case.tell == "equal" else {"aux_loss": aux}
         loss = loss if aux is None else loss + aux

@@ -95,6 +95,7 @@ class Reference:
         self.module = Players(case)
         net = self.module.net
         self.finetunes = "finetuning" in case.callbacks
+        self.aside: dict[nn.Parameter, Tensor] = {}
         if self.finetunes:
             net.embedding.requires_grad_(False)
         self.optimizers = make_optimizers(case, net, self.module.critic)
@@ -320,13 +321,26 @@ class Reference:
                         part = cross_entropy(case, logits, labels, reduction)
                         part = part + 0.1 * critic_loss(case, critic, hidden, labels, -1.0, reduction)
             objective = objective + scale * part / denominator
-        if player is None:
-            objective.backward()
-        else:
-            own = [p for group in self.optimizers[player].param_groups for p in group["params"] if p.requires_grad]
-            objective.backward(inputs=own)
+        own = [
+            p
+            for p in self.module.parameters()
+            if p.requires_grad and (player is None or p in self._parameters_of(self.optimizers[player]))
+        ]
+        for parameter in own:
+            # Until its window ends, nobody sees a gradient.
+            if parameter in self.aside:
+                parameter.grad = self.aside.pop(parameter)
+        objective.backward(inputs=own)
         if ends:
             self._after_backward()
+        else:
+            self.aside |= {parameter: parameter.grad for parameter in own if parameter.grad is not None}
+            for parameter in own:
+                parameter.grad = None
+
+    @staticmethod
+    def _parameters_of(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
+        return {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
     def _manual_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.case.manual_clip is not None:
