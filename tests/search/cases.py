@@ -352,7 +352,7 @@ _RULES: list[Rule] = [
         lambda c, out: c.more_batches > 0,
         {"trainer": _without("trainer", "limit_train_batches"), "stops": (), "skip": ()},
     ),
-    (lambda c, out: c.more_batches > 0 and "batch" == c.norm, {"norm": "layer"}),
+    (lambda c, out: c.more_batches > 0 and c.norm == "batch", {"norm": "layer"}),
     (
         lambda c, out: c.more_batches > 0 and has(c, "uneven_inputs"),
         {"hooks": _without("hooks", "swap_in_mid_window"), "thaw": lambda c: None if c.thaw != "epoch" else c.thaw},

@@ -1,4 +1,4 @@
-"""Random cases equal one process: a few by default, many in the sweep, and as many as you like by `python -m tests.search`.
+"""Random cases equal one process: a few by default, many in the sweep, more by `python -m tests.search`.
 
 A failing case prints itself as a dictionary: `python -m tests.search --dict "{...}"`.
 """
@@ -55,7 +55,7 @@ def _factor_off(case: Case, folder: str) -> Outcome:
 
 def _last_window_lost(case: Case, folder: str) -> Outcome:
     """Zeroing drops nothing of an open window."""
-    with mock.patch.object(windows.GradientWindows, "drop", lambda *args: None):
+    with mock.patch.object(windows.GradientWindows, "drop", return_value=None):
         return train(case, folder)
 
 
