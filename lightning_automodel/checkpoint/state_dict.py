@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
+from lightning_automodel.sharding.param_names import without_wrappers
 
 MODEL = "state_dict"
 
@@ -136,6 +137,20 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
     other shapes, or the optimizers differ from the saved ones.
     """
     model.zero_grad()
+    # Torch neither initialises nor loads the state of a frozen parameter, which may have been trained before.
+    stateful = {name.partition(".state.")[2].rpartition(".")[0] for name in saved.entries}
+    named = model.named_parameters()
+    frozen = [p for name, p in named if not p.requires_grad and without_wrappers(name) in stateful]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        _load_state(saved, model, optimizers, strict)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], strict: bool) -> None:
     of_model = model_state(model)
     before = [_settings(optimizer) for optimizer in optimizers]
     of_optimizers: list[dict[str, Any]] = [get_optimizer_state_dict(model, optimizer) for optimizer in optimizers]

@@ -10,6 +10,7 @@ import argparse
 import ast
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -26,7 +27,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--case", type=int, help="run this number alone")
-    parser.add_argument("--dict", help="run this case alone")
+    parser.add_argument("--dict", nargs="+", default=[], help="run these cases alone")
     parser.add_argument("--without", nargs="*", default=sorted(NOT_YET), choices=KNOWN, help="traits to leave out")
     parser.add_argument("--stop", action="store_true", help="stop at the first finding")
     parser.add_argument("--no-shrink", action="store_true", help="do not look for a smaller case")
@@ -39,15 +40,19 @@ def main() -> int:
 
     search = Search(pool, arguments.seed, frozenset(arguments.without))
     try:
-        if arguments.dict is not None:
-            case = Case(**ast.literal_eval(arguments.dict))
-            verdict = judge(pool(case.num_ranks), case)
-            print(verdict.what or f"{verdict.finding.kind}: {verdict.finding.text}")
-            return verdict.finding is not None
+        if arguments.dict:
+            return sum(_run(Case(**ast.literal_eval(each)), pool) for each in arguments.dict)
         return _search(search, arguments)
     finally:
         for each in pools.values():
             each.stop()
+
+
+def _run(case: Case, pool: Callable[[int], RankPool]) -> bool:
+    """Whether something is wrong with a case, which is printed."""
+    verdict = judge(pool(case.num_ranks), case)
+    print(f"{case.as_dict()}: {verdict.what or f'{verdict.finding.kind}: {verdict.finding.text}'}", flush=True)
+    return verdict.finding is not None
 
 
 def _search(search: Search, arguments: argparse.Namespace) -> int:

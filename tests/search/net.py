@@ -196,7 +196,8 @@ def data(case: Case) -> list[list[tuple[Tensor, Tensor]]]:
         made.append([])
         for index in range(case.num_batches_of(rank)):
             generator = torch.Generator().manual_seed(rng.randrange(2**31))
-            shape = (rng.randint(1, 3), rng.randint(2, 5))
+            # Ranks must call backward equally often: each batch has two chunks.
+            shape = (rng.randint(2 if case.manual == "chunks" else 1, 3), rng.randint(2, 5))
             ids = torch.randint(VOCABULARY, shape, generator=generator)
             labels = torch.randint(VOCABULARY, shape if case.task == "tokens" else shape[:1], generator=generator)
             if case.task == "tokens":

@@ -176,8 +176,7 @@ class Searched(LightningModule):
                 optimizer.zero_grad()
             if kind == "chunks":
                 for chunk in (slice(0, 1), slice(1, None)):
-                    if len(ids[chunk]):
-                        self.manual_backward(self._loss(ids[chunk], labels[chunk]))
+                    self.manual_backward(self._loss(ids[chunk], labels[chunk]))
             else:
                 self._backward(self._loss(ids, labels), labels)
             if kind == "two_losses":

@@ -88,11 +88,19 @@ def first_block(module: nn.Module) -> Block:
 
 
 class Reference:
-    """A run of one process."""
+    """A run of one process.
 
-    def __init__(self, case: Case) -> None:
+    Args:
+        case: What to train.
+        disturbance: By which part initial weights are off.
+    """
+
+    def __init__(self, case: Case, disturbance: float = 0.0) -> None:
         self.case = case
         self.module = Players(case)
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.mul_(1 + disturbance)
         net = self.module.net
         self.finetunes = "finetuning" in case.callbacks
         self.aside: dict[nn.Parameter, Tensor] = {}

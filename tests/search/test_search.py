@@ -22,6 +22,13 @@ BY_DEFAULT, IN_SWEEP, PER_TEST = 10, 400, 20
 PLANTED_WITHIN = 6
 
 
+FOUND = {
+    "resumed_with_a_part_frozen_after_its_training": Case(thaw="window", epochs=2, optimizer="adam", stops=(3,)),
+    "average_of_a_module_with_two_names": Case(container="reused", callbacks=("ema", "save_in_mid_window")),
+}
+"""What the search has found, and is mended."""
+
+
 def cases(first: int, count: int) -> list[Case]:
     return [draw_case(SEED, number) for number in range(first, first + count)]
 
@@ -37,6 +44,11 @@ def test_random_cases(request: pytest.FixtureRequest) -> None:
     for case in cases(0, BY_DEFAULT):
         if case.num_ranks == 2:
             assert_no_finding(request, case)
+
+
+@pytest.mark.parametrize("case", FOUND.values(), ids=FOUND)
+def test_what_was_found(request: pytest.FixtureRequest, case: Case) -> None:
+    assert_no_finding(request, case)
 
 
 @pytest.mark.sweep
