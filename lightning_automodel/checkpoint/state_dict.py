@@ -137,17 +137,15 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
     other shapes, or the optimizers differ from the saved ones.
     """
     model.zero_grad()
-    # Torch neither initialises nor loads the state of a frozen parameter, which may have been trained before.
     stateful = {name.partition(".state.")[2].rpartition(".")[0] for name in saved.entries}
     named = model.named_parameters()
-    frozen = [p for name, p in named if not p.requires_grad and without_wrappers(name) in stateful]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
+    # Torch neither initialises nor loads the state of a frozen parameter, which may have been trained before.
+    frozen = nn.ParameterList(p for name, p in named if not p.requires_grad and without_wrappers(name) in stateful)
+    frozen.requires_grad_(True)
     try:
         _load_state(saved, model, optimizers, strict)
     finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+        frozen.requires_grad_(False)
 
 
 def _load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], strict: bool) -> None:
@@ -166,21 +164,16 @@ def _load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], str
     # Everything fits on every rank: from here on tensors are overwritten.
     saved.read_into(targets)
     set_model_state_dict(model, of_model, options=StateDictOptions(strict=False))
-    for index, (optimizer, state) in enumerate(zip(optimizers, of_optimizers, strict=True)):
-        _fill_optimizer(model, optimizer, state, targets[optimizer_key(index)], before[index])
-
-
-def _fill_optimizer(
-    model: nn.Module, optimizer: Optimizer, state: dict[str, Any], read: dict[str, Any], before: list[dict[str, Any]]
-) -> None:
-    """Fill an optimizer, which torch has initialised by a step, with what was read; other options become ``before``."""
-    for group, settings in zip(state["param_groups"], read["param_groups"], strict=True):
-        group.update(settings)
-    state["state"] = read["state"]
-    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
-    groups = zip(optimizer.param_groups, before, read["param_groups"], strict=True)
-    kept = [{**then, **{name: group[name] for name in settings}} for group, then, settings in groups]
-    _restore(optimizer.param_groups, kept)
+    for index, (optimizer, state, own) in enumerate(zip(optimizers, of_optimizers, before, strict=True)):
+        # Torch has initialised the optimizer by a step. Options that were not saved become what they were before it.
+        read = targets[optimizer_key(index)]
+        for group, settings in zip(state["param_groups"], read["param_groups"], strict=True):
+            group.update(settings)
+        state["state"] = read["state"]
+        set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
+        groups = zip(optimizer.param_groups, own, read["param_groups"], strict=True)
+        kept = [{**then, **{name: group[name] for name in settings}} for group, then, settings in groups]
+        _restore(optimizer.param_groups, kept)
 
 
 def _check_model(entries: Mapping[str, Tensor | None], targets: dict[str, Any], strict: bool) -> None:

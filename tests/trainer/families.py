@@ -8,10 +8,12 @@ Shapes: b rows, s positions, v vocabulary.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 VOCABULARY, ROWS, LENGTH = 29, 4, 8
@@ -178,6 +180,7 @@ FAMILIES = {
         "speech",
     ),
     "CLIP": Family("CLIPModel", {"projection_dim": 8}, "pairs", _CONTRASTIVE),
+    "CLIP, embeddings gathered": Family("CLIPModel", {"projection_dim": 8}, "pairs"),
     "LLaVA": Family("LlavaForConditionalGeneration", {}, "seen"),
 }
 
@@ -188,10 +191,10 @@ def make_model(name: str) -> nn.Module:
     family = FAMILIES[name]
     cls = getattr(transformers, family.model)
     sizes = dict(family.sizes)
-    if name in ("CLIP", "LLaVA"):
+    if family.batch in ("pairs", "seen"):
         vision = transformers.CLIPVisionConfig(**_IMAGE, projection_dim=8)
-        text = {**_TEXT, "projection_dim": 8} if name == "CLIP" else _GROUPED
-        if name == "CLIP":
+        text = {**_TEXT, "projection_dim": 8} if family.batch == "pairs" else _GROUPED
+        if family.batch == "pairs":
             sizes.update(text_config=text, vision_config=vision.to_dict())
         else:
             sizes.update(
@@ -253,7 +256,15 @@ def shift(name: str) -> int:
     return int(FAMILIES[name].batch in ("causal", "seen"))
 
 
-def own_loss(name: str, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """[] the loss that the model computes itself."""
-    more = {"return_loss": True} if FAMILIES[name].batch == "pairs" else {}
-    return model(**batch, **more).loss
+def own_loss(
+    name: str, model: Any, batch: dict[str, Tensor], gather: Callable[[Tensor], Tensor] = lambda local: local
+) -> Tensor:
+    """[] the loss that the model computes itself, or of the embeddings that all ranks have."""
+    if FAMILIES[name].batch != "pairs":
+        return model(**batch).loss
+    if "gathered" not in name:
+        return model(**batch, return_loss=True).loss
+    output = model(**batch)
+    logits = gather(output.text_embeds) @ gather(output.image_embeds).t() * model.logit_scale.exp()  # [b, b]
+    diagonal = torch.arange(len(logits))
+    return (F.cross_entropy(logits, diagonal) + F.cross_entropy(logits.t(), diagonal)) / 2

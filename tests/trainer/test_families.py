@@ -45,7 +45,7 @@ class Family(LightningModule):
         self.name, self.model = name, make_model(name)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return own_loss(self.name, self.model, batch)
+        return own_loss(self.name, self.model, batch, lambda x: self.all_gather(x, sync_grads=True).flatten(0, 1))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.gradients = gradients_of(self.model)
