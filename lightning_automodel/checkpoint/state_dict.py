@@ -121,7 +121,7 @@ def _restore(groups: list[dict[str, Any]], settings: list[dict[str, Any]]) -> No
         for name in group.keys() - kept.keys() - {"params"}:
             del group[name]
         for name, value in kept.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and name in group:
                 group[name].copy_(value)
             else:
                 group[name] = value
@@ -171,8 +171,7 @@ def _load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], str
             group.update(settings)
         state["state"] = read["state"]
         set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
-        groups = zip(optimizer.param_groups, own, read["param_groups"], strict=True)
-        kept = [{**then, **{name: group[name] for name in settings}} for group, then, settings in groups]
+        kept = [{**then, **settings} for then, settings in zip(own, read["param_groups"], strict=True)]
         _restore(optimizer.param_groups, kept)
 
 
@@ -257,6 +256,13 @@ def _optimizer_targets(
         {setting: value for setting, value in group.items() if setting in settings[i] and setting != "params"}
         for i, group in enumerate(state["param_groups"])
     ]
+    # What user code has put into a group while it trained, as torch's own load_state_dict would restore it.
+    for i, group in enumerate(groups):
+        for name in settings[i] - group.keys() - {"params"}:
+            place = f"{optimizer_key(index)}.param_groups.{i}.{name}"
+            if place in entries:
+                entry = entries[place]
+                group[name] = None if entry is None else torch.empty(entry.size(), dtype=entry.dtype)
     return {
         "state": {name: state["state"][name] for name, kinds in found.items() if kinds},
         "param_groups": groups,

@@ -20,7 +20,7 @@ from tests.trainer.exactness import relative_error
 TOLERANCE = 1e-12
 ROUNDING = 1e-9
 """What may be rounding that a chaotic run has made larger; anything above it is wrong."""
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 PACKAGE = str(Path(lightning_automodel.__file__).parent)
 
 REFUSALS: dict[str, Callable[[Case], Any]] = {
