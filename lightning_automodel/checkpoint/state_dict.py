@@ -257,12 +257,12 @@ def _optimizer_targets(
         for i, group in enumerate(state["param_groups"])
     ]
     # What user code has put into a group while it trained, as torch's own load_state_dict would restore it.
-    for i, group in enumerate(groups):
-        for name in settings[i] - group.keys() - {"params"}:
-            place = f"{optimizer_key(index)}.param_groups.{i}.{name}"
+    for i, targets in enumerate(groups):
+        for setting in settings[i] - targets.keys() - {"params"}:
+            place = f"{optimizer_key(index)}.param_groups.{i}.{setting}"
             if place in entries:
-                entry = entries[place]
-                group[name] = None if entry is None else torch.empty(entry.size(), dtype=entry.dtype)
+                saved = entries[place]
+                targets[setting] = None if saved is None else torch.empty(saved.size(), dtype=saved.dtype)
     return {
         "state": {name: state["state"][name] for name, kinds in found.items() if kinds},
         "param_groups": groups,
