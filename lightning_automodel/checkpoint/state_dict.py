@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
+from lightning_automodel.sharding.param_names import without_wrappers
 
 MODEL = "state_dict"
 
@@ -120,7 +121,7 @@ def _restore(groups: list[dict[str, Any]], settings: list[dict[str, Any]]) -> No
         for name in group.keys() - kept.keys() - {"params"}:
             del group[name]
         for name, value in kept.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and name in group:
                 group[name].copy_(value)
             else:
                 group[name] = value
@@ -136,6 +137,18 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
     other shapes, or the optimizers differ from the saved ones.
     """
     model.zero_grad()
+    stateful = {name.partition(".state.")[2].rpartition(".")[0] for name in saved.entries}
+    named = model.named_parameters()
+    # Torch neither initialises nor loads the state of a frozen parameter, which may have been trained before.
+    frozen = nn.ParameterList(p for name, p in named if not p.requires_grad and without_wrappers(name) in stateful)
+    frozen.requires_grad_(True)
+    try:
+        _load_state(saved, model, optimizers, strict)
+    finally:
+        frozen.requires_grad_(False)
+
+
+def _load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], strict: bool) -> None:
     of_model = model_state(model)
     before = [_settings(optimizer) for optimizer in optimizers]
     of_optimizers: list[dict[str, Any]] = [get_optimizer_state_dict(model, optimizer) for optimizer in optimizers]
@@ -151,21 +164,15 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
     # Everything fits on every rank: from here on tensors are overwritten.
     saved.read_into(targets)
     set_model_state_dict(model, of_model, options=StateDictOptions(strict=False))
-    for index, (optimizer, state) in enumerate(zip(optimizers, of_optimizers, strict=True)):
-        _fill_optimizer(model, optimizer, state, targets[optimizer_key(index)], before[index])
-
-
-def _fill_optimizer(
-    model: nn.Module, optimizer: Optimizer, state: dict[str, Any], read: dict[str, Any], before: list[dict[str, Any]]
-) -> None:
-    """Fill an optimizer, which torch has initialised by a step, with what was read; other options become ``before``."""
-    for group, settings in zip(state["param_groups"], read["param_groups"], strict=True):
-        group.update(settings)
-    state["state"] = read["state"]
-    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
-    groups = zip(optimizer.param_groups, before, read["param_groups"], strict=True)
-    kept = [{**then, **{name: group[name] for name in settings}} for group, then, settings in groups]
-    _restore(optimizer.param_groups, kept)
+    for index, (optimizer, state, own) in enumerate(zip(optimizers, of_optimizers, before, strict=True)):
+        # Torch has initialised the optimizer by a step. Options that were not saved become what they were before it.
+        read = targets[optimizer_key(index)]
+        for group, settings in zip(state["param_groups"], read["param_groups"], strict=True):
+            group.update(settings)
+        state["state"] = read["state"]
+        set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
+        kept = [{**then, **settings} for then, settings in zip(own, read["param_groups"], strict=True)]
+        _restore(optimizer.param_groups, kept)
 
 
 def _check_model(entries: Mapping[str, Tensor | None], targets: dict[str, Any], strict: bool) -> None:
@@ -249,6 +256,13 @@ def _optimizer_targets(
         {setting: value for setting, value in group.items() if setting in settings[i] and setting != "params"}
         for i, group in enumerate(state["param_groups"])
     ]
+    # What user code has put into a group while it trained, as torch's own load_state_dict would restore it.
+    for i, targets in enumerate(groups):
+        for setting in settings[i] - targets.keys() - {"params"}:
+            place = f"{optimizer_key(index)}.param_groups.{i}.{setting}"
+            if place in entries:
+                saved = entries[place]
+                targets[setting] = None if saved is None else torch.empty(saved.size(), dtype=saved.dtype)
     return {
         "state": {name: state["state"][name] for name, kinds in found.items() if kinds},
         "param_groups": groups,

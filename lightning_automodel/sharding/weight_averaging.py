@@ -60,10 +60,11 @@ def _copy_weights(module: nn.Module, into: nn.Module, copies: dict[int, Any]) ->
         if id(buffer) not in copies:
             copies[id(buffer)] = buffer.detach().clone()
         into.register_buffer(name, copies[id(buffer)], persistent=name in persistent)
-    for name, child in module.named_children():
-        if id(child) not in copies:
+    # Not named_children(), which leaves out a module's second name.
+    for name, child in module._modules.items():
+        if child is not None and id(child) not in copies:
             _copy_weights(child, _empty_copy(child), copies)
-        into.add_module(name, copies[id(child)])
+        into.register_module(name, copies.get(id(child)))
 
 
 def _wrapped_by(module: nn.Module) -> nn.Module | None:

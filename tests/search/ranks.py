@@ -1,0 +1,387 @@
+"""A case on ranks: what a user of Lightning would write, trained by the strategy."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_automodel import AutomodelStrategy
+from tests.resume.resuming import Recorder
+from tests.search.cases import Case
+from tests.search.net import (
+    Critic,
+    Net,
+    aux_loss,
+    count,
+    cross_entropy,
+    data,
+    edit_after_backward,
+    edit_before_step,
+    make_optimizers,
+    make_schedule,
+    packed,
+    part_to_thaw,
+    token_loss,
+    trains,
+    unpacked,
+    weight_penalty,
+)
+from tests.search.reference import (
+    CLIP_NORM,
+    CLIP_VALUE,
+    EMA_DECAY,
+    SWA_LR,
+    Outcome,
+    critic_loss,
+    first_block,
+    full,
+    norm,
+)
+from tests.trainer.exactness import SILENT, full_weights
+
+
+class Searched(LightningModule):
+    """Trains a case."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.net = Net(case)
+        self.critic = Critic(case.seed) if case.manual in ("gan", "gan_window") else None
+        self.automatic_optimization = case.manual is None
+        self.norms: list[float] = []
+        self.num_batches = 0
+        if case.thaw:
+            part_to_thaw(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        case = self.case
+        if "early" in case.callbacks:
+            self.log("constant", 1.0, on_step=False, on_epoch=True)
+        if batch_idx in case.skip:
+            return None
+        ids, labels = unpacked(case, batch)
+        if case.manual is not None:
+            self._manual(ids, labels, batch_idx)
+            return None
+        loss, hidden = token_loss(case, self.net, ids, labels, case.loss_reduction)
+        if case.penalty is not None:
+            weight = first_block(self.net).linear.weight
+            scale = count(case, labels) if case.loss_reduction == "sum" else 1.0
+            loss = loss + scale * weight_penalty(full(weight))
+        aux = aux_loss(hidden) if case.aux else None
+        returned = {} if aux is None or case.tell == "equal" else {"aux_loss": aux}
+        loss = loss if aux is None else loss + aux
+        if case.tell.startswith("returned"):
+            returned["num_label_tokens"] = self._count(labels)
+        return {"loss": loss, **returned} if returned else loss
+
+    def _count(self, labels: Tensor) -> Any:
+        counted = count(self.case, labels)
+        return counted if self.case.tell == "returned_tensor" else counted.item()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        token_loss(self.case, self.net, *unpacked(self.case, batch), "mean")
+
+    def configure_optimizers(self) -> Any:
+        made = make_optimizers(self.case, self.net, self.critic)
+        if self.case.schedule is None:
+            return made
+        return made, [{"scheduler": make_schedule(made[0]), "interval": self.case.schedule}]
+
+    # --- Hooks --------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        case, epoch = self.case, self.current_epoch
+        if case.thaw:
+            part_to_thaw(self.net).requires_grad_(trains(case, epoch, batch_idx))
+        accumulate = case.accumulates(epoch)
+        if "zero_in_mid_window" in case.hooks and accumulate > 1 and (batch_idx + 1) % accumulate == 0:
+            self.optimizers().zero_grad()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if "swap_in_mid_window" in self.case.hooks:
+            backup = [parameter.detach().clone() for parameter in self.parameters()]
+            for parameter in self.parameters():
+                parameter.data.mul_(1.5)
+            self.eval()
+            with torch.no_grad():
+                self.net(data(self.case)[0][0][0])
+            self.train()
+            with torch.no_grad():
+                for parameter, weight in zip(self.parameters(), backup, strict=True):
+                    parameter.copy_(weight)
+
+    def on_after_backward(self) -> None:
+        edit_after_backward(self.case.hooks, self)
+        if "norm_after_backward" in self.case.hooks and any(p.grad is not None for p in self.parameters()):
+            self.norms.append(norm(self))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        edit_before_step(self.case.hooks, self)
+        if "norm_before_step" in self.case.hooks:
+            self.norms.append(norm(self))
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if "own_clipping" in self.case.hooks:
+            self.clip_gradients(optimizer, gradient_clip_val=CLIP_NORM, gradient_clip_algorithm="norm")
+        elif "clip_by_own_rule" in self.case.hooks:
+            nn.utils.clip_grad_norm_(self.parameters(), CLIP_NORM)
+        else:
+            super().configure_gradient_clipping(optimizer, *args, **kwargs)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if "warm_up" in self.case.hooks:
+            for group in optimizer.param_groups:
+                group.setdefault("base_lr", group["lr"])
+                group["lr"] = group["base_lr"] * min(1.0, (self.trainer.global_step + 1) / 3)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none="zero_set_to_zero" not in self.case.hooks)
+
+    # --- Manual optimization ------------------------------------------------------------------------------------------
+
+    def _manual(self, ids: Tensor, labels: Tensor, index: int) -> None:
+        case, kind = self.case, self.case.manual
+        accumulate = case.accumulates(0)
+        self.num_batches += 1
+        found = self.optimizers()
+        optimizers = found if isinstance(found, list) else [found]
+        first = optimizers[0]
+        closes = (index + 1) % accumulate == 0 or self.trainer.is_last_batch
+        nth = self.num_batches % accumulate == 0
+        if kind in ("each", "two_losses", "two_optimizers", "chunks"):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            if kind == "chunks":
+                for chunk in (slice(0, 1), slice(1, None)):
+                    self.manual_backward(self._loss(ids[chunk], labels[chunk]))
+            else:
+                self._backward(self._loss(ids, labels), labels)
+            if kind == "two_losses":
+                self._backward(0.3 * self._loss(ids.flip(0), labels), labels, told=True)
+            for optimizer in optimizers:
+                self._step(optimizer)
+        elif kind == "closure":
+
+            def closure() -> Tensor:
+                first.zero_grad()
+                loss = self._loss(ids, labels)
+                self._backward(loss, labels)
+                if case.manual_clip is not None:
+                    self._clip(first)
+                return loss
+
+            first.step(closure=closure)
+        elif kind in ("window", "unclosed"):
+            last = closes if kind == "window" else nth
+            with first.toggle_model(sync_grad=last):
+                self._backward(self._loss(ids, labels), labels)
+            if last:
+                self._step(first)
+                first.zero_grad()
+        elif kind == "add":
+            self._backward(self._loss(ids, labels) / accumulate, labels)
+            if nth:
+                self._step(first)
+                first.zero_grad()
+        else:
+            last = closes if kind == "gan_window" else True
+            for player in (1, 0):
+                with optimizers[player].toggle_model(sync_grad=last):
+                    logits, hidden = self.net(ids)
+                    if player == 1:
+                        loss = critic_loss(case, self.critic, hidden.detach(), labels, 1.0, case.loss_reduction)
+                    else:
+                        loss = cross_entropy(case, logits, labels, case.loss_reduction)
+                        loss = loss + 0.1 * critic_loss(case, self.critic, hidden, labels, -1.0, case.loss_reduction)
+                    self._backward(loss, labels)
+                if last:
+                    self._step(optimizers[player])
+                    optimizers[player].zero_grad()
+
+    def _loss(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return token_loss(self.case, self.net, ids, labels, self.case.loss_reduction)[0]
+
+    def _backward(self, loss: Tensor, labels: Tensor, told: bool = False) -> None:
+        given = self.case.tell.startswith("returned") or (told and self.case.tell != "equal")
+        self.manual_backward(loss, **({"num_label_tokens": self._count(labels)} if given else {}))
+
+    def _clip(self, optimizer: Any) -> None:
+        kind = self.case.manual_clip
+        if kind == "strategy":
+            self.trainer.strategy.clip_gradients(optimizer, CLIP_NORM)
+        elif kind == "self":
+            self.clip_gradients(optimizer, gradient_clip_val=CLIP_NORM, gradient_clip_algorithm="norm")
+        elif kind == "torch":
+            nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], CLIP_NORM)
+
+    def _step(self, optimizer: Any) -> None:
+        self._clip(optimizer)
+        optimizer.step()
+
+
+class Finetuning(BaseFinetuning):
+    """Unfreezes the embedding after an epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net.embedding)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net.embedding, optimizer)
+
+
+class SavesEachBatch(Callback):
+    """Saves after every micro-batch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / "each.ckpt")
+
+
+class Stops(Callback):
+    """Saves and stops after a micro-batch of the whole fit."""
+
+    def __init__(self, after: int, path: Path) -> None:
+        self.after, self.path = after, path
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch * pl_module.case.num_batches + batch_idx + 1 == self.after:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+class Stream(IterableDataset):
+    """Batches without a length."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def make_callbacks(case: Case, folder: Path) -> list[Callback]:
+    """What the Trainer is given."""
+    made: dict[str, Callable[[], Callback]] = {
+        "checkpoint": lambda: ModelCheckpoint(folder / "steps", every_n_train_steps=1, save_top_k=1),
+        "save_in_mid_window": lambda: SavesEachBatch(folder),
+        "ema": lambda: EMAWeightAveraging(decay=EMA_DECAY),
+        "swa": lambda: StochasticWeightAveraging(swa_lrs=SWA_LR, swa_epoch_start=2, annealing_epochs=2),
+        "monitor": LearningRateMonitor,
+        "early": lambda: EarlyStopping("constant", patience=1, check_on_train_epoch_end=True),
+        "finetuning": Finetuning,
+    }
+    callbacks = [made[name]() for name in case.callbacks if name in made]
+    if len(case.accumulation) > 1:
+        callbacks.append(GradientAccumulationScheduler(dict(enumerate(case.accumulation))))
+    return callbacks
+
+
+def make_strategy(case: Case) -> AutomodelStrategy:
+    """The strategy that the case asks for."""
+    options: dict[str, Any] = dict(case.strategy)
+    if "ddp_kwargs" in options:
+        options["ddp_kwargs"] = dict(options["ddp_kwargs"])
+    if case.engine == "hsdp":
+        options["data_parallel_replicate_size"] = 2
+    if case.tell == "key":
+        options["label_key"] = "targets"
+    if case.tell in ("labels", "key"):
+        options["label_shift"] = case.label_shift
+    if case.tell.startswith("callable"):
+        as_tensor = case.tell == "callable_tensor"
+
+        def counted(batch: Any) -> Any:
+            found = count(case, unpacked(case, batch)[1])
+            return found if as_tensor else found.item()
+
+        options["count_label_tokens"] = counted
+    if case.tell == "samples":
+        options["count"] = "samples"
+    if case.tell == "equal":
+        options["per_token_loss"] = False
+    elif case.loss_reduction == "sum":
+        options["loss_reduction"] = "sum"
+    return AutomodelStrategy(data_parallel="ddp" if case.engine == "ddp" else "fsdp2", **options)
+
+
+def train(case: Case, folder: str) -> Outcome:
+    """Runs on every rank."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        path = None
+        for number, stop in enumerate((*case.stops, None)):
+            module, trainer = _fit(case, Path(folder), number, stop, path)
+            path = Path(folder) / f"stop{number}.ckpt"
+    report = trainer.strategy.last_step
+    last = None
+    if report is not None and case.manual is None:
+        last = (float(report.num_label_tokens), int(report.num_micro_batches), float(report.loss))
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    return Outcome(full_weights(module), buffers, module.norms, last, [str(each.message) for each in caught])
+
+
+def _fit(case: Case, folder: Path, number: int, stop: int | None, path: Path | None) -> tuple[Searched, Trainer]:
+    module = Searched(case)
+    callbacks = make_callbacks(case, folder / str(number))
+    if stop is not None:
+        callbacks.append(Stops(stop, folder / f"stop{number}.ckpt"))
+    validates = "validate" in case.callbacks
+    scheduled = len(case.accumulation) > 1
+    trainer = Trainer(
+        **{
+            **SILENT,
+            "strategy": make_strategy(case),
+            "accelerator": "cpu",
+            "devices": case.num_ranks,
+            "plugins": [LightningEnvironment()],
+            "precision": "64-true",
+            "max_epochs": case.epochs,
+            "accumulate_grad_batches": 1 if scheduled or case.manual is not None else case.accumulation[0],
+            "gradient_clip_val": {None: None, "norm": CLIP_NORM, "value": CLIP_VALUE}[case.clip],
+            "gradient_clip_algorithm": case.clip,
+            "use_distributed_sampler": False,
+            "num_sanity_val_steps": 0,
+            "enable_checkpointing": "checkpoint" in case.callbacks,
+            "callbacks": callbacks,
+            "default_root_dir": folder,
+            "val_check_interval": 1 if validates else None,
+            "limit_val_batches": 1 if validates else 0,
+            "logger": Recorder() if "monitor" in case.callbacks else False,
+            **dict(case.trainer),
+        }
+    )
+    batches = [packed(case, *each) for each in data(case)[dist.get_rank()]]
+    loader = DataLoader(Stream(batches) if case.stream else batches, batch_size=None)
+    trainer.fit(module, loader, DataLoader(batches, batch_size=None), ckpt_path=path)
+    return module, trainer
+
+
+def in_folder() -> tempfile.TemporaryDirectory[str]:
+    """Where a case may write."""
+    return tempfile.TemporaryDirectory(prefix="search_")

@@ -1,0 +1,103 @@
+"""Random cases equal one process: a few by default, many in the sweep, more by `python -m tests.search`.
+
+A failing case prints itself as a dictionary: `python -m tests.search --dict "{...}"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+
+from lightning_automodel.gradients import rescale_clip, windows
+from tests.rank_pool import RankPool
+from tests.search.cases import VALUES, Case, draw_case
+from tests.search.harness import TOLERANCE, judge
+from tests.search.ranks import train
+from tests.search.reference import Outcome
+
+SEED = 23
+BY_DEFAULT, IN_SWEEP, PER_TEST = 10, 400, 20
+PLANTED_WITHIN = 6
+
+
+FOUND = {
+    "resumed_with_a_part_frozen_after_its_training": Case(thaw="window", epochs=2, optimizer="adam", stops=(3,)),
+    "resumed_with_a_value_of_its_own_in_a_group": Case(hooks=("warm_up",), stops=(1,)),
+    "average_of_a_module_with_two_names": Case(container="reused", callbacks=("ema", "save_in_mid_window")),
+}
+"""What the search has found, and is mended."""
+
+
+def cases(first: int, count: int) -> list[Case]:
+    return [draw_case(SEED, number) for number in range(first, first + count)]
+
+
+def assert_no_finding(request: pytest.FixtureRequest, case: Case) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{case.num_ranks}")
+    finding = judge(pool, case).finding
+    assert finding is None, f"{case.as_dict()}: {finding.kind}: {finding.text}"
+
+
+def test_random_cases(request: pytest.FixtureRequest) -> None:
+    """Weights of one process, or an error that such a case may end in, on every rank."""
+    for case in cases(0, BY_DEFAULT):
+        if case.num_ranks == 2:
+            assert_no_finding(request, case)
+
+
+@pytest.mark.parametrize("case", FOUND.values(), ids=FOUND)
+def test_what_was_found(request: pytest.FixtureRequest, case: Case) -> None:
+    assert_no_finding(request, case)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("first", range(BY_DEFAULT, BY_DEFAULT + IN_SWEEP, PER_TEST))
+def test_more_random_cases(request: pytest.FixtureRequest, first: int) -> None:
+    for case in cases(first, PER_TEST):
+        assert_no_finding(request, case)
+
+
+def _factor_off(case: Case, folder: str) -> Outcome:
+    """One per cent too much."""
+    right = rescale_clip.gradient_factor
+    with mock.patch.object(rescale_clip, "gradient_factor", lambda *args: right(*args) * 1.01):
+        return train(case, folder)
+
+
+def _last_window_lost(case: Case, folder: str) -> Outcome:
+    """Zeroing drops nothing of an open window."""
+    with mock.patch.object(windows.GradientWindows, "drop", return_value=None):
+        return train(case, folder)
+
+
+def _slightly_off(case: Case, folder: str) -> Outcome:
+    """A factor that is wrong in the twelfth digit."""
+    right = rescale_clip.gradient_factor
+    with mock.patch.object(rescale_clip, "gradient_factor", lambda *args: right(*args) * (1 + 1e3 * TOLERANCE)):
+        return train(case, folder)
+
+
+@pytest.mark.parametrize("planted", [_factor_off, _slightly_off])
+def test_a_planted_defect_is_found(pool2: RankPool, planted: Callable[[Case, str], Outcome]) -> None:
+    """The search bites within a handful of cases."""
+    drawn = (case for case in cases(0, 40) if case.num_ranks == 2)
+    findings = (judge(pool2, case, planted).finding for _, case in zip(range(PLANTED_WITHIN), drawn, strict=False))
+    assert any(finding is not None and finding.kind == "differs" for finding in findings)
+
+
+@pytest.mark.sweep
+def test_a_planted_defect_of_one_trait_is_found(pool2: RankPool) -> None:
+    """What only one hook meets is found among the cases that have it."""
+    drawn = [case for case in cases(0, 2000) if "zero_in_mid_window" in case.hooks and case.num_ranks == 2]
+    assert any(judge(pool2, case, _last_window_lost).finding for case in drawn[:10])
+
+
+def test_cases_by_number() -> None:
+    """A case is the same each time, a dictionary makes it again, and every trait is drawn."""
+    drawn = cases(0, 500)
+    assert drawn == cases(0, 500)
+    assert all(eval(repr(Case(**case.as_dict())), {"Case": Case}) == case for case in drawn[:50])
+    met = {name for number in range(500) for name in draw_case(SEED, number, frozenset()).as_dict()}
+    assert met >= set(VALUES)

@@ -1,0 +1,136 @@
+"""One step of families of transformers, replicated and sharded on two ranks, beside one process with the whole batch.
+
+`pytest tests/trainer/test_families.py -m sweep --support-table docs/support.md` writes the table.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.families import FAMILIES, ROWS, make_batch, make_model, own_loss, shift
+from tests.trainer.runs import make_trainer
+
+TOLERANCE = 2e-5
+"""Of float32 gradients, relative to the largest of their tensor; each model rounds in ways of its own."""
+DIFFERS = 1e-2
+NEGLIGIBLE = 1e-3
+"""Gradients below this part of the model's largest are measured by that part: some are zero but for rounding."""
+ENGINES: dict[str, dict[str, Any]] = {
+    "replicated": {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}},
+    "sharded": {},
+}
+COMMAND = "python -m pytest tests/trainer/test_families.py -m sweep --support-table docs/support.md"
+
+
+class Family(LightningModule):
+    """Trains a family's model on its own loss."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.model = name, make_model(name)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return own_loss(self.name, self.model, batch, lambda x: self.all_gather(x, sync_grads=True).flatten(0, 1))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients = gradients_of(self.model)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients by name, gathered where they are sharded: a collective."""
+    named = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {name: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for name, g in named.items()}
+
+
+def fit(name: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Runs on every rank: the gradients of one step on its half of the batch."""
+    rows = slice(dist.get_rank() * ROWS // 2, (dist.get_rank() + 1) * ROWS // 2)
+    batch = {key: value[rows] for key, value in make_batch(name).items()}
+    counting = {"label_shift": shift(name)} if "labels" in batch else {"count": "samples"}
+    module = Family(name)
+    trainer = make_trainer(AutomodelStrategy(**counting, **options), max_steps=1)
+    trainer.fit(module, DataLoader([batch], batch_size=None))
+    return module.gradients
+
+
+def one_process(name: str) -> dict[str, Tensor]:
+    """The gradients of the whole batch."""
+    model: nn.Module = make_model(name)
+    own_loss(name, model, make_batch(name)).backward()
+    return gradients_of(model)
+
+
+def deviation(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest deviation of a gradient, relative to the largest of its tensor."""
+    assert found.keys() == expected.keys()
+    smallest = NEGLIGIBLE * max(float(gradient.abs().max()) for gradient in expected.values())
+    return max(
+        float((found[name] - right).abs().max()) / max(float(right.abs().max()), smallest)
+        for name, right in expected.items()
+    )
+
+
+@pytest.fixture(scope="module")
+def table(request: pytest.FixtureRequest) -> Iterator[dict[str, list[float]]]:
+    """The deviations of each family; with --support-table, they are written at the end."""
+    found: dict[str, list[float]] = {}
+    yield found
+    if (path := request.config.getoption("--support-table")) and found:
+        page = Path(path).read_text()
+        written = "<!-- families -->\n" + as_markdown(found) + "<!-- /families -->"
+        Path(path).write_text(
+            re.sub(r"<!-- families -->.*<!-- /families -->", lambda _: written, page, flags=re.DOTALL)
+        )
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family(pool2: RankPool, name: str, table: dict[str, list[float]]) -> None:
+    """Gradients of one process, or known not to be; both engines alike."""
+    expected = one_process(name)
+    found = table[name] = []
+    for options in ENGINES.values():
+        found.append(max(deviation(gradients, expected) for gradients in pool2.run(fit, name, options)))
+    if FAMILIES[name].differs is None:
+        assert max(found) <= TOLERANCE
+    else:
+        assert min(found) > DIFFERS
+
+
+def as_markdown(found: dict[str, list[float]]) -> str:
+    """A row for each family."""
+    import transformers
+
+    lines = [
+        f"{len(found)} families, {datetime.date.today()}, transformers {transformers.__version__}, torch"
+        f" {torch.__version__}, Lightning {lightning.__version__}, written by `{COMMAND}`: one step in float32 on the"
+        " loss that the model computes itself, on two ranks with unequally many labels, beside one process with the"
+        " whole batch. Numbers are the largest deviation of a gradient, relative to the largest of its tensor. Dropout"
+        " is off.",
+        "",
+        "| family | model | " + " | ".join(ENGINES) + " |  |",
+        "| --- " * (len(ENGINES) + 3) + "|",
+    ]
+    for name, deviations in found.items():
+        family = FAMILIES[name]
+        shown = [f"{'agrees' if each <= TOLERANCE else 'differs'}, {each:.0e}" for each in deviations]
+        lines.append(f"| {name} | {family.model} | {' | '.join(shown)} | {family.differs or ''} |")
+    return "\n".join(lines) + "\n"
