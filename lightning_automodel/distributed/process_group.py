@@ -244,7 +244,7 @@ def join_process_group(
     device: torch.device,
     init_method: str | None = None,
 ) -> None:
-    """Join the default process group, or use the one that exists, and bind ``device`` to it where it communicates by NCCL.
+    """Join the default process group, or use the one that exists; bind ``device`` to it where it communicates by NCCL.
 
     Like :func:`initialize_distributed`, but rank, world size and, without ``init_method``, the address come from
     Lightning's cluster environment.

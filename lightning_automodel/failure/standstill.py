@@ -6,6 +6,7 @@ import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Sequence
+from types import FrameType
 
 import torch.distributed as dist
 
@@ -83,8 +84,7 @@ def main_thread_position(exception: BaseException | None = None) -> tuple[bool, 
     These are the line that Lightning called and the innermost one; without user code, the innermost of all. If an
     ``exception`` is given, these are the lines that it came through.
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = reversed([*traceback.walk_tb(exception.__traceback__)]) if exception else traceback.walk_stack(frame)
+    frames = [*traceback.walk_tb(exception.__traceback__)][::-1] if exception else _main_thread_frames()
     stack = [(each.f_code.co_filename, line, each.f_code.co_name) for each, line in frames]
     # Innermost frame first, without frames that wait for another thread, or in C++.
     stack = [each for each in stack if not any(part in each[0] for part in WAITING)]
@@ -96,3 +96,14 @@ def main_thread_position(exception: BaseException | None = None) -> tuple[bool, 
     own = [each for each in stack[:below] if not any(part in each[0] for part in FOREIGN)] or stack[:1]
     at = dict.fromkeys([own[-1], own[0]])
     return waits, ", ".join(f"{file}:{line} in {name}" for file, line, name in at)
+
+
+def _main_thread_frames() -> list[tuple[FrameType, int]]:
+    """The main thread's frames and their lines, the innermost first."""
+    interval = sys.getswitchinterval()
+    # Were it to go on meanwhile, the walk could read frames that are gone: Python 3.11 then returns other objects.
+    sys.setswitchinterval(1.0)
+    try:
+        return list(traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0)))
+    finally:
+        sys.setswitchinterval(interval)

@@ -222,9 +222,9 @@ class Watchdog:
                 return RankFailure(rank, beats[rank].host, beats[rank].where, STUCK, message)
         if unheard := [rank for rank in silent if rank not in positions]:
             return channel.missed_heartbeats(unheard[0])
-        at = {rank: f"{beats[rank].where}, at {at}" for rank, (_, at) in positions.items()}
-        at[self._rank] = f"{own.where}, at {main_thread_position(exception)[1]}"
-        listed = list_positions([at.get(rank, "") for rank in range(self._world_size)])
+        places = {rank: f"{beats[rank].where}, at {at}" for rank, (_, at) in positions.items()}
+        places[self._rank] = f"{own.where}, at {main_thread_position(exception)[1]}"
+        listed = list_positions([places.get(rank, "") for rank in range(self._world_size)])
         note = f"All ranks are alive and wait for each other. When this was raised on rank {self._rank}:\n{listed}"
         exception.add_note(note)
         return replace(own, message=f"{own.message}\n{note}")

@@ -64,7 +64,7 @@ class WorkerReport:
             return cls(traceback=text, leaves=leaves)
         stage = trainer.state.stage or trainer.state.fn
         where = lightning_internals.failing_hook(exception) or (stage.value if stage is not None else "set-up")
-        return cls(None, text, failure_of(exception, trainer.strategy.global_rank, where), leaves)
+        return cls(None, text, failure_of(exception, trainer.global_rank, where), leaves)
 
 
 def describe_exit(status: int) -> str:
