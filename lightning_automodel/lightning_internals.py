@@ -11,7 +11,6 @@ from typing import Any
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper as DatasetSamplerWrapper
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as share_cores
-from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.fabric.utilities.seed import reset_seed
@@ -58,7 +57,9 @@ def draws_its_batches(step: Callable[..., Any]) -> bool:
 def shares_out_batches(loader: Any) -> bool:
     """Whether Lightning shares out between ranks what a sampler yields, and that is lists of indices."""
     wrapped = getattr(getattr(loader, "sampler", None), "dataset", None)
-    return isinstance(wrapped, DatasetSamplerWrapper) and isinstance(wrapped._sampler, BatchSampler)
+    return isinstance(wrapped, DatasetSamplerWrapper) and any(
+        isinstance(v, BatchSampler) for v in vars(wrapped).values()
+    )
 
 
 def current_hook(module: LightningModule) -> str | None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.utilities.types import _PATH
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
@@ -497,7 +498,9 @@ class AutomodelStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         self._run.patch_plugin()
         if fitting:
-            lightning_internals.optimizers_to_device(self.optimizers, self.root_device)
+            for optimizer in self.optimizers:  # which may come from an earlier fit, whose end moved it to the host
+                for parameter, state in optimizer.state.items():
+                    optimizer.state[parameter] = move_data_to_device(state, self.root_device)
         self._advice.say_once(summary(self.describe()), say=rank_zero_info)
 
     @override
@@ -783,7 +786,9 @@ class AutomodelStrategy(ParallelStrategy):
         return whole(state, keep=self.is_global_zero)
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
         """Write a checkpoint, which appears in one step or not at all. Every rank must call it, together.
 
         Raises:
@@ -823,7 +828,7 @@ class AutomodelStrategy(ParallelStrategy):
         return collectives.host_group(process_group.parse_timeout(self._options.timeout))
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Check a checkpoint of any form, and read all but the shards. Every rank must call it, together.
 
         Raises:
@@ -855,7 +860,7 @@ class AutomodelStrategy(ParallelStrategy):
         return not self._checkpoints.fills_optimizers
 
     @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
+    def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint. If a save in flight replaces it, it is removed once that save is on disk."""
         self._checkpoints.remove(filepath, self.checkpoint_io)
 

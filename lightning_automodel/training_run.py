@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import lightning.pytorch as pl
@@ -94,7 +94,7 @@ class TrainingRun:
         self.engine = self._make_engine()
         self.model = self.engine.setup(module, fitting, self._give_values)
         tensor_parallel.synchronize_metrics(module, mesh, self.patches)
-        self.patches.set(module, "log", partial(log_full, module.log))
+        self.patches.set(module, "log", update_wrapper(partial(log_full, module.log), module.log))
         advice.about_wrap_policy(options.auto_wrap_policy, self.engine.describe())
         self.weighting = self._make_weighting()
         self._scaling = self._make_scaling()

@@ -25,6 +25,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -206,12 +207,17 @@ def run_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(PRELUDE + SETUP.get(name, ""), namespace)
-    for block in blocks(page, "python", "diff"):
-        before = dict(namespace)
-        if block.reason is None:
-            exec(compile(block.text, f"{name}: {block.text.splitlines()[0]}", "exec"), namespace)
-        new = {key: value for key, value in namespace.items() if before.get(key) is not value}
-        fit_what_is_new(new, block, STRATEGY.get(name, {}))
+    registered = set(StrategyRegistry)
+    try:
+        for block in blocks(page, "python", "diff"):
+            before = dict(namespace)
+            if block.reason is None:
+                exec(compile(block.text, f"{name}: {block.text.splitlines()[0]}", "exec"), namespace)
+            new = {key: value for key, value in namespace.items() if before.get(key) is not value}
+            fit_what_is_new(new, block, STRATEGY.get(name, {}))
+    finally:
+        for strategy in set(StrategyRegistry) - registered:
+            StrategyRegistry.remove(strategy)
     return namespace
 
 

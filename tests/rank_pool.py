@@ -39,6 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import devices
 from tests.processes import forked
 
 START_TIMEOUT_S = 180.0
@@ -284,8 +285,7 @@ class _Membership:
             return
         self.leave()
         store = dist.PrefixStore(f"group{number}", self._store)
-        has_devices = torch.cuda.device_count() >= self._num_ranks
-        backend = "cpu:gloo,cuda:nccl" if has_devices else "gloo"
+        backend = devices.backend(self._num_ranks)
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._num_ranks)
         self._number, self._group = number, dist.group.WORLD
 

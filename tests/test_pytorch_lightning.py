@@ -11,7 +11,7 @@ import pytest
 import pytorch_lightning
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_automodel import AutomodelStrategy
+from lightning_automodel import AutomodelStrategy, destroy_global_state
 from lightning_automodel.sharding.checks import check_callbacks
 
 ALONE = {"accelerator": "cpu", "devices": 1, "max_steps": 1, "logger": False, "enable_checkpointing": False}
@@ -51,11 +51,12 @@ def test_its_trainer_says_whose_strategy_it_got() -> None:
 
 @pytest.mark.parametrize("name", ["ModelCheckpoint", "EarlyStopping"])
 def test_its_callbacks_are_refused(name: str) -> None:
-    """Before ranks join: nothing tells what they are for, and a checkpoint would come before the step's end."""
+    """Before set-up: nothing tells what they are for, and a checkpoint would come before the step's end."""
     callback = getattr(pytorch_lightning.callbacks, name)(monitor="loss")
     trainer = pl.Trainer(strategy=AutomodelStrategy(per_token_loss=False), callbacks=[callback], **ALONE)
     with pytest.raises(TypeError, match=rf"{name} comes from pytorch_lightning .* import it from lightning\.pytorch"):
         trainer.fit(BoringModel())
+    destroy_global_state()
 
 
 def test_others_that_derive_from_its_base_are_taken() -> None:

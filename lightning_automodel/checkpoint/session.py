@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities.types import _PATH
 from torch import nn
 from torch.optim import Optimizer
 
@@ -78,7 +77,7 @@ class RunCheckpoints:
         """Make each ``ModelCheckpoint`` of ``trainer`` wait for saves in the background."""
         lightning_internals.patch_model_checkpoints(patches, trainer, self._link, self._is_pending)
 
-    def _is_pending(self, path: _PATH) -> bool:
+    def _is_pending(self, path: str | Path) -> bool:
         return self._pending_path is not None and paths.normalize(path) == self._pending_path
 
     def check_savable(self, trainer: "pl.Trainer") -> None:
@@ -102,7 +101,7 @@ class RunCheckpoints:
     def save(
         self,
         checkpoint: dict[str, Any],
-        path: _PATH,
+        path: str | Path,
         io: CheckpointIO,
         goes_on: bool,
         storage_options: Any | None = None,
@@ -146,7 +145,7 @@ class RunCheckpoints:
         if not goes_on:
             self._finish()  # no later step would link and remove what waits for this save
 
-    def save_alone(self, checkpoint: dict[str, Any], path: _PATH, io: CheckpointIO) -> None:
+    def save_alone(self, checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO) -> None:
         """Save a replicated model on rank 0 after a failure, when ranks no longer act together. Not a collective.
 
         For a sharded model an error is logged, not raised, since raising would hide the failure.
@@ -172,7 +171,7 @@ class RunCheckpoints:
                 self._group = world, dist.new_group(backend="gloo", timeout=self._timeout)
         return self._group[1]
 
-    def remove(self, path: _PATH, io: CheckpointIO) -> None:
+    def remove(self, path: str | Path, io: CheckpointIO) -> None:
         """Remove a checkpoint on rank 0, once the one that replaces it is on disk. Not a collective."""
         target = paths.normalize(path)
         self._pending_path = None if self._pending_path == target else self._pending_path
@@ -238,7 +237,9 @@ class RunCheckpoints:
         """Whether :meth:`fill` fills the optimizers too; otherwise Lightning does."""
         return self.is_sharded or self._opened is not None
 
-    def open(self, path: _PATH, weights_only: bool | None, io: CheckpointIO, is_first_on_node: bool) -> dict[str, Any]:
+    def open(
+        self, path: str | Path, weights_only: bool | None, io: CheckpointIO, is_first_on_node: bool
+    ) -> dict[str, Any]:
         """Check the checkpoint at rank 0's ``path``, and load what Lightning restores of it: all but shards.
 
         Nothing is changed yet. If any rank cannot read it, every rank raises :class:`CheckpointError`. For one file,

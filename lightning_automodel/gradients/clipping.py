@@ -46,8 +46,9 @@ class GradientClipper:
         """
         # Lightning refuses to clip for fused optimizers, which unscale in the step: here gradients are unscaled before.
         patches.set(plugin, "clip_gradients", partial(Precision.clip_gradients, plugin))
-        patches.set(plugin, "clip_grad_by_norm", self.clip_by_norm)
-        patches.set(plugin, "clip_grad_by_value", self.clip_by_value)
+        # No bound methods, which a copy of the plugin would follow to process groups.
+        patches.set(plugin, "clip_grad_by_norm", lambda optimizer, clip_val: self.clip_by_norm(optimizer, clip_val))
+        patches.set(plugin, "clip_grad_by_value", lambda optimizer, clip_val: self.clip_by_value(optimizer, clip_val))
         after_closure = plugin._after_closure
 
         def after_closure_and_measure(model: pl.LightningModule, optimizer: OneOptimizer) -> None:

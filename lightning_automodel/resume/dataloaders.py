@@ -153,7 +153,8 @@ class TrainingLoaders:
     def process(self, loader: Any) -> None:
         """Record a training loader that is about to be iterated."""
         if isinstance(loader, DataLoader) and not _is_stateful(loader) and _recorder(loader) is None:
-            self._recorders.append(RecordingSampler(loader, self._device, self._num_used))
+            # No bound method, which a copy of the loader would follow to the Trainer.
+            self._recorders.append(RecordingSampler(loader, self._device, lambda: self._num_used()))
 
     def _num_used(self) -> int:
         if self._plan is not None and self._plan["is_drawn"]:

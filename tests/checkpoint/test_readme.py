@@ -60,4 +60,4 @@ def test_a_checkpoint_without_it_is_whole(tmp_path: Path, capsys: pytest.Capture
     readme = tmp_path / "a.ckpt" / README
     readme.unlink() if how == "removed" else readme.write_text("the good one")
     assert main(["inspect", "--verify", str(tmp_path / "a.ckpt")]) == 0
-    assert "damage:           -" in capsys.readouterr().out
+    assert "damage:       null" in capsys.readouterr().out

@@ -10,7 +10,6 @@ dtype that is computed in.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_automodel import AutomodelStrategy, torch_internals
-from lightning_automodel.sharding import grad_sync
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import Batch, Outcome, TinyDecoder, full_weights, relative_error, weight_error
 from tests.trainer.precisions import (
@@ -251,13 +249,13 @@ class LateBlock(nn.Module):
 
 
 def _fit_used_late(precision: str, options: dict[str, Any], repaired: bool) -> dict[str, Tensor]:
-    original = grad_sync._one_gradient_dtype
+    original = torch_internals.accumulate_in_one_dtype
     if not repaired:
-        grad_sync._one_gradient_dtype = lambda units: nullcontext()
+        torch_internals.accumulate_in_one_dtype = lambda group: []
     try:
         return fit(precision, options, make_model=UsedLate, case=TWO_WINDOWS)[0]
     finally:
-        grad_sync._one_gradient_dtype = original
+        torch_internals.accumulate_in_one_dtype = original
 
 
 @pytest.mark.parametrize("precision", first_by_default(["bf16-mixed", "bf16-true", "16-mixed"]))
