@@ -570,7 +570,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._begin_step(self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True)
         args = run.sliced(args)
         run.start_step(args[0] if args else next(iter(kwargs.values()), None))
-        with run.inputs.training_step(), run.attention("training_step"):
+        with checks.explained_errors(self._module), run.inputs.training_step(), run.attention("training_step"):
             output = super().training_step(*args, **kwargs)
         if self._module.automatic_optimization and output is not None:
             run.end_step(output)

@@ -296,6 +296,13 @@ _RULES: list[Rule] = [
         },
     ),
     (lambda c, out: c.manual in ("gan", "gan_window", "two_optimizers"), {"callbacks": _without("callbacks", "swa")}),
+    # Under manual optimization Lightning zeroes gradients before it validates, stepped with or not.
+    (
+        lambda c, out: c.manual in ("add", "window", "unclosed", "gan_window"),
+        {"callbacks": _without("callbacks", "validate")},
+    ),
+    # The penalty of a parameter that is frozen again has no gradient.
+    (lambda c, out: c.thaw == "mid_window", {"hooks": _without("hooks", "penalty_before_step")}),
     (lambda c, out: c.manual is None, {"manual_clip": None}),
     (lambda c, out: c.tell == "samples", {"task": "rows", "gap": None, "weighted": False}),
     (lambda c, out: c.batch == "beside" and c.tell == "samples" and "samples" in out, {"batch": "dict"}),
