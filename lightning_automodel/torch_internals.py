@@ -246,7 +246,8 @@ def reduce_deferred_gradients(root: FSDPModule) -> None:
         module._get_fsdp_state()._root_post_backward_final_callback()
         return
     for group in fsdp_param_groups(module):
-        if holds_partial_reduction(group):  # which finalize_backward refuses
+        # What finalize_backward refuses, and what it leaves out: gradients that came after the group's own reduction.
+        if holds_partial_reduction(group) or any(_unreduced_gradient(param) is not None for param in group.fsdp_params):
             group.post_backward()
     module.set_manual_backward_finalization(True)
     try:
