@@ -39,7 +39,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests import devices
 from tests.processes import forked
 
 START_TIMEOUT_S = 180.0
@@ -285,7 +284,8 @@ class _Membership:
             return
         self.leave()
         store = dist.PrefixStore(f"group{number}", self._store)
-        backend = devices.backend(self._num_ranks)
+        has_devices = torch.cuda.device_count() >= self._num_ranks
+        backend = "cpu:gloo,cuda:nccl" if has_devices else "gloo"
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._num_ranks)
         self._number, self._group = number, dist.group.WORLD
 

@@ -301,6 +301,8 @@ _RULES: list[Rule] = [
         lambda c, out: c.manual in ("add", "window", "unclosed", "gan_window"),
         {"callbacks": _without("callbacks", "validate")},
     ),
+    # It would end before the stop.
+    (lambda c, out: has(c, "limit_train_batches"), {"stops": ()}),
     # The penalty of a parameter that is frozen again has no gradient.
     (lambda c, out: c.thaw == "mid_window", {"hooks": _without("hooks", "penalty_before_step")}),
     (lambda c, out: c.manual is None, {"manual_clip": None}),
