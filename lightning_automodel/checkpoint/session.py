@@ -28,7 +28,7 @@ from lightning_automodel.checkpoint.saver import (
 )
 from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import FileCheckpointIO, WholeCheckpoint, check_file, fill_module
-from lightning_automodel.distributed import collectives, connections
+from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import weight_averaging
@@ -167,8 +167,7 @@ class RunCheckpoints:
         if world is None:
             return None
         if self._group is None or self._group[0] is not world:
-            with connections.recording():
-                self._group = world, dist.new_group(backend="gloo", timeout=self._timeout)
+            self._group = world, collectives.new_host_group(self._timeout)
         return self._group[1]
 
     def remove(self, path: str | Path, io: CheckpointIO) -> None:
