@@ -3,7 +3,7 @@
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -320,6 +320,21 @@ def accumulate_in_one_dtype(group: FSDPParamGroup) -> list[RemovableHandle]:
             param.accumulate_unsharded_grad_if_needed()
 
     return [param.unsharded_param.register_post_accumulate_grad_hook(partial(widen, param)) for param in lacking]
+
+
+def zero_missing_gradients(group: FSDPParamGroup, parameters: Container[nn.Parameter]) -> None:
+    """Give a zero gradient to those of these sharded parameters that are frozen by now and have none.
+
+    Another rank may have used them before they were frozen, and all must reduce the same shapes.
+    """
+    for param in group.fsdp_params:
+        shard = param.sharded_param
+        if shard in parameters and not shard.requires_grad and _unreduced_gradient(param) is None:
+            zeros = torch.zeros_like(param.unsharded_param, dtype=unsharded_gradient_dtype(param))
+            if ACCUMULATES_IN_LEAF:
+                param.unsharded_param.grad = zeros
+            else:
+                param.unsharded_accumulated_grad = zeros
 
 
 def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:

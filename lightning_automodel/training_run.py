@@ -31,7 +31,7 @@ from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWei
 from lightning_automodel.gradients.windows import GradientWindows, optimizer_parameters
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
-from lightning_automodel.sharding import checks, meta_init, precision, tensor_parallel, units
+from lightning_automodel.sharding import checks, meta_init, precision, tensor_parallel, units, weight_averaging
 from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks
 from lightning_automodel.sharding.context_parallel_check import FirstStepCheck
 from lightning_automodel.sharding.context_parallel_hf import let_models_attend_across
@@ -95,6 +95,8 @@ class TrainingRun:
         self.model = self.engine.setup(module, fitting, self._give_values)
         tensor_parallel.synchronize_metrics(module, mesh, self.patches)
         self.patches.set(module, "log", update_wrapper(partial(log_full, module.log), module.log))
+        if self._is_sharded:
+            weight_averaging.finetune_by_identity(module, self.patches)
         advice.about_wrap_policy(options.auto_wrap_policy, self.engine.describe())
         self.weighting = self._make_weighting()
         self._scaling = self._make_scaling()

@@ -139,6 +139,7 @@ class FSDPGradSync:
         self.is_last: bool | None = None
         self._in_backward, self._counts = False, True
         self._used: set[int] = set()
+        self._trained: set[nn.Parameter] = set()
         self._followed: set[int] = set()
         self._handles = [
             cast(nn.Module, unit).register_forward_hook(
@@ -154,7 +155,8 @@ class FSDPGradSync:
                     self._followed.add(id(parameter))
                     mark = partial(self._mark_used, id(parameter))
                     self._handles.append(unsharded.register_post_accumulate_grad_hook(mark))
-        shards = {id(param.sharded_param) for group in self._groups for param in group.fsdp_params}
+        self._sharded = [param.sharded_param for group in self._groups for param in group.fsdp_params]
+        shards = {id(parameter) for parameter in self._sharded}
         self._unwatched = {name: p for name, p in model.named_parameters() if id(p) in shards}
         self._watched: list[Node] = []
         self._bypassed: list[str] = []
@@ -195,6 +197,9 @@ class FSDPGradSync:
             yield
             return
         with _reduction(self._units, is_last, self._defer, self._configure):
+            if self._trained and (is_last or self._defer is not True):
+                for group in self._groups:
+                    torch_internals.zero_missing_gradients(group, self._trained)
             self.is_last = is_last
             try:
                 yield
@@ -262,6 +267,9 @@ class FSDPGradSync:
             )
         if self.is_last:
             _reduce_deferred(self._units)
+            self._trained.clear()
+        else:
+            self._trained.update(p for p in self._sharded if p.requires_grad)
         for unit in self._units:
             if not torch_internals.is_unsharded(unit):
                 continue
@@ -317,6 +325,7 @@ class FSDPGradSync:
     def recover(self) -> None:
         """After an exception in a forward or backward: make the model usable again, and drop deferred gradients."""
         self._in_backward, self._bypassed = False, []
+        self._trained.clear()
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
         gradients = [(param.sharded_param, param.sharded_param.grad) for g in self._groups for param in g.fsdp_params]
         for unit in self._units:

@@ -1,4 +1,4 @@
-"""Lightning's callbacks that average weights (EMA, SWA) or prune them, with sharded weights.
+"""Lightning's callbacks that average weights (EMA, SWA), prune or unfreeze them, with sharded weights.
 
 The averaging callbacks deep-copy the module in their ``setup`` hook. There it is not sharded yet; or it has no values,
 so the copy cannot be moved; or an earlier run has sharded it, and FSDP2 refuses the copy. So the callbacks get an empty
@@ -6,12 +6,21 @@ copy, which is filled when the module is distributed. Each rank averages its own
 """
 
 import copy
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
@@ -149,6 +158,28 @@ def refuse_pruning(module: pl.LightningModule) -> None:
             " one: pass AutomodelStrategy(data_parallel='ddp'), or prune the trained model afterwards with"
             " torch.nn.utils.prune."
         )
+
+
+def finetune_by_identity(module: pl.LightningModule, patches: PatchStack) -> None:
+    """Make finetuning callbacks of a sharded ``module`` look for parameters of an optimizer by identity.
+
+    Lightning compares values, which takes a collective for each pair of sharded parameters, fails for a sharded and a
+    replicated one, and takes two layers of equal weights for one.
+    """
+    if any(isinstance(callback, BaseFinetuning) for callback in _callbacks(module)):
+        patches.set(BaseFinetuning, "filter_on_optimizer", staticmethod(_not_in_optimizer))
+
+
+def _not_in_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    owned = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    params = list(params)
+    new = [parameter for parameter in params if parameter not in owned]
+    if len(new) < len(params):
+        rank_zero_warn(
+            f"{len(params) - len(new)} parameters to be unfrozen belong to {type(optimizer).__name__} already, and stay"
+            " in their group: give it only trainable parameters in configure_optimizers."
+        )
+    return new
 
 
 def _callbacks(module: pl.LightningModule) -> list[Callback]:

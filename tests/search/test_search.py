@@ -25,6 +25,10 @@ PLANTED_WITHIN = 6
 FOUND = {
     "resumed_with_a_part_frozen_after_its_training": Case(thaw="window", epochs=2, optimizer="adam", stops=(3,)),
     "resumed_with_a_value_of_its_own_in_a_group": Case(hooks=("warm_up",), stops=(1,)),
+    "frozen_by_toggling_after_some_ranks_have_used_it": Case(
+        seed=951778, parts=("sometimes",), num_batches=4, accumulation=(3,), manual="gan_window"
+    ),
+    "finetuning_beside_a_replicated_parameter": Case(parts=("empty",), epochs=2, callbacks=("finetuning",)),
     "average_of_a_module_with_two_names": Case(container="reused", callbacks=("ema", "save_in_mid_window")),
 }
 """What the search has found, and is mended."""
