@@ -22,14 +22,22 @@ _FREED = (
     " penalties by torch.autograd.grad(..., create_graph=True), retain_graph=True) does not gather them again. Pass"
     " data_parallel='ddp'."
 )
+_DROPPED = (
+    "DistributedDataParallel would reduce a gradient that zero_grad has dropped within the accumulation window, of a"
+    " parameter that its last micro-batch does not use: zero gradients between windows, or pass data_parallel='fsdp2'."
+)
 _MIXED = "got mixed torch.Tensor and DTensor"
-_FSDP2_ERRORS = {"out of bounds for storage of size 0": _FREED, "but its data is not allocated yet": _FREED}
-"""Parts of torch's messages from inside FSDP2, and what they mean for the user."""
+_TORCH_ERRORS = {
+    "out of bounds for storage of size 0": _FREED,
+    "but its data is not allocated yet": _FREED,
+    "undefined, but still allreduced by DDP": _DROPPED,
+}
+"""Parts of torch's messages from inside FSDP2 and DDP, and what they mean for the user."""
 
 
 @contextmanager
 def explained_errors(model: nn.Module) -> Iterator[None]:
-    """Context of a forward or backward of ``model`` under FSDP2, which explains torch's errors that name no cause.
+    """Context of a forward or backward of ``model``, which explains torch's errors that name no cause.
 
     Raises:
         RuntimeError: With the explanation, instead of such an error.
@@ -39,7 +47,7 @@ def explained_errors(model: nn.Module) -> Iterator[None]:
     except RuntimeError as error:
         if _MIXED in str(error):
             raise RuntimeError(_uses_of_shards(model, error)) from error
-        for symptom, explanation in _FSDP2_ERRORS.items():
+        for symptom, explanation in _TORCH_ERRORS.items():
             if symptom in str(error):
                 raise RuntimeError(explanation) from error
         raise

@@ -1,8 +1,8 @@
 """DDP: the whole model on every rank."""
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +16,7 @@ from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.sharding import apply, quantized, units
+from lightning_automodel.sharding import apply, checks, quantized, units
 from lightning_automodel.sharding.engine import Engine
 
 
@@ -76,15 +76,18 @@ class DDPEngine(Engine):
             self._ddp.require_forward_param_sync = state["broadcasts_buffers"]
 
     @override
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        if is_last or self._ddp is None:
-            return nullcontext()
-        if self._ddp.static_graph:
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        if self._ddp is None:
+            yield
+            return
+        if self._ddp.static_graph and not is_last:
             raise ValueError(
                 "ddp_kwargs: static_graph=True works without accumulation alone, since DDP learns the graph from a"
                 " backward that synchronises: leave it out, or pass accumulate_grad_batches=1."
             )
-        return self._ddp.no_sync()
+        with checks.explained_errors(self._ddp), nullcontext() if is_last else self._ddp.no_sync():
+            yield
 
     @override
     def start_backward(self, loss: Tensor, counts: bool = True) -> None:
