@@ -262,10 +262,23 @@ class TrainingRun:
             ValueError: If a hook would get gradients that are not final yet.
         """
         self.watch.watch_module(self.module, self.patches, self.engine.release)
+        if not self.module.automatic_optimization:
+            zero = self.module.on_validation_model_zero_grad
+            self.patches.set(self.module, "on_validation_model_zero_grad", partial(self._zero_before_validation, zero))
         checks.check_hooks(self.module, self._options.count_window_ahead)
         # Under automatic optimization every backward is the strategy's.
         if not (self._is_sharded or self.module.automatic_optimization) and self._mesh.sizes.divisor > 1:
             self.watch.watch_stray_backwards()
+
+    def _zero_before_validation(self, zero: Callable[[], None]) -> None:
+        held = self.holds_gradients()
+        zero()
+        if held and not self.holds_gradients():
+            self.advice.say_once(
+                "Lightning zeroes gradients before it validates, under manual optimization also those that no optimizer"
+                " has stepped with yet: they are lost. Validate after a step (val_check_interval), or override"
+                " on_validation_model_zero_grad() to keep them."
+            )
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 

@@ -296,11 +296,6 @@ _RULES: list[Rule] = [
         },
     ),
     (lambda c, out: c.manual in ("gan", "gan_window", "two_optimizers"), {"callbacks": _without("callbacks", "swa")}),
-    # Under manual optimization Lightning zeroes gradients before it validates, stepped with or not.
-    (
-        lambda c, out: c.manual in ("add", "window", "unclosed", "gan_window"),
-        {"callbacks": _without("callbacks", "validate")},
-    ),
     # It would end before the stop.
     (lambda c, out: has(c, "limit_train_batches"), {"stops": ()}),
     # The penalty of a parameter that is frozen again has no gradient.

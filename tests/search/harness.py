@@ -44,7 +44,11 @@ REFUSALS: dict[str, Callable[[Case], Any]] = {
 }
 """Messages of errors that a case may end in, and which cases may."""
 
-WARNED: dict[str, Callable[[Case], Any]] = {}
+WARNED: dict[str, Callable[[Case], Any]] = {
+    r"Lightning zeroes gradients before it validates": lambda c: (
+        "validate" in c.callbacks and c.manual in ("add", "window", "unclosed", "gan_window")
+    ),
+}
 """Warnings beside which weights may differ, and in which cases."""
 
 

@@ -29,6 +29,9 @@ FOUND = {
         seed=951778, parts=("sometimes",), num_batches=4, accumulation=(3,), manual="gan_window"
     ),
     "finetuning_beside_a_replicated_parameter": Case(parts=("empty",), epochs=2, callbacks=("finetuning",)),
+    "lightning_zeroes_a_manual_window_before_it_validates": Case(
+        num_batches=4, accumulation=(3,), manual="window", callbacks=("validate",)
+    ),
     "average_of_a_module_with_two_names": Case(container="reused", callbacks=("ema", "save_in_mid_window")),
 }
 """What the search has found, and is mended."""
