@@ -24,7 +24,8 @@ class StepReport:
     Attributes:
         loss: Mean loss per label token, in the unit of the loss (nats for cross-entropy); per micro-batch where
             ``per_token_loss=False``. NaN for a window without any label token.
-        num_label_tokens: Label tokens; 0 where ``per_token_loss=False``, which does not count them.
+        num_label_tokens: Label tokens, float64 since a count may be a sum of class weights; 0 where
+            ``per_token_loss=False``, which does not count them.
         num_micro_batches: Micro-batches (training steps).
         grad_norm: Global 2-norm of the gradients before clipping; None until the optimizer steps, and if no option
             needs it.
@@ -250,7 +251,7 @@ class TokenWeighting:
         num_label_tokens = totals[0] if self.per_token_loss else torch.zeros_like(totals[0])
         return StepReport(
             loss=totals[1] / self.denominator(totals),
-            num_label_tokens=num_label_tokens.long(),
+            num_label_tokens=num_label_tokens,
             num_micro_batches=totals[2].long(),
             grad_norm=None,
         )

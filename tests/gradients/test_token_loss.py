@@ -266,6 +266,12 @@ def test_report_of_a_window_without_tokens() -> None:
     assert report.num_label_tokens.item() == 0
 
 
+def test_report_of_class_weights() -> None:
+    """Their sum is a count that need not be whole."""
+    report = TokenWeighting().report(torch.tensor([0.75, 1.5, 2.0], dtype=torch.float64))
+    assert (report.loss.item(), report.num_label_tokens.item()) == (2.0, 0.75)
+
+
 @pytest.mark.parametrize("count", [3, torch.tensor(3), torch.tensor([3], dtype=torch.int32), torch.tensor(3.0)])
 @pytest.mark.parametrize(("per_token_loss", "denominator"), [(True, 3), (False, 2)])
 def test_reduce_loss_alone(count: int | Tensor, per_token_loss: bool, denominator: int) -> None:
