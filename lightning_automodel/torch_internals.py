@@ -96,10 +96,10 @@ def fsdp_units(model: nn.Module) -> list[FSDPModule]:
 
 def param_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
     """The parameter groups of one unit: a single one, unless parameters are sharded over several meshes."""
-    groups = unit._get_fsdp_state()._fsdp_param_groups
-    for group in groups:
-        _probe_group(group)
-    return groups
+    state = unit._get_fsdp_state()
+    if not _probed_states:
+        _probe_state(state)
+    return state._fsdp_param_groups
 
 
 def fsdp_param_groups(model: nn.Module) -> Iterator[FSDPParamGroup]:
@@ -524,26 +524,27 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
-_probed_groups: set[type] = set()
+_probed_states: set[type] = set()
 
 
-def _probe_group(group: FSDPParamGroup) -> None:
-    """Check, on the first FSDP2 group of this process, the attributes that the functions above read and write."""
-    if type(group) in _probed_groups:
-        return
+def _probe_state(state: Any) -> None:
+    """Check, on the first FSDP2 unit of this process, the attributes that the functions above read and write."""
     check = partial(release_probe.check, "torch")
-    check(group, "fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "device", "post_backward")
-    check(group, "is_sharded", "is_unsharded", "unshard", "_to_unsharded")
-    check(group, "_partial_reduce_output", "_all_gather_result", *_COMMUNICATION, writable=True)
-    for param in group.fsdp_params[:1]:
-        check(param, "sharded_param", "unsharded_param", "all_gather_outputs", "fsdp_placement", "mesh_info")
-        check(param, "mp_policy", "free_unsharded_param")
-        if ACCUMULATES_IN_LEAF:
-            check(param, "unsharded_grad_dtype")
-        else:
-            check(param, "to_accumulated_grad_if_needed", "accumulate_unsharded_grad_if_needed")
-            check(param, "unsharded_accumulated_grad", writable=True)
-    _probed_groups.add(type(group))
+    check(state, "_fsdp_param_groups", "_modules_to_run_forward", "_is_root", "_lazy_init")
+    check(state, "_pre_forward", "_post_forward", "_pre_forward_hook_handle", "_post_forward_hook_handle")
+    for group in state._fsdp_param_groups[:1]:
+        check(group, "fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "device", "post_backward")
+        check(group, "is_sharded", "is_unsharded", "unshard", "_to_unsharded")
+        check(group, "_partial_reduce_output", "_all_gather_result", *_COMMUNICATION, writable=True)
+        for param in group.fsdp_params[:1]:
+            check(param, "sharded_param", "unsharded_param", "all_gather_outputs", "fsdp_placement", "mesh_info")
+            check(param, "mp_policy", "free_unsharded_param")
+            if ACCUMULATES_IN_LEAF:
+                check(param, "unsharded_grad_dtype")
+            else:
+                check(param, "to_accumulated_grad_if_needed", "accumulate_unsharded_grad_if_needed")
+                check(param, "unsharded_accumulated_grad", writable=True)
+        _probed_states.add(type(state))
 
 
 def _probe() -> None:
