@@ -63,6 +63,7 @@ class Case:
         is_chunked: Whether the loss is `token_loss`, not `F.cross_entropy` over all logits.
         recompute: `activation_checkpointing`.
         compile: Whether blocks are compiled.
+        shares_device: Whether each rank is the only one of a node, so that all use the first device.
         options: Further keywords of the strategy.
     """
 
@@ -79,6 +80,7 @@ class Case:
     is_chunked: bool = False
     recompute: bool | str = False
     compile: bool = False
+    shares_device: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -172,8 +174,8 @@ class Meter:
             )
 
     def _synchronize(self) -> None:
-        if self.case.device == "cuda":
-            torch.cuda.synchronize()
+        if self.case.device != "cpu":
+            torch.accelerator.synchronize()
 
 
 class StepMeter(L.Callback):
@@ -250,12 +252,17 @@ class LlamaModule(L.LightningModule):
         return build_optimizer(self, self.case)
 
 
-def run(case: Case) -> None:
+def device_name(device: str) -> str:
+    """What the device calls itself."""
+    return torch.cuda.get_device_name() if device == "cuda" else device
+
+
+def run(case: Case, meter: type[Meter] = Meter) -> None:
     """Trains the case in this process, and those that the Trainer starts, and prints the measurements."""
     warnings.filterwarnings("ignore")
     if case.device == "cpu":
         torch.set_num_threads(1)
-    {"loop": _run_loop, "automodel": _run_trainer, "model-parallel": _run_trainer}[case.way](case, Meter(case))
+    {"loop": _run_loop, "automodel": _run_trainer, "model-parallel": _run_trainer}[case.way](case, meter(case))
 
 
 def _run_trainer(case: Case, meter: Meter) -> None:
@@ -269,7 +276,8 @@ def _run_trainer(case: Case, meter: Meter) -> None:
         )
     trainer = L.Trainer(
         accelerator="gpu" if case.device == "cuda" else "cpu",
-        devices=case.ranks,
+        devices=1 if case.shares_device else case.ranks,
+        num_nodes=case.ranks if case.shares_device else 1,
         strategy=strategy,
         precision="bf16-true" if case.device == "cuda" else "32-true",
         accumulate_grad_batches=case.accumulate,

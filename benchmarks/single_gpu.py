@@ -16,8 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-from llama import SHAPES, Case, main_or_case
+from llama import SHAPES, Case, device_name, main_or_case
 from report import describe_environment, table
 
 WAYS = {
@@ -43,14 +42,14 @@ def main() -> None:
         **{name: getattr(args, name) for name in ("length", "rows", "accumulate", "steps")},
         warm_up=2,
     )
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     report = "\n".join(
         [
             "# One device",
             "",
             *(f"- {name}: {value}" for name, value in describe_environment().items()),
             f"- command: `python benchmarks/single_gpu.py {shlex.join(sys.argv[1:])}`",
-            f"- {device}, {str(case.dtype).removeprefix('torch.')}, shape {case.shape}: {SHAPES[case.shape]}",
+            f"- {device_name(args.device)}, {str(case.dtype).removeprefix('torch.')}",
+            f"- shape {case.shape}: {SHAPES[case.shape]}",
             f"- sequence {case.length:,}, batch {case.rows}, accumulation {case.accumulate}",
             *([f"- MFU of {args.peak_tflops:g} TFLOP/s, without recomputation"] if args.peak_tflops else []),
             "",
