@@ -119,7 +119,7 @@ def main() -> None:
         print(f"\nDistance of the weights from one process after {STEPS} steps, as a share of how far they have moved")
         for name, found in {"AutomodelStrategy": ours, "Lightning DDPStrategy": lightnings}.items():
             print(f"  {name:<22}{100 * (found - expected).norm() / (expected - before).norm():.2g} %")
-        print("Right is 1e-8 % or less, with a loss in float32, as of Hugging Face's models, 0.1 %.")
+        print("Expect 1e-8 % or less in float64, about 0.1 % if the loss is float32 (Hugging Face).")
 
 
 if __name__ == "__main__":

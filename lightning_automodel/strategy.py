@@ -64,7 +64,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     Args:
         data_parallel: ``"fsdp2"`` shards parameters, gradients and optimizer state; ``"ddp"`` copies them.
-        data_parallel_size: Ranks that hold different data, replicas included. ``"auto"``: the world size.
+        data_parallel_size: Size of the data-parallel group (replicate x shard). ``"auto"``: the world size.
         data_parallel_replicate_size: More than 1 is HSDP: that many replicas, each sharded over the ranks of one.
             ``"auto"``: the number of nodes.
         tensor_parallel_size: Ranks that compute each micro-batch together, by the plan that ``configure_model`` applies

@@ -59,7 +59,7 @@ class TrainingRun:
         advice: Gives each warning once.
 
     Attributes:
-        inputs: Keeps ranks in step whose data is uneven.
+        inputs: Synchronises ranks with unequal numbers of batches.
         seconds_drawing: Seconds spent on drawing batches ahead of their steps.
     """
 
