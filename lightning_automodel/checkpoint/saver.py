@@ -23,7 +23,7 @@ from lightning_automodel.checkpoint.safe_load import warn_about_code
 from lightning_automodel.checkpoint.sharded import ShardWriter
 from lightning_automodel.checkpoint.state_dict import EXTRA_STATE, MODEL, optimizer_key, split_shards
 from lightning_automodel.distributed import collectives
-from lightning_automodel.distributed.process_group import group_rank, group_size
+from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.sharding.units import is_sharded
 
 Write = Callable[[dist.ProcessGroup | None], None]
@@ -53,7 +53,7 @@ def prepare_shards(checkpoint: dict[str, Any], path: str, copy: bool = False) ->
             prepare_place(path)
     # The folder's name is random, and all ranks write into it.
     folder = collectives.broadcast_object(folder, 0)
-    writer = ShardWriter(path, folder, content.getvalue(), group_size())
+    writer = ShardWriter(path, folder, content.getvalue())
     staged = _copied(shards) if copy else shards
 
     def write(group: dist.ProcessGroup | None) -> None:
@@ -62,7 +62,7 @@ def prepare_shards(checkpoint: dict[str, Any], path: str, copy: bool = False) ->
                 dcp.save(staged, storage_writer=writer, process_group=group)
         except BaseException:
             if group_rank() == 0:
-                paths.discard(folder)
+                paths.remove(folder)
             raise
 
     return write
@@ -137,13 +137,13 @@ def prepare_place(path: str) -> None:
 
 def _take_shards(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Shards by place, and the rest of ``checkpoint``, from which the states of model and optimizers are popped."""
-    shards: dict[str, Any] = {MODEL: checkpoint.pop(MODEL)}
+    of_model: dict[str, Any] = checkpoint.pop(MODEL)
+    objects = {name: of_model.pop(name) for name in list(of_model) if not isinstance(of_model[name], Tensor)}
+    shards = {MODEL: of_model}
     for index, state in enumerate(filter(None, checkpoint.pop("optimizer_states", []))):
         shards[optimizer_key(index)] = state
-    rest, others = split_shards(checkpoint, shards[MODEL].keys())
-    if objects := {name: value for name, value in shards[MODEL].items() if not isinstance(value, torch.Tensor)}:
-        rest[EXTRA_STATE] = objects
-    return {**shards, **others}, rest
+    rest, others = split_shards(checkpoint, of_model.keys())
+    return {**shards, **others}, {**rest, EXTRA_STATE: objects} if objects else rest
 
 
 def _copied(states: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Such a file is a zip archive: torch writes a checksum for each of its records, but does not check them when it loads.
 """
 
+import contextlib
 import io
 import os
 import zipfile
@@ -20,10 +21,12 @@ from typing_extensions import override
 
 from lightning_automodel.checkpoint import atomic, paths
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.safe_load import Source, load_plain_data, warn_about_code
+from lightning_automodel.checkpoint.safe_load import Source, check_format, load_plain_data, warn_about_code
 from lightning_automodel.checkpoint.state_dict import (
     MODEL,
     SHARDED_STATES,
+    Saved,
+    by_name,
     check_groups,
     check_number,
     has_state,
@@ -35,7 +38,7 @@ from lightning_automodel.sharding.param_names import without_wrappers
 
 
 class FileCheckpointIO(TorchCheckpointIO):
-    """Lightning's plugin for files, with atomic writes; :class:`.RunCheckpoints` checks a file before it loads."""
+    """Lightning's plugin for files, with atomic writes and checks before anything is loaded."""
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -44,8 +47,7 @@ class FileCheckpointIO(TorchCheckpointIO):
 
     @override
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load to host memory; a local file is mapped, so that only what is used is read."""
-        return load_plain_data(readable(str(path)), str(path), weights_only is not False)
+        return load_file(str(path), weights_only)
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
@@ -80,80 +82,63 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
         raise
 
 
-def readable(path: str) -> Source:
-    """The path of a local file, or the content of any other, since not every server sends parts."""
-    filesystem, place = url_to_fs(path)
-    return path if paths.is_local(path) else io.BytesIO(filesystem.cat_file(place))
+def load_file(path: str, weights_only: bool | None, reads_content: bool = True) -> dict[str, Any]:
+    """Load a file to host memory, once its content was compared with its checksums if that is to be read.
 
-
-def check_file(path: str, reads_content: bool = True) -> None:
-    """Read a file once and compare it with its checksums; raises CheckpointError if it is damaged, or not a file."""
+    A local file is mapped, so that only what is used is read; any other is fetched whole, since not every server sends
+    parts. Raises :class:`CheckpointError` if it is damaged, or not a file.
+    """
     filesystem, place = url_to_fs(path)
     if not filesystem.exists(place):
         raise FileNotFoundError("there is no such file or directory")
     if paths.is_local(path) and not os.path.isfile(place):
         raise CheckpointError("it is not a regular file")
-    if not reads_content:
-        return
-    if paths.is_local(path):
-        with open(place, "rb") as file:
+    source: Source = place if paths.is_local(path) else io.BytesIO(filesystem.cat_file(place))
+    if reads_content:
+        with open(source, "rb") if isinstance(source, str) else contextlib.nullcontext(source) as file:
             check_content(file)
-    else:
-        check_content(io.BytesIO(filesystem.cat_file(place)))
+    checkpoint = load_plain_data(source, path, weights_only is not False)
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(MODEL), dict):
+        raise CheckpointError(f"it has no {MODEL!r}: this is not a checkpoint of a LightningModule")
+    return checkpoint
 
 
-def check_content(file: IO[bytes]) -> None:
+def check_content(file: IO[bytes], name: str = "it") -> None:
     """Compare what ``torch.save`` has written with its checksums; raises CheckpointError if it differs."""
-    size = file.seek(0, os.SEEK_END)
-    if size == 0:
-        raise CheckpointError("the file is empty")
-    file.seek(0)
-    if file.read(4) != b"PK\x03\x04":
-        return  # the format that torch wrote before version 1.6 has no checksums
+    check_format(file, name)
     try:
         damaged = zipfile.ZipFile(file).testzip()
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError, ValueError) as error:
-        raise CheckpointError(f"the file is cut off or damaged ({error}; {size} bytes)") from error
+    except Exception as error:  # damaged content can raise anything
+        raise CheckpointError(f"{name} is damaged ({type(error).__name__}: {error})") from error
     if damaged is not None:
-        raise CheckpointError(f"its content has changed since it was written (wrong checksum of {damaged})")
+        raise CheckpointError(f"{name} has changed since it was written (wrong checksum of {damaged})")
 
 
-class WholeCheckpoint:
-    """A checkpoint of whole tensors, open for loading; see :class:`~lightning_automodel.checkpoint.state_dict.Saved`.
+class WholeCheckpoint(Saved):
+    """A checkpoint of whole tensors, open for loading.
 
     Args:
         path: Path of the checkpoint, for messages.
-        checkpoint: As Lightning loads it. The list of sharded states is popped from it.
+        checkpoint: As Lightning loads it.
         parameter_names: Parameter names of each of the run's optimizers; plain optimizers only number parameters.
-        own: The state of the run's model.
     """
 
-    def __init__(
-        self, path: str, checkpoint: dict[str, Any], parameter_names: list[list[str]], own: Mapping[str, Any]
-    ) -> None:
-        self.path, self.rest = path, checkpoint
-        states = checkpoint.get("optimizer_states", [])
-        trees = {
-            optimizer_key(index): _by_name(state, names)
-            for index, (state, names) in enumerate(zip(filter(has_state, states), parameter_names, strict=False))
-        }
+    def __init__(self, path: str, checkpoint: dict[str, Any], parameter_names: Iterable[list[str]] = ()) -> None:
+        self.path = path
+        self.rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
+        states = zip(filter(has_state, checkpoint.get("optimizer_states", [])), parameter_names, strict=False)
+        trees = {optimizer_key(index): by_name(state, names) for index, (state, names) in enumerate(states)}
         values = {without_wrappers(name): value for name, value in _flattened(trees)}
-        of_model = checkpoint.get(MODEL, {})
-        values.update({f"{MODEL}.{without_wrappers(name)}": value for name, value in of_model.items()})
-        sharded = checkpoint.pop(SHARDED_STATES, None)
-        rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
-        for place, tensors in _states_in(rest):
-            # A file of another strategy does not list sharded states: a dict that fits the model is taken for one.
-            is_like_model = all(
-                isinstance(own.get(name), Tensor) and own[name].size() == each.size() for name, each in tensors.items()
-            )
-            if is_like_model if sharded is None else place in sharded:
+        values.update({f"{MODEL}.{without_wrappers(name)}": value for name, value in checkpoint[MODEL].items()})
+        # Lightning's WeightAveraging keeps a state of the model there.
+        sharded = {*self.rest.pop(SHARDED_STATES, ()), "current_model_state"}
+        for place, tensors in _states_in(self.rest):
+            if place in sharded:
                 values.update({f"{place}.{name}": tensor for name, tensor in tensors.items()})
-        self.entries: Mapping[str, Tensor | None] = {
-            name: value if isinstance(value, Tensor) else None for name, value in values.items()
-        }
+        self.entries = {name: value if isinstance(value, Tensor) else None for name, value in values.items()}
         self._values = values
 
+    @override
     def read_into(self, targets: Any, prefix: str = "") -> None:
         """Overwrite the tensors in ``targets`` in place, and replace its other values. Not a collective."""
         items = targets.items() if isinstance(targets, dict) else enumerate(targets)
@@ -217,17 +202,6 @@ def _under_own_names(state: dict[str, Any], names: Iterable[str]) -> dict[str, A
     own = {without_wrappers(name): name for name in names}
     renamed = {own.get(without_wrappers(name), name): value for name, value in state.items()}
     return state if renamed.keys() == state.keys() else renamed
-
-
-def _by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """An optimizer's state with parameters by name, also where they are numbered."""
-    ids = [each for group in state["param_groups"] for each in group["params"]]
-    if not all(isinstance(each, int) for each in ids):
-        return state
-    if len(ids) != len(names):
-        raise CheckpointError(f"the saved optimizer has {len(ids)} parameters, and this run's has {len(names)}")
-    by_id = dict(zip(ids, names, strict=True))
-    return {**state, "state": {by_id[each]: value for each, value in state["state"].items()}}
 
 
 def _flattened(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from lightning_automodel.checkpoint import atomic, paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.hugging_face import KEY, Description, describe_models
-from lightning_automodel.checkpoint.reading import open_model
+from lightning_automodel.checkpoint.reading import open_checkpoint
 from lightning_automodel.checkpoint.state_dict import model_state
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
@@ -88,19 +88,19 @@ def export_checkpoint(path: str, out: str, weights_only: bool | None, **options:
     ``options`` are those of :func:`export_hugging_face`. Runs code that the checkpoint may hold if ``weights_only`` is
     False.
     """
-    saved = open_model(path, weights_only)
+    saved = open_checkpoint(path, weights_only)
+    tensors = {name: entry for name, entry in saved.model.items() if entry is not None}
 
     def plan() -> Plan:
         try:
-            return make_plan(saved.tensors, saved.rest.get(KEY, []), **options)
+            return make_plan(tensors, saved.rest.get(KEY, []), **options)
         except (AttributeError, KeyError, RecursionError, TypeError) as error:
             raise CheckpointError(
                 f"its {KEY!r}, which describes Hugging Face models, is not in the form that this release reads"
             ) from error
 
     def read(names: list[str], keep: bool) -> dict[str, Tensor]:
-        tensors = saved.read(names)
-        return {name: _cast(tensors.pop(name), options["dtype"]) for name in names}
+        return {name: _cast(tensor, options["dtype"]) for name, tensor in saved.read_model(names).items()}
 
     _export(out, plan, read, [])
 

@@ -1,11 +1,10 @@
-"""``.metadata`` of a directory of shards, as this package, Lightning's own strategies and plain torch write it."""
+"""``.metadata``, the table of a directory of shards, as this package, Lightning and plain torch write it."""
 
 import dataclasses
 import io
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -116,22 +115,17 @@ def _under_own_names(metadata: Metadata) -> Metadata:
 
     Lightning's ``FSDPStrategy`` keeps it under ``"model"``. Only the metadata holds names, so the files stay valid.
     """
-    old = f"{_MODEL_OF_FSDP_STRATEGY}."
-    entries = metadata.state_dict_metadata
-    if any(name.startswith(f"{MODEL}.") for name in entries) or not any(name.startswith(old) for name in entries):
+    places: dict[str, tuple[Any, ...]] = metadata.planner_data
+    if any(place[0] == MODEL for place in places.values()):
         return metadata
-
-    def renamed(name: str) -> str:
-        return f"{MODEL}.{name.removeprefix(old)}" if name.startswith(old) else name
-
-    planner_data: Mapping[str, tuple[Any, ...]] = metadata.planner_data
-    return dataclasses.replace(
-        metadata,
-        state_dict_metadata={renamed(name): entry for name, entry in entries.items()},
-        planner_data={
-            renamed(name): (MODEL, *path[1:]) if name.startswith(old) else path for name, path in planner_data.items()
-        },
+    of_model = {name for name, place in places.items() if place[0] == _MODEL_OF_FSDP_STRATEGY}
+    own = {
+        name: f"{MODEL}{name.removeprefix(_MODEL_OF_FSDP_STRATEGY)}" if name in of_model else name for name in places
+    }
+    return Metadata(
+        state_dict_metadata={own[name]: entry for name, entry in metadata.state_dict_metadata.items()},
+        planner_data={own[name]: (MODEL, *place[1:]) if name in of_model else place for name, place in places.items()},
         storage_data={
-            dataclasses.replace(index, fqn=renamed(index.fqn)): place for index, place in metadata.storage_data.items()
+            dataclasses.replace(index, fqn=own[index.fqn]): place for index, place in metadata.storage_data.items()
         },
     )
