@@ -128,7 +128,7 @@ class RunCheckpoints:
             if self.is_sharded:
                 # One file holds whole tensors: it lists what was sharded, so that loading can shard it again.
                 rest = {key: value for key, value in checkpoint.items() if key != state_dict.MODEL}
-                checkpoint[state_dict.SHARDED_STATES] = list(state_dict.sharded_states(rest))
+                checkpoint[state_dict.SHARDED_STATES] = state_dict.sharded_states(rest)
                 checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
             save_file = partial(_files_by(io).save_checkpoint, storage_options=storage_options)
             write = prepare_file(checkpoint, target, save_file, copy=in_background)
@@ -286,7 +286,8 @@ class RunCheckpoints:
                 saved = WholeCheckpoint(self._path, checkpoint, names)
         state_dict.load_state(saved, module, optimizers, strict)
         own = state_dict.model_state(module)
-        state_dict.restore_shards(saved, checkpoint, own)
+        rest = {key: value for key, value in checkpoint.items() if key != state_dict.MODEL}
+        state_dict.restore_shards(saved, rest, own)
         # Lightning's callback reads the weights from this entry, and loads the average into its copy itself.
         if weight_averaging.averaged_models(module):
             checkpoint[state_dict.MODEL] = own

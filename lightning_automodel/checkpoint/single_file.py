@@ -29,6 +29,7 @@ from lightning_automodel.checkpoint.state_dict import (
     by_name,
     check_groups,
     check_number,
+    dicts_in,
     has_state,
     no_optimizer_state,
     optimizer_key,
@@ -132,9 +133,9 @@ class WholeCheckpoint(Saved):
         values.update({f"{MODEL}.{without_wrappers(name)}": value for name, value in checkpoint[MODEL].items()})
         # Lightning's WeightAveraging keeps a state of the model there.
         sharded = {*self.rest.pop(SHARDED_STATES, ()), "current_model_state"}
-        for place, tensors in _states_in(self.rest):
+        for place, each in dicts_in(self.rest):
             if place in sharded:
-                values.update({f"{place}.{name}": tensor for name, tensor in tensors.items()})
+                values.update({f"{place}.{without_wrappers(name)}": value for name, value in each.items()})
         self.entries = {name: value if isinstance(value, Tensor) else None for name, value in values.items()}
         self._values = values
 
@@ -154,54 +155,28 @@ class WholeCheckpoint(Saved):
 
 
 def fill_module(module: nn.Module, checkpoint: Mapping[str, Any], optimizers: list[Optimizer], strict: bool) -> None:
-    """Load the state of ``module``, a replicated model, with its own hooks. Not a collective.
+    """Load the state of ``module``, a replicated model, with its own hooks, which may rename entries. Not a collective.
 
-    Raises :class:`CheckpointError` if the state is another model's (the tensors are then unchanged), or does not fit
-    ``optimizers``, which Lightning fills afterwards.
+    Raises :class:`CheckpointError` if it does not fit ``optimizers``, which Lightning fills afterwards, or is another
+    model's: torch has then filled what fits.
     """
-    everything = module.state_dict()
-    state = _under_own_names(checkpoint[MODEL], everything)
-    own = {name: value for name, value in everything.items() if isinstance(value, Tensor)}
-    shapes_fit = all(getattr(state.get(name), "shape", None) == value.shape for name, value in own.items())
-    # Names and shapes that differ may still load: the module's hooks may rename or reshape entries.
-    fits = shapes_fit and state.keys() <= everything.keys()
-    if fits:
-        _check_optimizers(optimizers, checkpoint)
-    kept = {} if fits else {name: value.clone() for name, value in own.items()}
+    if optimizers:
+        states = checkpoint.get("optimizer_states", [])
+        if not states:
+            raise no_optimizer_state(0)
+        check_number("optimizers", len(states), len(optimizers))
+        for index, (optimizer, saved) in enumerate(zip(optimizers, states, strict=True)):
+            if has_state(saved):  # else the optimizer has a form of its own, and checks it
+                check_groups(optimizer, saved["param_groups"], index)
+    own = {without_wrappers(name): name for name in module.state_dict()}
+    state = {own.get(without_wrappers(name), name): value for name, value in checkpoint[MODEL].items()}
     try:
         module.load_state_dict(state, strict=strict)
     except RuntimeError as error:
-        with torch.no_grad():
-            for name, value in kept.items():
-                own[name].copy_(value)
         raise CheckpointError(
             f"it is of another model: {error} (with LightningModule.strict_loading = False, names that only one of the"
             " two has are skipped)"
         ) from error
-    if not fits:
-        _check_optimizers(optimizers, checkpoint)
-
-
-def _check_optimizers(optimizers: list[Optimizer], checkpoint: Mapping[str, Any]) -> None:
-    if not optimizers:
-        return
-    states = checkpoint.get("optimizer_states", [])
-    if not states:
-        raise no_optimizer_state(0)
-    check_number("optimizers", len(states), len(optimizers))
-    for index, (optimizer, saved) in enumerate(zip(optimizers, states, strict=True)):
-        if not has_state(saved):
-            continue  # the optimizer has a form of its own, and checks it
-        check_groups(optimizer, saved["param_groups"], index)
-        for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
-            check_number(f"parameters in a group of optimizer {index}", len(group["params"]), len(own["params"]))
-
-
-def _under_own_names(state: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """A model's ``state`` under this run's ``names``, if they differ only by wrappers."""
-    own = {without_wrappers(name): name for name in names}
-    renamed = {own.get(without_wrappers(name), name): value for name, value in state.items()}
-    return state if renamed.keys() == state.keys() else renamed
 
 
 def _flattened(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -215,13 +190,3 @@ def _flattened(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flattened(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _states_in(tree: dict[str, Any], place: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Tensors of each dict, by its place as :func:`.split_shards` names it."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            leaves = {without_wrappers(str(name)): leaf for name, leaf in value.items()}
-            if tensors := {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}:
-                yield f"{place}{key}", tensors
-            yield from _states_in(value, f"{place}{key}/")

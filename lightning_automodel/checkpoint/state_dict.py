@@ -269,17 +269,15 @@ def _optimizer_targets(
                 f"the optimizer keeps {_some(sorted(own)) or 'nothing'} for {name}, but {_some(sorted(kinds))} was"
                 f" saved: {_AS_SAVED}"
             )
-    groups = [
-        {setting: value for setting, value in group.items() if setting in settings[i] and setting != "params"}
-        for i, group in enumerate(state["param_groups"])
-    ]
-    # What user code has put into a group while it trained, as torch's own load_state_dict would restore it.
-    for i, targets in enumerate(groups):
-        for setting in settings[i] - targets.keys() - {"params"}:
-            place = f"{optimizer_key(index)}.param_groups.{i}.{setting}"
-            if place in entries:
-                saved = entries[place]
-                targets[setting] = None if saved is None else torch.empty(saved.size(), dtype=saved.dtype)
+    groups: list[dict[str, Any]] = []
+    for i, group in enumerate(state["param_groups"]):
+        # By what was saved: user code may have put more into a group while it trained.
+        places = {setting: f"{optimizer_key(index)}.param_groups.{i}.{setting}" for setting in settings[i] - {"params"}}
+        flat = {setting: entries[place] for setting, place in places.items() if place in entries}
+        values = {
+            s: None if entry is None else torch.empty(entry.size(), dtype=entry.dtype) for s, entry in flat.items()
+        }
+        groups.append({**{setting: group[setting] for setting in places.keys() & group.keys()}, **values})
     return {
         "state": {name: state["state"][name] for name, kinds in found.items() if kinds},
         "param_groups": groups,
@@ -290,42 +288,44 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def sharded_states(tree: Mapping[str, Any], place: str = "") -> Iterator[str]:
-    """Places of the dicts in ``tree`` that hold shards, such as callbacks' averages of the weights."""
+# --- Shards beside the model, such as callbacks' averages of the weights ----------------------------------------------
+
+
+def dicts_in(tree: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Each dict within ``tree`` with its place, such as ``"callbacks/EMA"``; outer ones first."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            if any(isinstance(leaf, DTensor) for leaf in value.values()):
-                yield f"{place}{key}"
-            else:
-                yield from sharded_states(value, f"{place}{key}/")
+            yield f"{place}{key}", value
+            yield from dicts_in(value, f"{place}{key}/")
 
 
-def split_shards(
-    tree: dict[str, Any], names: Collection[str], place: str = ""
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def sharded_states(tree: Mapping[str, Any]) -> list[str]:
+    """Places of the dicts in ``tree`` that hold shards."""
+    return [place for place, each in dicts_in(tree) if any(isinstance(leaf, DTensor) for leaf in each.values())]
+
+
+def split_shards(tree: dict[str, Any], names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split ``tree``, left unchanged, into what is whole on every rank and the tensors of sharded states, by place.
 
     Raises ValueError if there are shards in a list, or under names that are not in the model's state's ``names``.
     """
-    rest, shards = dict(tree), {}
-    for key, value in tree.items():
-        if isinstance(value, (list, tuple)) and any(isinstance(leaf, DTensor) for leaf in value):
-            raise ValueError(f"The checkpoint's {place}{key} is a list of shards, {_NOT_LOADABLE}")
-        if not isinstance(value, dict):
-            continue
-        if not any(isinstance(leaf, DTensor) for leaf in value.values()):
-            below, found = split_shards(value, names, f"{place}{key}/")
-            rest[key] = below if found else value
-            shards.update(found)
-            continue
-        if unknown := [name for name in value if isinstance(value[name], Tensor) and name not in names]:
-            raise ValueError(
-                f"The checkpoint's {place}{key} holds shards beside {unknown[0]!r}, which is not an entry of the"
-                f" model's state dict, {_NOT_LOADABLE}"
-            )
-        shards[f"{place}{key}"] = {name: leaf for name, leaf in value.items() if isinstance(leaf, Tensor)}
-        rest[key] = {name: leaf for name, leaf in value.items() if not isinstance(leaf, Tensor)}
+    rest, shards, sharded = _with_own_dicts(tree), {}, sharded_states(tree)
+    for place, each in [("", rest), *dicts_in(rest)]:
+        for key, value in each.items():
+            if isinstance(value, (list, tuple)) and any(isinstance(leaf, DTensor) for leaf in value):
+                raise ValueError(f"The checkpoint's {f'{place}/{key}'.strip('/')} is a list of shards, {_NOT_LOADABLE}")
+        if place in sharded:
+            shards[place] = {name: each.pop(name) for name, leaf in list(each.items()) if isinstance(leaf, Tensor)}
+            if unknown := [name for name in shards[place] if name not in names]:
+                raise ValueError(
+                    f"The checkpoint's {place} holds shards beside {unknown[0]!r}, which is not an entry of the"
+                    f" model's state dict, {_NOT_LOADABLE}"
+                )
     return rest, shards
+
+
+def _with_own_dicts(tree: dict[str, Any]) -> dict[str, Any]:
+    return {key: _with_own_dicts(value) if isinstance(value, dict) else value for key, value in tree.items()}
 
 
 _NOT_LOADABLE = (
@@ -334,19 +334,18 @@ _NOT_LOADABLE = (
 )
 
 
-def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, Any], place: str = "") -> None:
+def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, Any]) -> None:
     """Put sharded states back into ``tree``, part of ``saved.rest``: the inverse of :func:`split_shards`. A collective.
 
     ``model_state`` gives shapes and sharding.
     """
-    entries = saved.entries
-    for key, value in tree.items():
-        if not isinstance(value, dict) or (place == "" and key == MODEL):
-            continue
-        names = {name: f"{place}{key}.{name}" for name in model_state}
-        if found := {name: entry for name, place in names.items() if (entry := entries.get(place)) is not None}:
-            shards = {name: torch.empty_like(model_state[name], dtype=entry.dtype) for name, entry in found.items()}
-            saved.read_into({f"{place}{key}": shards})
-            tree[key] = {**value, **shards}
-        else:
-            restore_shards(saved, value, model_state, f"{place}{key}/")
+    for place, each in dicts_in(tree):
+        entries = {name: saved.entries.get(f"{place}.{name}") for name in model_state}
+        shards = {
+            name: torch.empty_like(model_state[name], dtype=entry.dtype)
+            for name, entry in entries.items()
+            if entry is not None
+        }
+        if shards:
+            saved.read_into({place: shards})
+            each.update(shards)

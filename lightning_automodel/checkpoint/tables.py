@@ -1,11 +1,9 @@
 """``.metadata``, the table of a directory of shards, as this package, Lightning and plain torch write it."""
 
-import dataclasses
 import io
 import itertools
 import math
 from collections import Counter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ _MAX_SPLIT_DIMS = 8
 
 
 def parse_metadata(content: bytes) -> Metadata:
-    """Parse and check ``.metadata``; its names become this package's, whichever strategy has saved the shards."""
+    """Parse and check ``.metadata``, whichever strategy has saved the shards."""
     try:
         refuse_nested_tuples(io.BytesIO(content))
         metadata = MetadataUnpickler(io.BytesIO(content)).load()
@@ -30,7 +28,7 @@ def parse_metadata(content: bytes) -> Metadata:
         sizes_needed(metadata)
         outline(metadata)
         _check_entries(metadata)
-        return _under_own_names(metadata)
+        return metadata
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
@@ -44,6 +42,13 @@ def _check_entries(metadata: Metadata) -> None:
 
     torch checks that when it saves, and not when it loads: what no chunk covers would keep what was in memory before.
     """
+    if {path[0] for path in metadata.planner_data.values()} & {MODEL, _MODEL_OF_FSDP_STRATEGY} == {
+        _MODEL_OF_FSDP_STRATEGY
+    }:
+        raise CheckpointError(
+            "Lightning's FSDPStrategy has written these shards: make one file of them, which this strategy reads, with"
+            " python -m lightning.pytorch.utilities.consolidate_checkpoint"
+        )
     for name, entry in metadata.state_dict_metadata.items():
         path = metadata.planner_data[name]
         if not (isinstance(name, str) and isinstance(path, tuple) and path and isinstance(path[0], str)):
@@ -108,24 +113,3 @@ def sizes_needed(metadata: Metadata) -> dict[str, int]:
             raise ValueError(f"{place.length} bytes at {place.offset}")
         needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
     return needed
-
-
-def _under_own_names(metadata: Metadata) -> Metadata:
-    """``metadata`` with the model's state where ``ModelParallelStrategy`` and this package keep it.
-
-    Lightning's ``FSDPStrategy`` keeps it under ``"model"``. Only the metadata holds names, so the files stay valid.
-    """
-    places: dict[str, tuple[Any, ...]] = metadata.planner_data
-    if any(place[0] == MODEL for place in places.values()):
-        return metadata
-    of_model = {name for name, place in places.items() if place[0] == _MODEL_OF_FSDP_STRATEGY}
-    own = {
-        name: f"{MODEL}{name.removeprefix(_MODEL_OF_FSDP_STRATEGY)}" if name in of_model else name for name in places
-    }
-    return Metadata(
-        state_dict_metadata={own[name]: entry for name, entry in metadata.state_dict_metadata.items()},
-        planner_data={own[name]: (MODEL, *place[1:]) if name in of_model else place for name, place in places.items()},
-        storage_data={
-            dataclasses.replace(index, fqn=own[index.fqn]): place for index, place in metadata.storage_data.items()
-        },
-    )

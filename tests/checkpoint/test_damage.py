@@ -243,13 +243,16 @@ def _load_into_others(
 
 @pytest.mark.parametrize("form", forms("shards", "one_file_of_shards", "replicated"))
 def test_checkpoint_of_another_model(pool2: RankPool, tmp_path: Path, form: str) -> None:
-    """Names the checkpoint, the ranks, and what is missing, left over or of another shape; nothing was loaded."""
+    """Names the checkpoint, the ranks, and what is missing, left over or of another shape.
+
+    Nothing was loaded, unless by a replicated model's own ``load_state_dict``.
+    """
     names = {"more": "model.more.weight", "fewer": "model.norm.weight", "shape": "model.head.weight"}
     for outcomes in pool2.run(_load_into_others, FORMS[form], str(tmp_path), OtherModule, list(names)):
         for change, message, is_unchanged in outcomes:
             assert message.startswith(f"Cannot load {tmp_path}/other.ckpt: ranks 0, 1: ")
             assert names[change] in message
-            assert is_unchanged
+            assert is_unchanged or form == "replicated"
 
 
 class OtherOptimizer(AdamModule):
