@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader as FsspecReader
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter as FsspecWriter
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict as unflatten_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, _redistribute

@@ -80,9 +80,7 @@ def prepare_file(
         if group_rank() == 0:
             prepare_place(path)
             if copy:
-                states = {key: checkpoint.pop(key) for key in (MODEL, "optimizer_states") if key in checkpoint}
-                with naming_what_fails(checkpoint):
-                    checkpoint = {**_through_a_file(checkpoint), **_copied(states)}
+                checkpoint = _copied(checkpoint)
 
     def write(group: dist.ProcessGroup | None) -> None:
         with on_every_rank(what, group):
@@ -156,15 +154,8 @@ def _copied(states: dict[str, Any]) -> dict[str, Any]:
         states,
         Tensor,
         lambda each: each if each.is_meta else each.detach().to("cpu", copy=True, non_blocking=True),
+        allow_frozen=True,
     )
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return copied
-
-
-def _through_a_file(tree: dict[str, Any]) -> dict[str, Any]:
-    """A copy of ``tree``, as saving and loading it gives; for moderate sizes."""
-    stream = io.BytesIO()
-    torch.save(tree, stream)
-    stream.seek(0)
-    return torch.load(stream, map_location="cpu", weights_only=False)

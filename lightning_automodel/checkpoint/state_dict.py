@@ -131,6 +131,7 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
     Raises :class:`CheckpointError`, and loads nothing, if entries are missing, left over (``strict`` only), or have
     other shapes, or the optimizers differ from the saved ones.
     """
+    model.zero_grad()  # which ends open windows, if a hook loads weights within a fit
     of_model = model_state(model)
     names = [parameter_names(model, optimizer) for optimizer in optimizers]
     groups = [_with_state_of(optimizer, _stateful(saved, i), names[i]) for i, optimizer in enumerate(optimizers)]

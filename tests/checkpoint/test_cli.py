@@ -15,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.checkpoint.cli.export import in_portions, number_of_bytes
 from lightning_automodel.checkpoint.saver import prepare_shards
 from lightning_automodel.checkpoint.single_file import load_file as load_checkpoint
 from lightning_automodel.checkpoint.single_file import save_file
@@ -267,19 +266,13 @@ def test_code_is_run_only_with_trust(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert torch.load(tmp_path / "consolidate", weights_only=False)["custom"].inner == {"value": 3}
 
 
-def test_sizes() -> None:
-    """Decimal units; what says no size is refused with an example."""
-    assert [number_of_bytes(size) for size in ("5GB", "1.5 kb", 7, "7")] == [5 * 10**9, 1500, 7, 7]
-    for size in ("5XB", "", "0", "-1GB", "0.1B"):
-        with pytest.raises(ValueError, match=r"is not a size: write a number of bytes.*5GB"):
-            number_of_bytes(size)
-
-
-def test_portions() -> None:
-    """In order, none above the limit but what is larger by itself."""
-    sizes = {"a": 4, "b": 4, "c": 1, "d": 20, "e": 9, "f": 0}
-    assert in_portions(sizes, 9) == [["a", "b", "c"], ["d"], ["e", "f"]]
-    assert in_portions({}, 9) == []
+@pytest.mark.parametrize(("size", "files"), [("50", 2), ("1KB", 1), ("5XB", 0), ("B", 0)])
+def test_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str, files: int) -> None:
+    """Of files, with or without a unit; what is none is refused."""
+    path, out = save_whole(tmp_path / "a.ckpt"), tmp_path / "out"
+    assert main(["export", str(path), str(out), "--key", "model", "--max-shard-size", size]) == (files == 0)
+    assert len(list(out.glob("*.safetensors"))) == files
+    assert ("ValueError" in capsys.readouterr().err) == (files == 0)
 
 
 @pytest.mark.filterwarnings("ignore")

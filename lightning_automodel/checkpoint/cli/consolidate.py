@@ -16,7 +16,6 @@ from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import save_file
 from lightning_automodel.checkpoint.state_dict import MODEL, dicts_in, is_optimizer_key, optimizer_key
-from lightning_automodel.torch_internals import unflatten_state_dict
 
 
 def consolidate(path: str, out: str, weights_only: bool | None) -> None:
@@ -61,7 +60,17 @@ def _assembled(shards: ShardDirectory, values: dict[str, Any], objects: dict[str
         if place not in states_by_place:
             raise CheckpointError(f"there are shards for {place}, which the rest of the checkpoint does not mention")
         states_by_place[place][key] = values[name]
-    # Entries are named by flattening nested states; this is torch's inverse of that.
-    optimizers: dict[str, Any] = unflatten_state_dict(of_optimizers, shards.places)
+    optimizers = _nested({shards.places[name]: value for name, value in of_optimizers.items()})
     states = [{"state": {}, "param_groups": [], **optimizers[optimizer_key(index)]} for index in range(len(optimizers))]
     return {**tree, "optimizer_states": states} if states or "lr_schedulers" in tree else tree
+
+
+def _nested(values: dict[tuple[Any, ...], Any]) -> Any:
+    """The dicts and lists that torch.distributed.checkpoint has flattened; numbers in a path are places in a list."""
+    if () in values:
+        return values[()]
+    below: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for (first, *rest), value in values.items():
+        below.setdefault(first, {})[tuple(rest)] = value
+    built = {key: _nested(each) for key, each in below.items()}
+    return [built[key] for key in sorted(built)] if all(isinstance(key, int) for key in built) else built
