@@ -111,7 +111,7 @@ def by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
         raise CheckpointError(f"the saved optimizer has {len(ids)} parameters, and this run's has {len(names)}")
     name_of = dict(zip(ids, names, strict=True))
     groups = [{**group, "params": [name_of[each] for each in group["params"]]} for group in state["param_groups"]]
-    return {"state": {name_of[each]: value for each, value in state["state"].items()}, "param_groups": groups}
+    return {"state": {name_of.get(each, each): value for each, value in state["state"].items()}, "param_groups": groups}
 
 
 def has_state(state: Mapping[str, Any]) -> bool:
