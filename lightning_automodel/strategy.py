@@ -772,8 +772,7 @@ class AutomodelStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if not self._checkpoints.names_parameters:
             return super().optimizer_state(optimizer)
-        with self._required_run.watch.suspended():
-            return self._as_saved(optimizer_state(self._module, unwrap(optimizer)))
+        return self._as_saved(optimizer_state(self._module, unwrap(optimizer)))
 
     def _as_saved(self, state: dict[str, Any]) -> dict[str, Any]:
         """``state`` with this rank's shards for a directory, for one file whole on rank 0 and empty on the others.

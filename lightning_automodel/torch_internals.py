@@ -7,13 +7,12 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict as unflatten_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, _redistribute
@@ -23,6 +22,15 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel import release_probe
 from lightning_automodel.patching import PatchStack
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import FileSystemReader as FsspecReader
+    from torch.distributed.checkpoint import FileSystemWriter as FsspecWriter
+else:
+    try:
+        from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader, FsspecWriter
+    except ModuleNotFoundError:  # private before torch 2.15
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter  # noqa: F401
 
 F = TypeVar("F", bound=Callable[..., Any])
 FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes are not public

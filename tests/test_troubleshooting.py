@@ -67,7 +67,6 @@ NOT_MESSAGES = {
     "shared between FSDP roots": "in describe()",
     "outside of every FSDP root": "in describe()",
     "did not receive grad for rank \\d+: (\\d[\\d ]*)": "torch's own message, which ours quotes",
-    "parameters in a group of optimizer …": "of `it holds … …, and this run has …`",
     "groups of parameters of optimizer …": "of `it holds … …, and this run has …`",
     "configure the optimizers that the run was saved with": "of `it holds … …, and this run has …`",
     "holds …, which this model lacks": "of `it is of another model`",
@@ -75,7 +74,6 @@ NOT_MESSAGES = {
     " to, or tensor.full_tensor(), called on every rank.": "of `is a list of shards`",
     "it holds a …": "of `.metadata is damaged`",
     "… is not a layout": "of `.metadata is damaged`",
-    "another checksum or format": "of `is damaged`",
 }
 
 

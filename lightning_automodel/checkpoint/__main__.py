@@ -90,7 +90,8 @@ def _consolidate(parsed: argparse.Namespace) -> int:
 
 def _export(parsed: argparse.Namespace) -> int:
     dtype = None if parsed.dtype is None else _DTYPES[parsed.dtype]
-    names = {"max_shard_size": parsed.max_shard_size, "adapter_only": parsed.adapter_only, "prefix": parsed.key}
+    size = int(parsed.max_shard_size) if parsed.max_shard_size.isdigit() else parsed.max_shard_size
+    names = {"max_shard_size": size, "adapter_only": parsed.adapter_only, "prefix": parsed.key}
     export_checkpoint(paths.normalize(parsed.path), parsed.out, not parsed.trust, dtype=dtype, **names)
     print(f"Wrote {parsed.out}")
     return 0

@@ -1,10 +1,7 @@
 """Paths of checkpoints: local ones, which are replaced in one step, and URLs that fsspec knows."""
 
-import os
-import stat
 from pathlib import Path
 
-from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
@@ -39,35 +36,39 @@ def is_directory(path: str) -> bool:
     return filesystem.isdir(place)
 
 
-def is_file_name(name: str) -> bool:
-    """Whether ``name`` names something directly in a folder, on any operating system."""
-    return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
+def member(folder: str, name: str) -> str:
+    """Path of the file or folder ``name`` directly in ``folder``.
 
-
-def size_of_file(filesystem: AbstractFileSystem, folder: str, name: str) -> int:
-    """Bytes of the regular file ``name`` below ``folder``.
-
-    Names come from files that anybody may have written. A name could lead out of the checkpoint, and reading a fifo or
-    a device would never end: both raise :class:`CheckpointError`.
+    Names come from files that anybody may have written: :class:`CheckpointError` if it would lead elsewhere, on any
+    operating system.
     """
-    if not is_file_name(name):
+    if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
         raise CheckpointError(f"it refers to {name!r}, which is not the name of a file in the checkpoint")
-    place = f"{folder}/{name}"
-    if isinstance(filesystem, LocalFileSystem):
-        found = os.lstat(place)
-        is_regular, size = stat.S_ISREG(found.st_mode), found.st_size
-    else:
-        info = filesystem.info(place)
-        is_regular, size = info["type"] == "file", info["size"]
-    if not is_regular:
-        raise CheckpointError(f"{name} is not a regular file")
-    return size
+    return f"{folder}/{name}"
 
 
-def read_file(filesystem: AbstractFileSystem, folder: str, name: str) -> bytes:
-    """Content of the regular file ``name`` below ``folder``; raises as :func:`size_of_file` does."""
-    size_of_file(filesystem, folder, name)
-    return filesystem.cat_file(f"{folder}/{name}")
+def size_of_file(path: str) -> int:
+    """Bytes of a regular file; anything else raises CheckpointError, as reading a fifo or a device would never end."""
+    filesystem, place = url_to_fs(path)
+    found = filesystem.info(place)
+    if found["type"] != "file" or found.get("islink"):
+        raise CheckpointError(f"{path.rpartition('/')[2]} is not a regular file")
+    return found["size"]
+
+
+def read_file(path: str) -> bytes:
+    """Content of a regular file; raises as :func:`size_of_file` does."""
+    size_of_file(path)
+    filesystem, place = url_to_fs(path)
+    return filesystem.cat_file(place)
+
+
+def write_file(path: str, content: bytes) -> None:
+    """Write a file, a local one to disk."""
+    filesystem, place = url_to_fs(path)
+    filesystem.pipe_file(place, content)
+    if is_local(path):
+        atomic.sync(place)
 
 
 def refuse_to_replace(path: str) -> None:
@@ -106,18 +107,10 @@ def new_local_target(path: str | Path) -> Path:
 
 
 def remove(path: str) -> None:
-    """Remove a checkpoint, a directory or a file. Called by one rank."""
+    """Remove a checkpoint, a directory or a file, so that no part of it is ever taken for one. Called by one rank."""
     if is_local(path):
         atomic.remove(Path(path))
         return
     filesystem, place = url_to_fs(path)
     if filesystem.exists(place):
         filesystem.rm(place, recursive=True)
-
-
-def discard(path: str) -> None:
-    """Remove the files of a save that failed. Called by one rank."""
-    if is_local(path):
-        atomic.discard(Path(path))
-    else:
-        remove(path)

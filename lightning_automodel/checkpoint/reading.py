@@ -1,58 +1,31 @@
-"""Opening the model in a checkpoint of either form, in one process."""
+"""Opening a checkpoint of either form in one process."""
 
 import io
-from collections.abc import Callable, Iterable, Mapping
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import paths
-from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.safe_load import load_plain_data
-from lightning_automodel.checkpoint.sharded import Check, ShardDirectory
-from lightning_automodel.checkpoint.single_file import check_file, readable
-from lightning_automodel.checkpoint.state_dict import MODEL
+from lightning_automodel.checkpoint.errors import on_every_rank
+from lightning_automodel.checkpoint.sharded import ShardDirectory
+from lightning_automodel.checkpoint.single_file import WholeCheckpoint, load_file
+from lightning_automodel.checkpoint.state_dict import MODEL, Saved
 from lightning_automodel.patching import PatchStack
-from lightning_automodel.sharding.param_names import without_wrappers
 
 
-class SavedModel(NamedTuple):
-    """The model in a checkpoint; this process alone can read any of its tensors.
-
-    Attributes:
-        rest: The checkpoint without the states of model and optimizers.
-        tensors: By name, perhaps without values; names are without wrappers.
-        read: ``names -> tensors``, whole and in host memory; those of a file may be mapped, so do not change them.
-        world_size: Ranks that wrote a directory; None for one file.
-    """
-
-    rest: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    read: Callable[[Iterable[str]], dict[str, Tensor]]
-    world_size: int | None = None
-
-
-def open_model(path: str, weights_only: bool | None, check: Check = "content") -> SavedModel:
-    """Check a checkpoint of either form, and open its model. Not a collective.
+def open_checkpoint(path: str, weights_only: bool | None, reads_content: bool = True) -> Saved:
+    """Check a checkpoint of either form, and open it. Not a collective; a file's optimizer states are left out.
 
     Raises :class:`CheckpointError` if it is damaged, missing, or holds code, unless ``weights_only`` is False.
     """
     if paths.is_directory(path):
-        shards = ShardDirectory(path, weights_only, alone=True, check=check)
-        tensors = {name: entry for name, entry in shards.model.items() if entry is not None}
-        return SavedModel(shards.rest, tensors, shards.read_model, shards.world_size)
+        return ShardDirectory(path, weights_only, alone=True, reads_content=reads_content)
     with on_every_rank(f"Cannot load {path}", alone=True):
-        check_file(path, reads_content=check != "sizes")
-        checkpoint = load_plain_data(readable(path), path, weights_only is not False)
-        if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(MODEL), dict):
-            raise CheckpointError(f"it has no {MODEL!r}: this is not a checkpoint of a LightningModule")
-    tensors = {without_wrappers(name): each for name, each in checkpoint[MODEL].items() if isinstance(each, Tensor)}
-    rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
-    return SavedModel(rest, tensors, lambda names: {name: tensors[name] for name in names})
+        return WholeCheckpoint(path, load_file(path, weights_only, reads_content))
 
 
 @cache
@@ -78,13 +51,11 @@ def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> d
     place = paths.normalize(path)
     if not paths.is_directory(place):
         return None
-    shards = ShardDirectory(place, weights_only, alone=True)
+    saved = open_checkpoint(place, weights_only)
     # `map_location` can be of many kinds: loading an empty tensor shows to which device it maps the host's tensors.
     stream = io.BytesIO()
     torch.save(torch.empty(0), stream)
     stream.seek(0)
     device = torch.load(stream, map_location=map_location).device
-    state = shards.read_model(shards.model)
-    for name, value in state.items():
-        state[name] = value.to(device) if isinstance(value, Tensor) else value
-    return {**shards.rest, MODEL: state}
+    state = saved.read_model(saved.model)
+    return {**saved.rest, MODEL: {n: v.to(device) if isinstance(v, Tensor) else v for n, v in state.items()}}

@@ -17,11 +17,9 @@ from typing_extensions import override
 from lightning_automodel.checkpoint.errors import CheckpointError
 
 Source = str | io.BytesIO
-"""A local file, which is memory-mapped if possible so that only what is used is read, or a file's content."""
+"""A local file, which is memory-mapped so that only what is used is read, or a file's content."""
 
 _MAX_TUPLE = 1 << 20
-_PICKLES_BEFORE_1_6 = 4
-"""Up to the content, in the files that torch wrote before version 1.6."""
 
 
 class NotPlainDataError(CheckpointError):
@@ -54,23 +52,22 @@ def load_plain_data(source: Source, what: str, weights_only: bool) -> Any:
 
 
 def _load(source: Source, weights_only: bool) -> Any:
-    is_archive = zipfile.is_zipfile(source)
+    check_format(source)
     with open(source, "rb") if isinstance(source, str) else contextlib.nullcontext(source) as stream:
         stream.seek(0)
-        if weights_only and is_archive:
+        if weights_only:
             refuse_nested_tuples(io.BytesIO(torch.PyTorchFileReader(stream).get_record("data.pkl")))
-        elif weights_only:
-            try:
-                for _ in range(_PICKLES_BEFORE_1_6):
-                    refuse_nested_tuples(stream)
-            except (IndexError, KeyError, ValueError) as error:
-                raise CheckpointError("it is damaged, or not what torch.save writes") from error
-        stream.seek(0)
-    is_mapped = is_archive and isinstance(source, str)
-    return torch.load(source, map_location="cpu", weights_only=weights_only, mmap=is_mapped)
+            stream.seek(0)
+    return torch.load(source, map_location="cpu", weights_only=weights_only, mmap=isinstance(source, str))
 
 
-def refuse_nested_tuples(stream: IO[bytes]) -> None:
+def check_format(source: str | IO[bytes], name: str = "it") -> None:
+    """Raise CheckpointError unless ``source`` is an archive, which torch checks with more care than older formats."""
+    if not zipfile.is_zipfile(source):
+        raise CheckpointError(f"{name} is cut off, damaged, or not what torch.save has written since release 1.6")
+
+
+def refuse_nested_tuples(stream: io.BytesIO) -> None:
     """Raise CheckpointError if a pickle holds a tuple of more than a million elements, shared ones counted each time.
 
     A tuple that holds another one twice, which does so too, and so on, takes little space and ages to hash.

@@ -23,7 +23,7 @@ from lightning_automodel.checkpoint.safe_load import warn_about_code
 from lightning_automodel.checkpoint.sharded import ShardWriter
 from lightning_automodel.checkpoint.state_dict import EXTRA_STATE, MODEL, optimizer_key, split_shards
 from lightning_automodel.distributed import collectives
-from lightning_automodel.distributed.process_group import group_rank, group_size
+from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.sharding.units import is_sharded
 
 Write = Callable[[dist.ProcessGroup | None], None]
@@ -53,7 +53,7 @@ def prepare_shards(checkpoint: dict[str, Any], path: str, copy: bool = False) ->
             prepare_place(path)
     # The folder's name is random, and all ranks write into it.
     folder = collectives.broadcast_object(folder, 0)
-    writer = ShardWriter(path, folder, content.getvalue(), group_size())
+    writer = ShardWriter(path, folder, content.getvalue())
     staged = _copied(shards) if copy else shards
 
     def write(group: dist.ProcessGroup | None) -> None:
@@ -62,7 +62,7 @@ def prepare_shards(checkpoint: dict[str, Any], path: str, copy: bool = False) ->
                 dcp.save(staged, storage_writer=writer, process_group=group)
         except BaseException:
             if group_rank() == 0:
-                paths.discard(folder)
+                paths.remove(folder)
             raise
 
     return write
@@ -80,9 +80,7 @@ def prepare_file(
         if group_rank() == 0:
             prepare_place(path)
             if copy:
-                states = {key: checkpoint.pop(key) for key in (MODEL, "optimizer_states") if key in checkpoint}
-                with naming_what_fails(checkpoint):
-                    checkpoint = {**_through_a_file(checkpoint), **_copied(states)}
+                checkpoint = _copied(checkpoint)
 
     def write(group: dist.ProcessGroup | None) -> None:
         with on_every_rank(what, group):
@@ -137,13 +135,13 @@ def prepare_place(path: str) -> None:
 
 def _take_shards(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Shards by place, and the rest of ``checkpoint``, from which the states of model and optimizers are popped."""
-    shards: dict[str, Any] = {MODEL: checkpoint.pop(MODEL)}
+    of_model: dict[str, Any] = checkpoint.pop(MODEL)
+    objects = {name: of_model.pop(name) for name in list(of_model) if not isinstance(of_model[name], Tensor)}
+    shards = {MODEL: of_model}
     for index, state in enumerate(filter(None, checkpoint.pop("optimizer_states", []))):
         shards[optimizer_key(index)] = state
-    rest, others = split_shards(checkpoint, shards[MODEL].keys())
-    if objects := {name: value for name, value in shards[MODEL].items() if not isinstance(value, torch.Tensor)}:
-        rest[EXTRA_STATE] = objects
-    return {**shards, **others}, rest
+    rest, others = split_shards(checkpoint, of_model.keys())
+    return {**shards, **others}, {**rest, EXTRA_STATE: objects} if objects else rest
 
 
 def _copied(states: dict[str, Any]) -> dict[str, Any]:
@@ -156,15 +154,8 @@ def _copied(states: dict[str, Any]) -> dict[str, Any]:
         states,
         Tensor,
         lambda each: each if each.is_meta else each.detach().to("cpu", copy=True, non_blocking=True),
+        allow_frozen=True,
     )
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return copied
-
-
-def _through_a_file(tree: dict[str, Any]) -> dict[str, Any]:
-    """A copy of ``tree``, as saving and loading it gives; for moderate sizes."""
-    stream = io.BytesIO()
-    torch.save(tree, stream)
-    stream.seek(0)
-    return torch.load(stream, map_location="cpu", weights_only=False)

@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from torch import nn
 from torch.optim import Optimizer
 
 from lightning_automodel import lightning_internals
@@ -27,12 +26,11 @@ from lightning_automodel.checkpoint.saver import (
     prepare_shards,
 )
 from lightning_automodel.checkpoint.sharded import ShardDirectory
-from lightning_automodel.checkpoint.single_file import FileCheckpointIO, WholeCheckpoint, check_file, fill_module
+from lightning_automodel.checkpoint.single_file import FileCheckpointIO, WholeCheckpoint, fill_module, load_file
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import weight_averaging
-from lightning_automodel.sharding.param_names import without_wrappers
 
 log = logging.getLogger(__name__)
 
@@ -130,9 +128,7 @@ class RunCheckpoints:
             if self.is_sharded:
                 # One file holds whole tensors: it lists what was sharded, so that loading can shard it again.
                 rest = {key: value for key, value in checkpoint.items() if key != state_dict.MODEL}
-                # WeightAveraging keeps the model's state there, which was gathered before.
-                model_states = {"current_model_state"} & rest.keys()
-                checkpoint[state_dict.SHARDED_STATES] = [*{*state_dict.sharded_states(rest), *model_states}]
+                checkpoint[state_dict.SHARDED_STATES] = state_dict.sharded_states(rest)
                 checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
             save_file = partial(_files_by(io).save_checkpoint, storage_options=storage_options)
             write = prepare_file(checkpoint, target, save_file, copy=in_background)
@@ -257,13 +253,12 @@ class RunCheckpoints:
         if kinds[0]:
             self._opened = ShardDirectory(self._path, weights_only)
             return self._opened.rest
-        files = _files_by(io)
+        files, loaded = _files_by(io), dict[str, Any]()
         with on_every_rank(f"Cannot load {self._path}"):
-            if is_first_on_node and isinstance(files, FileCheckpointIO):
-                check_file(self._path)
-        loaded: dict[str, Any] = {}
-        with on_every_rank(f"Cannot load {self._path}"):
-            loaded = files.load_checkpoint(self._path, weights_only=weights_only)
+            if isinstance(files, FileCheckpointIO):
+                loaded = load_file(self._path, weights_only, reads_content=is_first_on_node)
+            else:
+                loaded = files.load_checkpoint(self._path, weights_only=weights_only)
         if len(moments := set(gather((loaded.get("epoch"), loaded.get("global_step"))))) > 1:
             raise CheckpointError(
                 f"Cannot load {self._path}: ranks have read different checkpoints there (epoch and step"
@@ -286,13 +281,13 @@ class RunCheckpoints:
             return
         saved: state_dict.Saved | None = self._opened
         if saved is None:
-            names = [_parameter_names(module, optimizer) for optimizer in optimizers]
-            own = state_dict.model_state(module)
+            names = [state_dict.parameter_names(module, optimizer) for optimizer in optimizers]
             with on_every_rank(f"Cannot load {self._path}"):
-                saved = WholeCheckpoint(self._path, checkpoint, names, own)
+                saved = WholeCheckpoint(self._path, checkpoint, names)
         state_dict.load_state(saved, module, optimizers, strict)
         own = state_dict.model_state(module)
-        state_dict.restore_shards(saved, checkpoint, own)
+        rest = {key: value for key, value in checkpoint.items() if key != state_dict.MODEL}
+        state_dict.restore_shards(saved, rest, own)
         # Lightning's callback reads the weights from this entry, and loads the average into its copy itself.
         if weight_averaging.averaged_models(module):
             checkpoint[state_dict.MODEL] = own
@@ -301,9 +296,3 @@ class RunCheckpoints:
 def _files_by(io: CheckpointIO) -> CheckpointIO:
     """The plugin to use for files: the Trainer's, or ours if the Trainer has Lightning's default."""
     return FileCheckpointIO() if type(io) is TorchCheckpointIO else io
-
-
-def _parameter_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Names of an optimizer's parameters in its order."""
-    names = {id(parameter): without_wrappers(name) for name, parameter in module.named_parameters()}
-    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]

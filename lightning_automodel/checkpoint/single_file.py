@@ -3,6 +3,7 @@
 Such a file is a zip archive: torch writes a checksum for each of its records, but does not check them when it loads.
 """
 
+import contextlib
 import io
 import os
 import zipfile
@@ -20,12 +21,15 @@ from typing_extensions import override
 
 from lightning_automodel.checkpoint import atomic, paths
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.safe_load import Source, load_plain_data, warn_about_code
+from lightning_automodel.checkpoint.safe_load import Source, check_format, load_plain_data, warn_about_code
 from lightning_automodel.checkpoint.state_dict import (
     MODEL,
     SHARDED_STATES,
+    Saved,
+    by_name,
     check_groups,
     check_number,
+    dicts_in,
     has_state,
     no_optimizer_state,
     optimizer_key,
@@ -35,7 +39,7 @@ from lightning_automodel.sharding.param_names import without_wrappers
 
 
 class FileCheckpointIO(TorchCheckpointIO):
-    """Lightning's plugin for files, with atomic writes; :class:`.RunCheckpoints` checks a file before it loads."""
+    """Lightning's plugin for files, with atomic writes and checks before anything is loaded."""
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -44,8 +48,7 @@ class FileCheckpointIO(TorchCheckpointIO):
 
     @override
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load to host memory; a local file is mapped, so that only what is used is read."""
-        return load_plain_data(readable(str(path)), str(path), weights_only is not False)
+        return load_file(str(path), weights_only)
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
@@ -80,80 +83,63 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
         raise
 
 
-def readable(path: str) -> Source:
-    """The path of a local file, or the content of any other, since not every server sends parts."""
-    filesystem, place = url_to_fs(path)
-    return path if paths.is_local(path) else io.BytesIO(filesystem.cat_file(place))
+def load_file(path: str, weights_only: bool | None, reads_content: bool = True) -> dict[str, Any]:
+    """Load a file to host memory, once its content was compared with its checksums if that is to be read.
 
-
-def check_file(path: str, reads_content: bool = True) -> None:
-    """Read a file once and compare it with its checksums; raises CheckpointError if it is damaged, or not a file."""
+    A local file is mapped, so that only what is used is read; any other is fetched whole, since not every server sends
+    parts. Raises :class:`CheckpointError` if it is damaged, or not a file.
+    """
     filesystem, place = url_to_fs(path)
     if not filesystem.exists(place):
         raise FileNotFoundError("there is no such file or directory")
     if paths.is_local(path) and not os.path.isfile(place):
         raise CheckpointError("it is not a regular file")
-    if not reads_content:
-        return
-    if paths.is_local(path):
-        with open(place, "rb") as file:
+    source: Source = place if paths.is_local(path) else io.BytesIO(filesystem.cat_file(place))
+    if reads_content:
+        with open(source, "rb") if isinstance(source, str) else contextlib.nullcontext(source) as file:
             check_content(file)
-    else:
-        check_content(io.BytesIO(filesystem.cat_file(place)))
+    checkpoint = load_plain_data(source, path, weights_only is not False)
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(MODEL), dict):
+        raise CheckpointError(f"it has no {MODEL!r}: this is not a checkpoint of a LightningModule")
+    return checkpoint
 
 
-def check_content(file: IO[bytes]) -> None:
+def check_content(file: IO[bytes], name: str = "it") -> None:
     """Compare what ``torch.save`` has written with its checksums; raises CheckpointError if it differs."""
-    size = file.seek(0, os.SEEK_END)
-    if size == 0:
-        raise CheckpointError("the file is empty")
-    file.seek(0)
-    if file.read(4) != b"PK\x03\x04":
-        return  # the format that torch wrote before version 1.6 has no checksums
+    check_format(file, name)
     try:
         damaged = zipfile.ZipFile(file).testzip()
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError, ValueError) as error:
-        raise CheckpointError(f"the file is cut off or damaged ({error}; {size} bytes)") from error
+    except Exception as error:  # damaged content can raise anything
+        raise CheckpointError(f"{name} is damaged ({type(error).__name__}: {error})") from error
     if damaged is not None:
-        raise CheckpointError(f"its content has changed since it was written (wrong checksum of {damaged})")
+        raise CheckpointError(f"{name} has changed since it was written (wrong checksum of {damaged})")
 
 
-class WholeCheckpoint:
-    """A checkpoint of whole tensors, open for loading; see :class:`~lightning_automodel.checkpoint.state_dict.Saved`.
+class WholeCheckpoint(Saved):
+    """A checkpoint of whole tensors, open for loading.
 
     Args:
         path: Path of the checkpoint, for messages.
-        checkpoint: As Lightning loads it. The list of sharded states is popped from it.
+        checkpoint: As Lightning loads it.
         parameter_names: Parameter names of each of the run's optimizers; plain optimizers only number parameters.
-        own: The state of the run's model.
     """
 
-    def __init__(
-        self, path: str, checkpoint: dict[str, Any], parameter_names: list[list[str]], own: Mapping[str, Any]
-    ) -> None:
-        self.path, self.rest = path, checkpoint
-        states = checkpoint.get("optimizer_states", [])
-        trees = {
-            optimizer_key(index): _by_name(state, names)
-            for index, (state, names) in enumerate(zip(filter(has_state, states), parameter_names, strict=False))
-        }
+    def __init__(self, path: str, checkpoint: dict[str, Any], parameter_names: Iterable[list[str]] = ()) -> None:
+        self.path = path
+        self.rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
+        states = zip(filter(has_state, checkpoint.get("optimizer_states", [])), parameter_names, strict=False)
+        trees = {optimizer_key(index): by_name(state, names) for index, (state, names) in enumerate(states)}
         values = {without_wrappers(name): value for name, value in _flattened(trees)}
-        of_model = checkpoint.get(MODEL, {})
-        values.update({f"{MODEL}.{without_wrappers(name)}": value for name, value in of_model.items()})
-        sharded = checkpoint.pop(SHARDED_STATES, None)
-        rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
-        for place, tensors in _states_in(rest):
-            # A file of another strategy does not list sharded states: a dict that fits the model is taken for one.
-            is_like_model = all(
-                isinstance(own.get(name), Tensor) and own[name].size() == each.size() for name, each in tensors.items()
-            )
-            if is_like_model if sharded is None else place in sharded:
-                values.update({f"{place}.{name}": tensor for name, tensor in tensors.items()})
-        self.entries: Mapping[str, Tensor | None] = {
-            name: value if isinstance(value, Tensor) else None for name, value in values.items()
-        }
+        values.update({f"{MODEL}.{without_wrappers(name)}": value for name, value in checkpoint[MODEL].items()})
+        # Lightning's WeightAveraging keeps a state of the model there.
+        sharded = {*self.rest.pop(SHARDED_STATES, ()), "current_model_state"}
+        for place, each in dicts_in(self.rest):
+            if place in sharded:
+                values.update({f"{place}.{without_wrappers(name)}": value for name, value in each.items()})
+        self.entries = {name: value if isinstance(value, Tensor) else None for name, value in values.items()}
         self._values = values
 
+    @override
     def read_into(self, targets: Any, prefix: str = "") -> None:
         """Overwrite the tensors in ``targets`` in place, and replace its other values. Not a collective."""
         items = targets.items() if isinstance(targets, dict) else enumerate(targets)
@@ -169,65 +155,28 @@ class WholeCheckpoint:
 
 
 def fill_module(module: nn.Module, checkpoint: Mapping[str, Any], optimizers: list[Optimizer], strict: bool) -> None:
-    """Load the state of ``module``, a replicated model, with its own hooks. Not a collective.
+    """Load the state of ``module``, a replicated model, with its own hooks, which may rename entries. Not a collective.
 
-    Raises :class:`CheckpointError` if the state is another model's (the tensors are then unchanged), or does not fit
-    ``optimizers``, which Lightning fills afterwards.
+    Raises :class:`CheckpointError` if it does not fit ``optimizers``, which Lightning fills afterwards, or is another
+    model's: torch has then filled what fits.
     """
-    everything = module.state_dict()
-    state = _under_own_names(checkpoint[MODEL], everything)
-    own = {name: value for name, value in everything.items() if isinstance(value, Tensor)}
-    shapes_fit = all(getattr(state.get(name), "shape", None) == value.shape for name, value in own.items())
-    # Names and shapes that differ may still load: the module's hooks may rename or reshape entries.
-    fits = shapes_fit and state.keys() <= everything.keys()
-    if fits:
-        _check_optimizers(optimizers, checkpoint)
-    kept = {} if fits else {name: value.clone() for name, value in own.items()}
+    if optimizers:
+        states = checkpoint.get("optimizer_states", [])
+        if not states:
+            raise no_optimizer_state(0)
+        check_number("optimizers", len(states), len(optimizers))
+        for index, (optimizer, saved) in enumerate(zip(optimizers, states, strict=True)):
+            if has_state(saved):  # else the optimizer has a form of its own, and checks it
+                check_groups(optimizer, saved["param_groups"], index)
+    own = {without_wrappers(name): name for name in module.state_dict()}
+    state = {own.get(without_wrappers(name), name): value for name, value in checkpoint[MODEL].items()}
     try:
         module.load_state_dict(state, strict=strict)
     except RuntimeError as error:
-        with torch.no_grad():
-            for name, value in kept.items():
-                own[name].copy_(value)
         raise CheckpointError(
             f"it is of another model: {error} (with LightningModule.strict_loading = False, names that only one of the"
             " two has are skipped)"
         ) from error
-    if not fits:
-        _check_optimizers(optimizers, checkpoint)
-
-
-def _check_optimizers(optimizers: list[Optimizer], checkpoint: Mapping[str, Any]) -> None:
-    if not optimizers:
-        return
-    states = checkpoint.get("optimizer_states", [])
-    if not states:
-        raise no_optimizer_state(0)
-    check_number("optimizers", len(states), len(optimizers))
-    for index, (optimizer, saved) in enumerate(zip(optimizers, states, strict=True)):
-        if not has_state(saved):
-            continue  # the optimizer has a form of its own, and checks it
-        check_groups(optimizer, saved["param_groups"], index)
-        for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
-            check_number(f"parameters in a group of optimizer {index}", len(group["params"]), len(own["params"]))
-
-
-def _under_own_names(state: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """A model's ``state`` under this run's ``names``, if they differ only by wrappers."""
-    own = {without_wrappers(name): name for name in names}
-    renamed = {own.get(without_wrappers(name), name): value for name, value in state.items()}
-    return state if renamed.keys() == state.keys() else renamed
-
-
-def _by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """An optimizer's state with parameters by name, also where they are numbered."""
-    ids = [each for group in state["param_groups"] for each in group["params"]]
-    if not all(isinstance(each, int) for each in ids):
-        return state
-    if len(ids) != len(names):
-        raise CheckpointError(f"the saved optimizer has {len(ids)} parameters, and this run's has {len(names)}")
-    by_id = dict(zip(ids, names, strict=True))
-    return {**state, "state": {by_id[each]: value for each, value in state["state"].items()}}
 
 
 def _flattened(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -241,13 +190,3 @@ def _flattened(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flattened(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _states_in(tree: dict[str, Any], place: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Tensors of each dict, by its place as :func:`.split_shards` names it."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            leaves = {without_wrappers(str(name)): leaf for name, leaf in value.items()}
-            if tensors := {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}:
-                yield f"{place}{key}", tensors
-            yield from _states_in(value, f"{place}{key}/")

@@ -1,17 +1,11 @@
 """The state of a model and its optimizers under the names of parameters: collected for saving, filled when loading."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -41,22 +35,41 @@ def is_optimizer_key(key: str) -> bool:
     return start == "optimizer" and index.isdecimal()
 
 
-class Saved(Protocol):
-    """A checkpoint that is open for loading."""
+class Saved(ABC):
+    """A checkpoint that is open for loading, of either form.
+
+    Attributes:
+        path: Path of the checkpoint.
+        rest: The checkpoint without the states of model and optimizers.
+        entries: Tensors, with or without values, by flattened name; None for other objects.
+        world_size: Ranks that wrote a directory; None for one file.
+    """
 
     path: str
     rest: dict[str, Any]
-
     entries: Mapping[str, Tensor | None]
-    """Tensors, with or without values, by flattened name; None for other objects."""
+    world_size: int | None = None
 
+    @abstractmethod
     def read_into(self, targets: dict[str, Any]) -> None:
         """Overwrite the tensors in ``targets`` in place, and replace its other values."""
 
+    @property
+    def model(self) -> dict[str, Tensor | None]:
+        """Entries of the model's state by name."""
+        return {n.removeprefix(f"{MODEL}."): entry for n, entry in self.entries.items() if n.startswith(f"{MODEL}.")}
+
+    def read_model(self, names: Iterable[str]) -> dict[str, Any]:
+        """The entries of the model's state with these ``names``, tensors whole and in host memory."""
+        entries = self.model
+        found = {name: None if (e := entries[name]) is None else torch.empty_like(e, device="cpu") for name in names}
+        self.read_into({MODEL: found})
+        return found
+
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """State dict of the model's own tensors, which are not copied. Every rank must call it."""
-    return get_model_state_dict(model)
+    """State dict of the model's own tensors, which are not copied, under names without wrappers."""
+    return {without_wrappers(name): value for name, value in model.state_dict().items()}
 
 
 def whole(state: Any, keep: bool) -> Any:
@@ -78,22 +91,27 @@ def whole(state: Any, keep: bool) -> Any:
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Optimizer state by parameter name, with the optimizer's own tensors. Every rank must call it.
+    """Optimizer state by parameter name, with the optimizer's own tensors; empty if :func:`has_state` is false."""
+    state = optimizer.state_dict()
+    return by_name(state, parameter_names(model, optimizer)) if has_state(state) else {}
 
-    Torch initialises the state of an optimizer that has not stepped yet by a step with zero gradients and learning
-    rate, which later steps would count. This state is cleared again, and an empty one returned. If :func:`has_state`
-    is false, the result is an empty dict.
-    """
-    if not has_state(optimizer.state_dict()):
-        return {}
-    had_stepped, before = bool(optimizer.state), _settings(optimizer)
-    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-    _restore(optimizer.param_groups, before)
-    _restore(state["param_groups"], before)
-    if not had_stepped:
-        optimizer.state.clear()
-        state["state"] = {}
-    return state
+
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Names of an optimizer's parameters in its order."""
+    names = {id(parameter): without_wrappers(name) for name, parameter in model.named_parameters()}
+    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """An optimizer's state with parameters by name, also where they are numbered, as plain optimizers do."""
+    ids = [each for group in state["param_groups"] for each in group["params"]]
+    if not all(isinstance(each, int) for each in ids):
+        return state
+    if len(ids) != len(names):
+        raise CheckpointError(f"the saved optimizer has {len(ids)} parameters, and this run's has {len(names)}")
+    name_of = dict(zip(ids, names, strict=True))
+    groups = [{**group, "params": [name_of[each] for each in group["params"]]} for group in state["param_groups"]]
+    return {"state": {name_of.get(each, each): value for each, value in state["state"].items()}, "param_groups": groups}
 
 
 def has_state(state: Mapping[str, Any]) -> bool:
@@ -104,54 +122,20 @@ def has_state(state: Mapping[str, Any]) -> bool:
     return "param_groups" in state
 
 
-def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Copies of the options of each parameter group."""
-    return [
-        {
-            name: value.clone() if isinstance(value, Tensor) else value
-            for name, value in group.items()
-            if name != "params"
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-def _restore(groups: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
-    for group, kept in zip(groups, settings, strict=True):
-        for name in group.keys() - kept.keys() - {"params"}:
-            del group[name]
-        for name, value in kept.items():
-            if isinstance(value, Tensor) and name in group:
-                group[name].copy_(value)
-            else:
-                group[name] = value
-
-
 def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], strict: bool) -> None:
     """Fill a model and its optimizers, once everything was checked. Every rank must call it.
 
     What had no state when it was saved (an optimizer that had not stepped, a parameter without gradients so far) starts
-    without state. Gradients are dropped: if an earlier fit has left some, torch (2.13) would not initialise the state.
+    without state.
 
     Raises :class:`CheckpointError`, and loads nothing, if entries are missing, left over (``strict`` only), or have
     other shapes, or the optimizers differ from the saved ones.
     """
-    model.zero_grad()
-    stateful = {name.partition(".state.")[2].rpartition(".")[0] for name in saved.entries}
-    named = model.named_parameters()
-    # Torch neither initialises nor loads the state of a frozen parameter, which may have been trained before.
-    frozen = nn.ParameterList(p for name, p in named if not p.requires_grad and without_wrappers(name) in stateful)
-    frozen.requires_grad_(True)
-    try:
-        _load_state(saved, model, optimizers, strict)
-    finally:
-        frozen.requires_grad_(False)
-
-
-def _load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], strict: bool) -> None:
+    model.zero_grad()  # which ends open windows, if a hook loads weights within a fit
     of_model = model_state(model)
-    before = [_settings(optimizer) for optimizer in optimizers]
-    of_optimizers: list[dict[str, Any]] = [get_optimizer_state_dict(model, optimizer) for optimizer in optimizers]
+    names = [parameter_names(model, optimizer) for optimizer in optimizers]
+    groups = [_with_state_of(optimizer, _stateful(saved, i), names[i]) for i, optimizer in enumerate(optimizers)]
+    states = [optimizer_state(model, optimizer) for optimizer in optimizers]
     with on_every_rank(f"Cannot load {saved.path}"):
         _check_model(saved.entries, of_model, strict)
         of_model = {name: value for name, value in of_model.items() if f"{MODEL}.{name}" in saved.entries}
@@ -159,20 +143,54 @@ def _load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], str
         keys = {name.partition(".")[0] for name in saved.entries}
         if optimizers and (num_saved := sum(map(is_optimizer_key, keys))):
             check_number("optimizers", num_saved, len(optimizers))
-        for index, (optimizer, state) in enumerate(zip(optimizers, of_optimizers, strict=True)):
+        for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
             targets[optimizer_key(index)] = _optimizer_targets(saved.entries, optimizer, state, index)
     # Everything fits on every rank: from here on tensors are overwritten.
     saved.read_into(targets)
-    set_model_state_dict(model, of_model, options=StateDictOptions(strict=False))
-    for index, (optimizer, state, own) in enumerate(zip(optimizers, of_optimizers, before, strict=True)):
-        # Torch has initialised the optimizer by a step. Options that were not saved become what they were before it.
+    own = {without_wrappers(name): name for name in model.state_dict()}
+    model.load_state_dict({own[name]: value for name, value in of_model.items()}, strict=False)
+    for index, optimizer in enumerate(optimizers):
         read = targets[optimizer_key(index)]
-        for group, settings in zip(state["param_groups"], read["param_groups"], strict=True):
-            group.update(settings)
-        state["state"] = read["state"]
-        set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
-        kept = [{**then, **settings} for then, settings in zip(own, read["param_groups"], strict=True)]
-        _restore(optimizer.param_groups, kept)
+        number = {name: i for i, name in enumerate(names[index])}
+        optimizer.load_state_dict(
+            {
+                **optimizer.state_dict(),
+                "state": {number[name]: value for name, value in read["state"].items()},
+                # Options that were not saved stay this run's.
+                "param_groups": [
+                    {**group, **settings, "params": [number[name] for name in group["params"]]}
+                    for group, settings in zip(groups[index], read["param_groups"], strict=True)
+                ],
+            }
+        )
+
+
+def _stateful(saved: Saved, index: int) -> set[str]:
+    """Names of the parameters for which the ``index``-th optimizer had a state."""
+    start = f"{optimizer_key(index)}.state."
+    return {name.removeprefix(start).rpartition(".")[0] for name in saved.entries if name.startswith(start)}
+
+
+def _with_state_of(optimizer: Optimizer, stateful: set[str], names: list[str]) -> list[dict[str, Any]]:
+    """Let ``optimizer`` make its state for these parameters, frozen ones too, by a step that changes nothing else.
+
+    Returns:
+        Its groups without what that step has changed, with the names of their parameters.
+    """
+    name_of = iter(names)
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        before = {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+        before["params"] = [next(name_of) for _ in group["params"]]
+        groups.append(before)
+        for parameter, name in zip(group["params"], before["params"], strict=True):
+            parameter.grad = torch.zeros_like(parameter) if name in stateful else None
+        if "lr" in group:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    optimizer.state.clear()
+    optimizer.step()
+    optimizer.zero_grad()
+    return groups
 
 
 def _check_model(entries: Mapping[str, Tensor | None], targets: dict[str, Any], strict: bool) -> None:
@@ -252,17 +270,15 @@ def _optimizer_targets(
                 f"the optimizer keeps {_some(sorted(own)) or 'nothing'} for {name}, but {_some(sorted(kinds))} was"
                 f" saved: {_AS_SAVED}"
             )
-    groups = [
-        {setting: value for setting, value in group.items() if setting in settings[i] and setting != "params"}
-        for i, group in enumerate(state["param_groups"])
-    ]
-    # What user code has put into a group while it trained, as torch's own load_state_dict would restore it.
-    for i, targets in enumerate(groups):
-        for setting in settings[i] - targets.keys() - {"params"}:
-            place = f"{optimizer_key(index)}.param_groups.{i}.{setting}"
-            if place in entries:
-                saved = entries[place]
-                targets[setting] = None if saved is None else torch.empty(saved.size(), dtype=saved.dtype)
+    groups: list[dict[str, Any]] = []
+    for i, group in enumerate(state["param_groups"]):
+        # By what was saved: user code may have put more into a group while it trained.
+        places = {setting: f"{optimizer_key(index)}.param_groups.{i}.{setting}" for setting in settings[i] - {"params"}}
+        flat = {setting: entries[place] for setting, place in places.items() if place in entries}
+        values = {
+            s: None if entry is None else torch.empty(entry.size(), dtype=entry.dtype) for s, entry in flat.items()
+        }
+        groups.append({**{setting: group[setting] for setting in places.keys() & group.keys()}, **values})
     return {
         "state": {name: state["state"][name] for name, kinds in found.items() if kinds},
         "param_groups": groups,
@@ -273,42 +289,44 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def sharded_states(tree: Mapping[str, Any], place: str = "") -> Iterator[str]:
-    """Places of the dicts in ``tree`` that hold shards, such as callbacks' averages of the weights."""
+# --- Shards beside the model, such as callbacks' averages of the weights ----------------------------------------------
+
+
+def dicts_in(tree: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Each dict within ``tree`` with its place, such as ``"callbacks/EMA"``; outer ones first."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            if any(isinstance(leaf, DTensor) for leaf in value.values()):
-                yield f"{place}{key}"
-            else:
-                yield from sharded_states(value, f"{place}{key}/")
+            yield f"{place}{key}", value
+            yield from dicts_in(value, f"{place}{key}/")
 
 
-def split_shards(
-    tree: dict[str, Any], names: Collection[str], place: str = ""
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def sharded_states(tree: Mapping[str, Any]) -> list[str]:
+    """Places of the dicts in ``tree`` that hold shards."""
+    return [place for place, each in dicts_in(tree) if any(isinstance(leaf, DTensor) for leaf in each.values())]
+
+
+def split_shards(tree: dict[str, Any], names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split ``tree``, left unchanged, into what is whole on every rank and the tensors of sharded states, by place.
 
     Raises ValueError if there are shards in a list, or under names that are not in the model's state's ``names``.
     """
-    rest, shards = dict(tree), {}
-    for key, value in tree.items():
-        if isinstance(value, (list, tuple)) and any(isinstance(leaf, DTensor) for leaf in value):
-            raise ValueError(f"The checkpoint's {place}{key} is a list of shards, {_NOT_LOADABLE}")
-        if not isinstance(value, dict):
-            continue
-        if not any(isinstance(leaf, DTensor) for leaf in value.values()):
-            below, found = split_shards(value, names, f"{place}{key}/")
-            rest[key] = below if found else value
-            shards.update(found)
-            continue
-        if unknown := [name for name in value if isinstance(value[name], Tensor) and name not in names]:
-            raise ValueError(
-                f"The checkpoint's {place}{key} holds shards beside {unknown[0]!r}, which is not an entry of the"
-                f" model's state dict, {_NOT_LOADABLE}"
-            )
-        shards[f"{place}{key}"] = {name: leaf for name, leaf in value.items() if isinstance(leaf, Tensor)}
-        rest[key] = {name: leaf for name, leaf in value.items() if not isinstance(leaf, Tensor)}
+    rest, shards, sharded = _with_own_dicts(tree), {}, sharded_states(tree)
+    for place, each in [("", rest), *dicts_in(rest)]:
+        for key, value in each.items():
+            if isinstance(value, (list, tuple)) and any(isinstance(leaf, DTensor) for leaf in value):
+                raise ValueError(f"The checkpoint's {f'{place}/{key}'.strip('/')} is a list of shards, {_NOT_LOADABLE}")
+        if place in sharded:
+            shards[place] = {name: each.pop(name) for name, leaf in list(each.items()) if isinstance(leaf, Tensor)}
+            if unknown := [name for name in shards[place] if name not in names]:
+                raise ValueError(
+                    f"The checkpoint's {place} holds shards beside {unknown[0]!r}, which is not an entry of the"
+                    f" model's state dict, {_NOT_LOADABLE}"
+                )
     return rest, shards
+
+
+def _with_own_dicts(tree: dict[str, Any]) -> dict[str, Any]:
+    return {key: _with_own_dicts(value) if isinstance(value, dict) else value for key, value in tree.items()}
 
 
 _NOT_LOADABLE = (
@@ -317,19 +335,18 @@ _NOT_LOADABLE = (
 )
 
 
-def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, Any], place: str = "") -> None:
+def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, Any]) -> None:
     """Put sharded states back into ``tree``, part of ``saved.rest``: the inverse of :func:`split_shards`. A collective.
 
     ``model_state`` gives shapes and sharding.
     """
-    entries = saved.entries
-    for key, value in tree.items():
-        if not isinstance(value, dict) or (place == "" and key == MODEL):
-            continue
-        names = {name: f"{place}{key}.{name}" for name in model_state}
-        if found := {name: entry for name, place in names.items() if (entry := entries.get(place)) is not None}:
-            shards = {name: torch.empty_like(model_state[name], dtype=entry.dtype) for name, entry in found.items()}
-            saved.read_into({f"{place}{key}": shards})
-            tree[key] = {**value, **shards}
-        else:
-            restore_shards(saved, value, model_state, f"{place}{key}/")
+    for place, each in dicts_in(tree):
+        entries = {name: saved.entries.get(f"{place}.{name}") for name in model_state}
+        shards = {
+            name: torch.empty_like(model_state[name], dtype=entry.dtype)
+            for name, entry in entries.items()
+            if entry is not None
+        }
+        if shards:
+            saved.read_into({place: shards})
+            each.update(shards)

@@ -1,7 +1,6 @@
 """Watching users' optimizer steps, ``zero_grad``, toggling and plain backwards while windows are open."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,7 +29,6 @@ class OptimizerWatch:
         self._step_handles: list[RemovableHandle] = []
         self._stray_handles: list[RemovableHandle] = []
         self._stray: set[nn.Parameter] = set()
-        self._is_suspended = False
 
     def watch(
         self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer], is_misplaced: Callable[[], bool]
@@ -62,8 +60,7 @@ class OptimizerWatch:
             if is_misplaced():
                 return
             zero_grad(*args, **kwargs)
-            if not self._is_suspended:
-                self._drop(optimizer_parameters(optimizer))
+            self._drop(optimizer_parameters(optimizer))
 
         return zero_and_drop
 
@@ -103,23 +100,13 @@ class OptimizerWatch:
         if not self._windows.in_backward:
             self._stray.add(parameter)  # type: ignore[arg-type]
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Context in which steps and ``zero_grad`` are not the user's: torch uses both to create optimizer state."""
-        self._is_suspended = True
-        try:
-            yield
-        finally:
-            self._is_suspended = False
-
     def _before_raw_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A closure runs its backward inside the step, so the strategy checks after it. (`args[0]` is the optimizer.)
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
             self.check_step(optimizer)
 
     def _after_raw_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._is_suspended:
-            self._windows.stepped(optimizer)
+        self._windows.stepped(optimizer)
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Refuse a step with gradients that are not final.
@@ -128,8 +115,6 @@ class OptimizerWatch:
             RuntimeError: If an open window holds parameters of ``optimizer``, or if ``loss.backward()`` has left
                 gradients that nobody synchronised.
         """
-        if self._is_suspended:
-            return
         parameters, name = optimizer_parameters(optimizer), type(optimizer).__name__
         for window in self._windows.open_windows:
             if window.ahead is not None and self._windows.in_backward:

@@ -20,7 +20,7 @@ from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops,
 from lightning_automodel.resume.snapshot import ModuleState, Snapshot
 
 CHECKPOINT_KEY = "lightning_automodel"
-FORMAT = 2
+FORMAT = 3
 _FETCH = "train_dataloader_next"
 
 
@@ -219,25 +219,23 @@ class Resume:
         logged = lightning_internals.logging_step(self._trainer) if is_counted else self._logged + 1
         now = self._take(at, logged)
         # At the end of a validation, modules are still in evaluation mode.
-        return now if at.stage != loops.VALIDATION or held is None else replace(now, flags=held.flags), remark
+        if at.stage == loops.VALIDATION and held is not None:
+            now.state["flags"] = held.state["flags"]
+        return now, remark
 
     def _take(self, at: loops.Position, logged: int, is_fetching: bool = False) -> Snapshot:
-        return Snapshot(
-            at=at,
-            logged=logged,
-            random=rng.global_states(self._device),
-            generators=list(map(rng.state_of, self._module.generators)),
-            loaders=self._loaders.positions(at, is_fetching),
-            buffers=self._module.buffers(),
-            metrics=self._module.metrics(),
-            flags=self._module.flags(),
-            callbacks=self._module.callbacks(),
-            own=self._own_state(),
-        )
+        state = {
+            "random": rng.global_states(self._device),
+            "generators": list(map(rng.state_of, self._module.generators)),
+            "loaders": self._loaders.positions(at, is_fetching),
+            **self._module.state(),
+            "own": self._own_state(),
+        }
+        return Snapshot(at, logged, state, self._module.callbacks())
 
     def _savable(self, snapshot: Snapshot) -> dict[str, Any]:
-        at = snapshot.at
-        can_skip = all("state" in each or each.get("is_stream") is False for each in snapshot.loaders)
+        at, state = snapshot.at, snapshot.state
+        can_skip = all("state" in each or each.get("is_stream") is False for each in state["loaders"])
         seen: dict[str, Any] = {}
         if not self._trainer.interrupted:  # after an exception, it may not be possible to compute metrics
             seen |= self._trainer.callback_metrics
@@ -245,22 +243,16 @@ class Resume:
                 seen |= lightning_internals.epoch_metrics(self._trainer)
         return rng.savable(
             {
-                "stage": at.stage,
-                "batches": at.batches,
-                "epochs": at.epochs,
-                "is_epoch_ending": at.is_epoch_ending,
-                "is_iterated": bool(snapshot.loaders) and (at.stage != loops.EPOCH or at.epochs == 0),
+                **state,
+                **vars(at),
+                "is_iterated": bool(state["loaders"]) and (at.stage != loops.EPOCH or at.epochs == 0),
                 "is_drawn": at.stage != loops.EPOCH and at.batches > 0 and not can_skip,
                 "logged": snapshot.logged,
-                "random": snapshot.random,
-                "generators": snapshot.generators,
-                "loaders": snapshot.loaders,
-                "buffers": self._module.unsaved_buffers(snapshot.buffers),
+                "buffers": self._module.unsaved_buffers(state["buffers"]),
                 "metrics": self._without_reset(snapshot),
-                "flags": self._module.switched_flags(snapshot.flags),
+                "flags": self._module.switched_flags(state["flags"]),
                 # A DTensor's mesh does not outlive the run. One is logged if torch's clip_grad_norm_ returned it.
                 "seen": {name: value for name, value in seen.items() if not isinstance(value, DTensor)},
-                "own": snapshot.own,
             }
         )
 
@@ -275,7 +267,7 @@ class Resume:
         if snapshot.at.stage == loops.VALIDATION:
             reset |= lightning_internals.logged_metrics(epoch_loop.val_loop)
         kept = {name for name, module in self._trainer.lightning_module.named_modules() if id(module) not in reset}
-        return {name: state for name, state in snapshot.metrics.items() if name in kept}
+        return {name: state for name, state in snapshot.state["metrics"].items() if name in kept}
 
     # --- Resuming -----------------------------------------------------------------------------------------------------
 
@@ -293,15 +285,15 @@ class Resume:
         """
         if self._told:  # the fit runs, and a hook loads weights: it goes on where it is
             return
-        self._averaging = checkpoint_callbacks.load_early(self._trainer, checkpoint.get("callbacks", {}))
-        if state is None:
-            return
-        if state["format"] != FORMAT:
+        if state is not None and state["format"] != FORMAT:
             raise ValueError(
                 f"The checkpoint's resume state has format {state['format']}, and this version of lightning_automodel"
                 f" knows format {FORMAT}: resume with the version that wrote it, or take only its weights"
                 " (load_from_checkpoint)."
             )
+        self._averaging = checkpoint_callbacks.load_early(self._trainer, checkpoint.get("callbacks", {}))
+        if state is None:
+            return
         is_alike = len(state["ranks"]) == self._trainer.world_size
         # Each context peer has its own metrics; tensor-parallel peers have the same.
         is_alike &= state["sizes"].get(CONTEXT, 1) == sizes.get(CONTEXT, 1)

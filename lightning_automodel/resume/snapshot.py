@@ -27,26 +27,14 @@ class Snapshot:
     Attributes:
         at: Position of the fit.
         logged: Batches that stepped, as loggers count them.
-        random: Global random states.
-        generators: States of the generators that the module holds.
-        loaders: Positions of the training loaders.
-        buffers: Copies of the plain buffers of the module, and of averages of it.
-        metrics: States of the TorchMetrics objects of the module.
-        flags: Train and freeze flags of modules and parameters, and ``accumulate_grad_batches``.
+        state: Random states, positions of the training loaders, :meth:`ModuleState.state`, and what the strategy keeps.
         callbacks: States of callbacks by key.
-        own: What the strategy keeps from step to step.
     """
 
     at: loops.Position
     logged: int
-    random: dict[str, Any]
-    generators: list[Any]
-    loaders: list[dict[str, Any]]
-    buffers: dict[str, Tensor]
-    metrics: dict[str, dict[str, Any]]
-    flags: dict[str, Any]
+    state: dict[str, Any]
     callbacks: dict[str, Any]
-    own: dict[str, Any]
 
 
 class ModuleState:
@@ -63,6 +51,7 @@ class ModuleState:
         self._trainer, self._module = trainer, trainer.lightning_module
         self._metrics: dict[str, Metric] = {}
         self.generators: list[rng.Generator] = []
+        self._parameters: list[tuple[str, nn.Parameter]] = []
         self._flag_owners: list[tuple[str, Any, str]] = []
         self._buffer_owners: list[tuple[str, nn.Module, str]] = []
         self._first_buffers: dict[str, Tensor] = {}
@@ -93,9 +82,14 @@ class ModuleState:
         self._flag_owners = [
             (f"{name}.{flag}", module, flag) for name, module in modules for flag in switched if flag in vars(module)
         ]
-        parameters = self._module.named_parameters()
-        self._flag_owners += [(f"{name}.requires_grad", parameter, "requires_grad") for name, parameter in parameters]
+        self._parameters = list(self._module.named_parameters())
+        self._flag_owners += [(f"{name}.requires_grad", each, "requires_grad") for name, each in self._parameters]
         self._flag_owners.append(("accumulate_grad_batches", self._trainer, "accumulate_grad_batches"))
+
+    def state(self) -> dict[str, Any]:
+        """Copies of buffers and metrics, flags, and the names of parameters that have a gradient."""
+        with_gradient = [name for name, parameter in self._parameters if parameter.grad is not None]
+        return {"buffers": self.buffers(), "metrics": self.metrics(), "flags": self.flags(), "zeroed": with_gradient}
 
     # --- Buffers ------------------------------------------------------------------------------------------------------
 
@@ -136,7 +130,7 @@ class ModuleState:
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         stateful = [callback for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
         states = {callback.state_key: callback.state_dict() for callback in stateful}
-        return copy.deepcopy({key: state for key, state in states.items() if state})
+        return {key: _copied(state) for key, state in states.items() if state}
 
     def restore(self, plan: dict[str, Any], device: torch.device) -> None:
         """Restore all of it from ``plan``, except callbacks, which Lightning loads."""
@@ -149,6 +143,10 @@ class ModuleState:
             if value is not None and value.shape == buffer.shape:
                 buffer.copy_(value)
         self.restore_flags(plan["flags"])
+        for name, parameter in self._parameters:
+            # Gradients are not saved. Where they are zeroed and kept, an unused parameter's is zero and not None.
+            if name in plan["zeroed"] and self._module.automatic_optimization:
+                parameter.grad = torch.zeros_like(parameter)
         rng.set_generators(self.generators, plan["generators"])
         self._trainer.callback_metrics.update(move_data_to_device(plan["seen"], device))
 
@@ -157,6 +155,13 @@ class ModuleState:
         for name, owner, flag in self._flag_owners:
             if name in flags:
                 setattr(owner, flag, flags[name])
+
+
+def _copied(state: Any) -> Any:
+    try:
+        return copy.deepcopy(state)
+    except Exception:  # of a sharded module, say: a save names what cannot be saved, and a run need not save
+        return state
 
 
 def _has_plain_values(buffer: Any) -> bool:

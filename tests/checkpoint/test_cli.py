@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.checkpoint.cli.export import in_portions, number_of_bytes
 from lightning_automodel.checkpoint.saver import prepare_shards
-from lightning_automodel.checkpoint.single_file import check_file, save_file
+from lightning_automodel.checkpoint.single_file import load_file as load_checkpoint
+from lightning_automodel.checkpoint.single_file import save_file
 
 MODEL = {"model.weight": torch.arange(12.0).view(3, 4), "model.bias": torch.ones(3, dtype=torch.bfloat16)}
 AVERAGES = {name: value + 1 for name, value in MODEL.items()}
@@ -131,11 +131,11 @@ def test_inspect_tells_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [each["damage"] for each in inspected(capsys, *both)["checkpoints"]] == [None, None]
     of_shards, of_file = inspected(capsys, *both, "--verify", status=1)["checkpoints"]
     assert "__0_0.distcp has changed since it was written" in of_shards["damage"]
-    assert "its content has changed since it was written" in of_file["damage"]
+    assert "it has changed since it was written" in of_file["damage"]
     os.truncate(data, 50)
     os.truncate(whole, 500)
     of_shards, of_file = inspected(capsys, *both, status=1)["checkpoints"]
-    assert "__0_0.distcp has 50 bytes instead of" in of_shards["damage"]
+    assert "__0_0.distcp is cut off: it has 50 bytes" in of_shards["damage"]
     assert "b.ckpt: " in of_file["damage"]
 
 
@@ -162,7 +162,7 @@ def test_inspect_shards_of_other_programs(tmp_path: Path, capsys: pytest.Capture
     """Those of plain torch have no rest."""
     dcp.save({"state_dict": dict(MODEL)}, checkpoint_id=tmp_path / "plain", no_dist=True)
     (report,) = inspected(capsys, str(tmp_path / "plain"), status=1)["checkpoints"]
-    assert "there is no meta.pt: torch.distributed.checkpoint has written this directory" in report["damage"]
+    assert "there is no meta.pt: torch.distributed.checkpoint has written this" in report["damage"]
     torch.save({"pytorch-lightning_version": "2.6.6"}, tmp_path / "plain" / "meta.pt")
     (report,) = inspected(capsys, str(tmp_path / "plain"))["checkpoints"]
     assert report["written_by"] == "Lightning 2.6.6"
@@ -176,7 +176,7 @@ def test_consolidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     expected = checkpoint()
     assert written.keys() == expected.keys()
     _assert_same(written, expected)
-    check_file(str(out))
+    load_checkpoint(str(out), None)
     assert zipfile.ZipFile(out).testzip() is None
     assert capsys.readouterr().out == f"Wrote {out}\n"
     (report,) = inspected(capsys, str(out), "--verify")["checkpoints"]
@@ -266,19 +266,13 @@ def test_code_is_run_only_with_trust(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert torch.load(tmp_path / "consolidate", weights_only=False)["custom"].inner == {"value": 3}
 
 
-def test_sizes() -> None:
-    """Decimal units; what says no size is refused with an example."""
-    assert [number_of_bytes(size) for size in ("5GB", "1.5 kb", 7, "7")] == [5 * 10**9, 1500, 7, 7]
-    for size in ("5XB", "", "0", "-1GB", "0.1B"):
-        with pytest.raises(ValueError, match=r"is not a size: write a number of bytes.*5GB"):
-            number_of_bytes(size)
-
-
-def test_portions() -> None:
-    """In order, none above the limit but what is larger by itself."""
-    sizes = {"a": 4, "b": 4, "c": 1, "d": 20, "e": 9, "f": 0}
-    assert in_portions(sizes, 9) == [["a", "b", "c"], ["d"], ["e", "f"]]
-    assert in_portions({}, 9) == []
+@pytest.mark.parametrize(("size", "files"), [("50", 2), ("1KB", 1), ("5XB", 0), ("B", 0)])
+def test_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str, files: int) -> None:
+    """Of files, with or without a unit; what is none is refused."""
+    path, out = save_whole(tmp_path / "a.ckpt"), tmp_path / "out"
+    assert main(["export", str(path), str(out), "--key", "model", "--max-shard-size", size]) == (files == 0)
+    assert len(list(out.glob("*.safetensors"))) == files
+    assert ("ValueError" in capsys.readouterr().err) == (files == 0)
 
 
 @pytest.mark.filterwarnings("ignore")

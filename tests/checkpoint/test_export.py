@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -353,7 +354,7 @@ def test_memory(tmp_path: Path) -> None:
     _save_shards(tmp_path / "small.ckpt", 2, 8)
     _save_shards(tmp_path / "large.ckpt", 25, 1024)
     ran = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=True)
-    by_export, by_consolidate, of_whole_model = map(int, ran.stdout.split())
+    by_export, by_consolidate, of_whole_model = map(int, re.findall(r"^-?\d+$", ran.stdout, re.M))
     assert max(by_export, by_consolidate) <= 50e6
     assert of_whole_model >= 60e6  # the model in one file: this measures something
     with safe_open(next((tmp_path / "large.export").glob("*-00002-*")), framework="pt") as file:

@@ -107,22 +107,23 @@ def test_goes_on_from_what_lightning_saved(pool2: RankPool, tmp_path: Path, kind
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("form", ["shards", "one file"])
-def test_goes_on_from_fsdp1(pool2: RankPool, tmp_path: Path, form: str) -> None:
-    """As from the one file that Lightning's own tool makes of its shards.
+def test_goes_on_from_fsdp1(pool2: RankPool, tmp_path: Path) -> None:
+    """From its one file, as from the one that Lightning's own tool makes of its shards, which are refused.
 
     Not as the run that never stopped: Lightning's ``FSDPStrategy`` has computed in float32 before.
     """
-    paths = {each: tmp_path / f"{each}.ckpt" for each in ("shards", form)}
+    paths = {each: tmp_path / f"{each}.ckpt" for each in ("shards", "one file")}
     for each, path in paths.items():
         pool2.run(_save_with, f"fsdp, {each}", str(path))
         assert path.is_dir() == (each == "shards")
+    with pytest.raises(CheckpointError, match=r"python -m lightning\.pytorch\.utilities\.consolidate_checkpoint"):
+        ShardDirectory(str(paths["shards"]), None, alone=True)
     consolidated = tmp_path / "consolidated.ckpt"
     torch.save(_format_checkpoint(_load_distributed_checkpoint(paths["shards"])), consolidated)
     for options in ENGINES.values():
         expected = pool2.run(resume, options, str(consolidated))
         for (weights, uninterrupted_weights), from_file in zip(
-            pool2.run(_go_on, options, str(paths[form])), expected, strict=True
+            pool2.run(_go_on, options, str(paths["one file"])), expected, strict=True
         ):
             assert _deviation(weights, from_file) <= TOLERANCE
             assert TOLERANCE < _deviation(weights, uninterrupted_weights) <= 1e-5

@@ -21,7 +21,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from torch import Tensor
 
 from lightning_automodel.checkpoint import CheckpointError, atomic
-from lightning_automodel.checkpoint.reading import open_model
+from lightning_automodel.checkpoint.reading import open_checkpoint
 from lightning_automodel.checkpoint.saver import prepare_file, prepare_shards
 from lightning_automodel.checkpoint.sharded import README
 from lightning_automodel.checkpoint.single_file import save_file
@@ -179,9 +179,9 @@ def test_a_file_after_a_directory(place: str) -> None:
     weight = torch.zeros(3)
     for index, save_any in enumerate([_save_directory, _save_one_file]):
         save_any({"state_dict": {"weight": weight + index}, "epoch": index}, place)
-        reader = open_model(place, None)
+        reader = open_checkpoint(place, None)
         assert reader.rest["epoch"] == index
-        assert torch.equal(reader.read(["weight"])["weight"], weight + index)
+        assert torch.equal(reader.read_model(["weight"])["weight"], weight + index)
     assert not Path("objects:").exists()
 
 

@@ -83,6 +83,23 @@ class Keeping(Learner):
         return output
 
 
+class Zeroing(Learner):
+    """Keeps gradients as zeros, with which weights that a batch does not use move on."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.extra = nn.Parameter(torch.ones(3))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        output = super().training_step(batch, batch_idx)
+        if batch_idx < 2:
+            output["loss"] = output["loss"] + self.extra.square().sum()
+        return output
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
 @pytest.mark.parametrize(
     ("setting", "stops"),
     [
@@ -115,6 +132,7 @@ class Keeping(Learner):
         pytest.param(
             Setting(FSDP2, {**DOUBLE, "val_check_interval": 3}, module=Switching), SECOND_EPOCH, marks=pytest.mark.sweep
         ),
+        (Setting(UNUSED, DOUBLE, module=Zeroing), (("on_train_batch_end", 4),)),
         pytest.param(Setting(DDP, DOUBLE, module=Keeping), (("on_train_batch_start", 5),), marks=pytest.mark.sweep),
         pytest.param(
             Setting(FSDP2, DOUBLE, module=WithBackbone, callbacks=finetuning), VALIDATED, marks=pytest.mark.sweep
@@ -132,6 +150,7 @@ class Keeping(Learner):
         "schedule of averages, sharded",
         "schedule of averages, batch statistics",
         "modes",
+        "zeroed gradients",
         "kept",
         "backbone, validated",
         "modes, validated",

@@ -15,8 +15,7 @@ from lightning_automodel.checkpoint import atomic, paths
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import save_file
-from lightning_automodel.checkpoint.state_dict import MODEL, is_optimizer_key, optimizer_key
-from lightning_automodel.torch_internals import unflatten_state_dict
+from lightning_automodel.checkpoint.state_dict import MODEL, dicts_in, is_optimizer_key, optimizer_key
 
 
 def consolidate(path: str, out: str, weights_only: bool | None) -> None:
@@ -54,21 +53,24 @@ def _mapped(entry: Tensor, folder: Path) -> Tensor:
 def _assembled(shards: ShardDirectory, values: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint as Lightning makes it; with weights only it has no ``optimizer_states``, and no schedules."""
     tree: dict[str, Any] = {**shards.rest, MODEL: objects}
+    states_by_place = dict(dicts_in(tree))
     of_optimizers = {name: value for name, value in values.items() if is_optimizer_key(shards.places[name][0])}
     for name in values.keys() - of_optimizers.keys():
         place, key = shards.places[name]
-        (tree[MODEL] if place == MODEL else _dict_at(tree, place))[key] = values[name]
-    # Entries are named by flattening nested states; this is torch's inverse of that.
-    optimizers: dict[str, Any] = unflatten_state_dict(of_optimizers, shards.places)
+        if place not in states_by_place:
+            raise CheckpointError(f"there are shards for {place}, which the rest of the checkpoint does not mention")
+        states_by_place[place][key] = values[name]
+    optimizers = _nested({shards.places[name]: value for name, value in of_optimizers.items()})
     states = [{"state": {}, "param_groups": [], **optimizers[optimizer_key(index)]} for index in range(len(optimizers))]
     return {**tree, "optimizer_states": states} if states or "lr_schedulers" in tree else tree
 
 
-def _dict_at(tree: dict[str, Any], place: str) -> dict[Any, Any]:
-    """The dict at a place as :func:`~lightning_automodel.checkpoint.state_dict.split_shards` names them (``"a/b"``)."""
-    for key, value in tree.items():
-        if key == place:
-            return value
-        if isinstance(value, dict) and place.startswith(f"{key}/"):
-            return _dict_at(value, place.removeprefix(f"{key}/"))
-    raise CheckpointError(f"there are shards for {place}, which the rest of the checkpoint does not mention")
+def _nested(values: dict[tuple[Any, ...], Any]) -> Any:
+    """The dicts and lists that torch.distributed.checkpoint has flattened; numbers in a path are places in a list."""
+    if () in values:
+        return values[()]
+    below: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for (first, *rest), value in values.items():
+        below.setdefault(first, {})[tuple(rest)] = value
+    built = {key: _nested(each) for key, each in below.items()}
+    return [built[key] for key in sorted(built)] if all(isinstance(key, int) for key in built) else built

@@ -6,7 +6,6 @@ looks for. From whole tensors, it needs the whole model in the memory of one pro
 """
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,13 +21,12 @@ from tqdm import tqdm
 from lightning_automodel.checkpoint import atomic, paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.hugging_face import KEY, Description, describe_models
-from lightning_automodel.checkpoint.reading import open_model
+from lightning_automodel.checkpoint.reading import open_checkpoint
 from lightning_automodel.checkpoint.state_dict import model_state
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 
 _PATIENCE = timedelta(minutes=30)  # the default of torch's process groups
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def export_hugging_face(
@@ -88,19 +86,19 @@ def export_checkpoint(path: str, out: str, weights_only: bool | None, **options:
     ``options`` are those of :func:`export_hugging_face`. Runs code that the checkpoint may hold if ``weights_only`` is
     False.
     """
-    saved = open_model(path, weights_only)
+    saved = open_checkpoint(path, weights_only)
+    tensors = {name: entry for name, entry in saved.model.items() if entry is not None}
 
     def plan() -> Plan:
         try:
-            return make_plan(saved.tensors, saved.rest.get(KEY, []), **options)
+            return make_plan(tensors, saved.rest.get(KEY, []), **options)
         except (AttributeError, KeyError, RecursionError, TypeError) as error:
             raise CheckpointError(
                 f"its {KEY!r}, which describes Hugging Face models, is not in the form that this release reads"
             ) from error
 
     def read(names: list[str], keep: bool) -> dict[str, Tensor]:
-        tensors = saved.read(names)
-        return {name: _cast(tensors.pop(name), options["dtype"]) for name in names}
+        return {name: _cast(tensor, options["dtype"]) for name, tensor in saved.read_model(names).items()}
 
     _export(out, plan, read, [])
 
@@ -119,7 +117,7 @@ def _export(
     rank = group_rank()
     folder = None
     with on_every_rank(what):
-        plan, save = make(), _safetensors()
+        plan, (_, save) = make(), _libraries()
         if rank == 0:
             folder = paths.new_local_target(path).with_name(atomic.temporary_name())
             folder.mkdir()
@@ -148,14 +146,14 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def _safetensors() -> Callable[..., None]:
+def _libraries() -> tuple[Callable[..., Any], Callable[..., None]]:
+    """What splits a model into files, and what writes one."""
     try:
+        from huggingface_hub import split_state_dict_into_shards_factory
         from safetensors.torch import save_file
     except ModuleNotFoundError as error:
-        raise CheckpointError(
-            "exporting needs the package safetensors: pip install 'lightning-automodel[export]'"
-        ) from error
-    return save_file
+        raise CheckpointError(f"exporting needs {error.name}: pip install 'lightning-automodel[export]'") from error
+    return split_state_dict_into_shards_factory, save_file
 
 
 def _write(save: Callable[..., None], path: Path, tensors: dict[str, Tensor]) -> None:
@@ -197,18 +195,16 @@ def make_plan(
     sources = _model_sources(tensors, model, prefix)
     dtypes = {name: _cast(tensors[source].to("meta"), dtype).dtype for name, source in sources.items()}
     sizes = {name: tensors[source].numel() * dtypes[name].itemsize for name, source in sources.items()}
-    portions = in_portions(sizes, number_of_bytes(max_shard_size))
+    split = _libraries()[0](
+        sizes,
+        get_storage_size=lambda size: size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    files = {file: {name: sources[name] for name in names} for file, names in split.filename_to_tensors.items()}
     texts: dict[str, Any] = {}
-    if len(portions) == 1:
-        files = {"model.safetensors": sources}
-    else:
-        name_of = f"model-{{:05d}}-of-{len(portions):05d}.safetensors"
-        files = {
-            name_of.format(index): {name: sources[name] for name in names} for index, names in enumerate(portions, 1)
-        }
-        weight_map = {name: file for file, names in files.items() for name in names}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        texts["model.safetensors.index.json"] = index
+    if split.is_sharded:
+        texts["model.safetensors.index.json"] = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
     if model is not None:
         config = dict(model["config"])
         if floating := [each for each in dtypes.values() if each.is_floating_point]:
@@ -264,25 +260,3 @@ def _adapters(
     if missing := [source for source in sources.values() if source not in tensors]:
         raise CheckpointError(f"the adapters lack {len(missing)} entries, such as {missing[0]}")
     return sources, model["peft"]["config"]
-
-
-def number_of_bytes(size: str | int) -> int:
-    """Parse a size such as ``"5GB"`` or ``"200MB"``, or a number of bytes. Raises ValueError for anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    unit = _UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None or float(found[1]) * unit < 1:
-        raise ValueError(f"{size!r} is not a size: write a number of bytes, or one with KB, MB, GB or TB (5GB)")
-    return int(float(found[1]) * unit)
-
-
-def in_portions(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Split names, in order, into lists of at most ``limit`` bytes together; a larger tensor has its own list."""
-    portions: list[list[str]] = []
-    total = 0
-    for name, size in sizes.items():
-        if not portions or total + size > limit:
-            portions.append([])
-            total = 0
-        portions[-1].append(name)
-        total += size
-    return portions

@@ -4,12 +4,14 @@ from collections import Counter
 from typing import Any
 
 from fsspec.core import url_to_fs
+from torch import Tensor
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from lightning_automodel.checkpoint.hugging_face import KEY
-from lightning_automodel.checkpoint.reading import SavedModel, open_model
+from lightning_automodel.checkpoint.reading import open_checkpoint
 from lightning_automodel.checkpoint.safe_load import NotPlainDataError
+from lightning_automodel.checkpoint.state_dict import Saved
 from lightning_automodel.resume import CHECKPOINT_KEY
 
 Report = dict[str, Any]
@@ -20,13 +22,14 @@ def inspect(path: str, verify: bool = False, weights_only: bool = True) -> Repor
 
     Args:
         path: Local, or a URL.
-        verify: Read all of it, and compare it with its checksums and tables.
+        verify: Read all of it, and compare it with its checksums.
         weights_only: False runs the code that the checkpoint may hold, to describe what needs it to load.
 
     Returns:
         Plain data; what is not known is None or missing. ``damage`` says what is wrong, ``not_plain`` names classes and
         functions that loading needs, and ``num_elements`` counts tied parameters under each of their names.
     """
+    filesystem, place = url_to_fs(path)
     report: Report = {
         "path": path,
         "form": "directory of shards" if paths.is_directory(path) else "one file",
@@ -35,7 +38,7 @@ def inspect(path: str, verify: bool = False, weights_only: bool = True) -> Repor
         "not_plain": [],
     }
     try:
-        report.update(_described(open_model(path, weights_only, "entries" if verify else "sizes")))
+        report.update(_described(open_checkpoint(path, weights_only, reads_content=verify)))
     except CheckpointNotFoundError:
         raise
     except Exception as error:  # what others wrote can raise anything
@@ -45,15 +48,15 @@ def inspect(path: str, verify: bool = False, weights_only: bool = True) -> Repor
             report["damage"] = str(error)
         else:
             report["damage"] = f"it is damaged, or not a checkpoint ({type(error).__name__}: {str(error)[:200]})"
-    filesystem, place = url_to_fs(path)
     return {**report, "num_bytes": filesystem.du(place)}
 
 
-def _described(saved: SavedModel) -> Report:
+def _described(saved: Saved) -> Report:
     rest, of_run = saved.rest, saved.rest.get(CHECKPOINT_KEY)
     dtypes: Counter[str] = Counter()
-    for tensor in saved.tensors.values():
-        dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    for tensor in saved.model.values():
+        if isinstance(tensor, Tensor):
+            dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
     return {
         "written_by": f"Lightning {rest.get('pytorch-lightning_version')}" if of_run is None else "lightning_automodel",
         "world_size": saved.world_size,

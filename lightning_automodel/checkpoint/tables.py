@@ -1,12 +1,9 @@
-"""``.metadata`` of a directory of shards, as this package, Lightning's own strategies and plain torch write it."""
+"""``.metadata``, the table of a directory of shards, as this package, Lightning and plain torch write it."""
 
-import dataclasses
 import io
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +19,7 @@ _MAX_SPLIT_DIMS = 8
 
 
 def parse_metadata(content: bytes) -> Metadata:
-    """Parse and check ``.metadata``; its names become this package's, whichever strategy has saved the shards."""
+    """Parse and check ``.metadata``, whichever strategy has saved the shards."""
     try:
         refuse_nested_tuples(io.BytesIO(content))
         metadata = MetadataUnpickler(io.BytesIO(content)).load()
@@ -31,7 +28,7 @@ def parse_metadata(content: bytes) -> Metadata:
         sizes_needed(metadata)
         outline(metadata)
         _check_entries(metadata)
-        return _under_own_names(metadata)
+        return metadata
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
@@ -45,6 +42,13 @@ def _check_entries(metadata: Metadata) -> None:
 
     torch checks that when it saves, and not when it loads: what no chunk covers would keep what was in memory before.
     """
+    if {path[0] for path in metadata.planner_data.values()} & {MODEL, _MODEL_OF_FSDP_STRATEGY} == {
+        _MODEL_OF_FSDP_STRATEGY
+    }:
+        raise CheckpointError(
+            "Lightning's FSDPStrategy has written these shards: make one file of them, which this strategy reads, with"
+            " python -m lightning.pytorch.utilities.consolidate_checkpoint"
+        )
     for name, entry in metadata.state_dict_metadata.items():
         path = metadata.planner_data[name]
         if not (isinstance(name, str) and isinstance(path, tuple) and path and isinstance(path[0], str)):
@@ -109,29 +113,3 @@ def sizes_needed(metadata: Metadata) -> dict[str, int]:
             raise ValueError(f"{place.length} bytes at {place.offset}")
         needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
     return needed
-
-
-def _under_own_names(metadata: Metadata) -> Metadata:
-    """``metadata`` with the model's state where ``ModelParallelStrategy`` and this package keep it.
-
-    Lightning's ``FSDPStrategy`` keeps it under ``"model"``. Only the metadata holds names, so the files stay valid.
-    """
-    old = f"{_MODEL_OF_FSDP_STRATEGY}."
-    entries = metadata.state_dict_metadata
-    if any(name.startswith(f"{MODEL}.") for name in entries) or not any(name.startswith(old) for name in entries):
-        return metadata
-
-    def renamed(name: str) -> str:
-        return f"{MODEL}.{name.removeprefix(old)}" if name.startswith(old) else name
-
-    planner_data: Mapping[str, tuple[Any, ...]] = metadata.planner_data
-    return dataclasses.replace(
-        metadata,
-        state_dict_metadata={renamed(name): entry for name, entry in entries.items()},
-        planner_data={
-            renamed(name): (MODEL, *path[1:]) if name.startswith(old) else path for name, path in planner_data.items()
-        },
-        storage_data={
-            dataclasses.replace(index, fqn=renamed(index.fqn)): place for index, place in metadata.storage_data.items()
-        },
-    )
