@@ -575,7 +575,7 @@ class AutomodelStrategy(ParallelStrategy):
         if self._module.automatic_optimization and output is not None:
             run.end_step(output)
         else:
-            run.restore_filler_state()
+            run.restore_state_before_padding()
         return output
 
     def _begin_step(self, step: int, is_training: bool) -> bool:

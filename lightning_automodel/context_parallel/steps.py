@@ -13,13 +13,22 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_automodel.data.sequence_slices import SequenceSlices
+from lightning_automodel import lightning_internals
+from lightning_automodel.context_parallel import attention
+from lightning_automodel.context_parallel.attention import Slices
+from lightning_automodel.context_parallel.check import FirstStepCheck, from_all
+from lightning_automodel.context_parallel.slices import SequenceSlices
 from lightning_automodel.gradients.token_loss import TokenWeighting, has_count
-from lightning_automodel.sharding import context_parallel
-from lightning_automodel.sharding.context_parallel import Slices
-from lightning_automodel.sharding.context_parallel_check import FirstStepCheck, from_all
 from lightning_automodel.sharding.tensor_parallel import check_same_batch
 from lightning_automodel.sharding.units import class_name
+
+
+def check_sliceable(module: pl.LightningModule, context_parallel_size: int) -> None:
+    """Raise ValueError if a step takes a ``dataloader_iter``: its batches would not be sliced."""
+    named = f"context_parallel_size={context_parallel_size}"
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        if lightning_internals.draws_its_batches(getattr(module, name)):
+            raise ValueError(f"{named} slices the batch that {name} gets: let it take the batch, not dataloader_iter.")
 
 
 class _Watch(TorchFunctionMode):
@@ -27,7 +36,8 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_attention = func in (F.scaled_dot_product_attention, F.multi_head_attention_forward)
-        if is_attention and context_parallel.is_sliced() and not context_parallel.is_attending():
+        slices = attention.current()
+        if is_attention and slices is not None and not slices.is_attending:
             raise RuntimeError(
                 f"{func.__name__} attends to this rank's slice of the sequence alone: call"
                 " lightning_automodel.context_parallel_attention instead."
@@ -127,11 +137,11 @@ class ContextParallelSteps:
         self._watched.add(name)
         is_checked = is_new and name == "training_step"
         with ExitStack() as contexts:
-            contexts.enter_context(context_parallel.computing_on(slices))
+            contexts.enter_context(attention.computing_on(slices))
             if is_new:
                 contexts.enter_context(_Watch())
             if is_checked:
-                contexts.enter_context(self._check.recording(slices))
+                contexts.enter_context(self._check.recording())
             yield
         if slices.num_calls < self._num_layers:
             raise RuntimeError(
@@ -150,7 +160,7 @@ class ContextParallelSteps:
         num_calls = 0 if slices is None else slices.num_calls
         self._check.is_paused = True
         try:
-            with context_parallel.computing_on(slices):
+            with attention.computing_on(slices):
                 yield
         finally:
             self._check.is_paused = False
