@@ -272,7 +272,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @property
     def is_filler(self) -> bool:
-        """Whether the newest training batch is a filler: a copy without effect, for a rank whose own data has ended.
+        """Whether the newest training batch is a padding batch: one without effect, for a rank whose data has ended.
 
         For user code that keeps its own lists and counters under ``uneven_inputs="pad"``.
         """

@@ -17,10 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.advice import Advice
-from lightning_automodel.context_parallel.check import FirstStepCheck
-from lightning_automodel.context_parallel.hugging_face import let_models_attend_across
-from lightning_automodel.context_parallel.slices import SHIFTED_LABELS, SequenceSlices
-from lightning_automodel.context_parallel.steps import ContextParallelSteps, check_sliceable
+from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
+from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.batches import TrackedLoader
 from lightning_automodel.data.padding import ModuleState
 from lightning_automodel.data.uneven_inputs import UnevenInputs
@@ -81,8 +79,11 @@ class TrainingRun:
         self._is_sharded = options.data_parallel == "fsdp2"
         self._draws_its_batches = lightning_internals.draws_its_batches(module.training_step)
         self._check(fitting)
-        self._restore_attention: Callable[[], None] = lambda: None
-        self._context = self._slice_sequences()
+        self._context: ContextParallelSteps | None = None
+        if mesh.context_parallel is not None:
+            self._context = ContextParallelSteps(
+                module, mesh.context_parallel, options, plugin, device, advice.say_once
+            )
         self._without_values = meta_init.names_without_values(module)
         plugin.convert_module(module)
         self.move_to_device()
@@ -188,29 +189,6 @@ class TrainingRun:
         for block in chosen:
             torch_internals.compile_in_place(block, self.patches, **kwargs)
         return [f"{names[id(block)]} ({units.class_name(block)})" for block in chosen]
-
-    def _slice_sequences(self) -> ContextParallelSteps | None:
-        """Set up context parallelism: patch attention, and return what slices each step's batch. None without it.
-
-        Raises:
-            ValueError: If the module cannot be trained on slices of sequences.
-        """
-        module, mesh = self.module, self._mesh.context_parallel
-        if mesh is None:
-            return None
-        check_sliceable(module, mesh.size())
-        num_layers, self._restore_attention = let_models_attend_across(module)
-        slices = SequenceSlices(
-            mesh.get_local_rank(),
-            mesh.size(),
-            self._options.label_key,
-            self._options.ignore_index,
-            self._options.label_shift,
-            adds_mask=num_layers > 0,
-        )
-        check = FirstStepCheck(module, self.plugin)
-        tell = self.advice.say_once
-        return ContextParallelSteps(module, mesh.get_group(), slices, self.device, num_layers, check, tell)
 
     def _make_engine(self) -> Engine:
         module, options = self.module, self._options
@@ -542,6 +520,7 @@ class TrainingRun:
         self.patches.restore()
         self.engine.close()
         self._checkpointed.undo()
-        restore, self._restore_attention = self._restore_attention, lambda: None
-        restore()
+        if self._context is not None:
+            self._context.close()
+            self._context = None
         self._batch = self._count = self._aux_loss = None

@@ -20,6 +20,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.multiprocessing import ProcessContext
 from typing_extensions import override
 
 from lightning_automodel import lightning_internals
@@ -29,9 +30,9 @@ from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.launch.pickling import ByValue
 from lightning_automodel.launch.results import collect, restore
 from lightning_automodel.launch.workers import (
-    Workers,
     describe_exit,
     tell_supervisor,
+    wait_for_workers,
     write_failure,
     write_report,
 )
@@ -129,7 +130,10 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
             )
         folder = Path(tempfile.mkdtemp(prefix="lightning_automodel-"))
         try:
-            results = self._start(trainer, partial(function, *args, **kwargs), folder).wait()
+            started = self._start(trainer, partial(function, *args, **kwargs), folder)
+            self.procs = list(started.processes)
+            environment: Any = self._strategy.cluster_environment
+            results = wait_for_workers(started, folder, environment.node_rank() * self._num_processes)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -148,9 +152,9 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         def run_and_collect(*args: Any, **kwargs: Any) -> dict[str, Any] | None:
             return collect(trainer, function(*args, **kwargs), folder)
 
-        local_rank = int(os.environ["LOCAL_RANK"])
         try:
             results = self._supervisor.run(run_and_collect, *args, **kwargs)
+            write_report(folder, trainer.strategy.local_rank, results=results)  # type: ignore[attr-defined]
         except BaseException as exception:
             if isinstance(exception, lightning_internals.TunerExitException):
                 exception = RuntimeError(
@@ -159,11 +163,10 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
                     " LearningRateFinder()."
                 )
             # Now: this process may not live to the end of `on_exception` hooks, or of leaving its groups.
-            write_failure(folder, local_rank, exception, trainer)
+            write_failure(folder, exception, trainer)
             raise
-        write_report(folder, local_rank, results=results)
 
-    def _start(self, trainer: "pl.Trainer", function: partial[Any], folder: Path) -> Workers:
+    def _start(self, trainer: "pl.Trainer", function: partial[Any], folder: Path) -> ProcessContext:
         environment = self._strategy.cluster_environment
         assert environment is not None
         environment.validate_settings(num_devices=self._num_processes, num_nodes=self._num_nodes)
@@ -177,7 +180,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
             random_states = lightning_internals.collect_rng_states(include_cuda=False)
             global_state = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, random_states
         try:
-            started = torch.multiprocessing.start_processes(
+            return torch.multiprocessing.start_processes(
                 _be_worker,
                 args=(folder, variables, ByValue((self, trainer, function, global_state))),
                 nprocs=self._num_processes,
@@ -187,8 +190,6 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         except Exception as error:
             self._explain(trainer, function, error)
             raise
-        self.procs = list(started.processes)
-        return Workers(self.procs, folder, environment.node_rank() * self._num_processes)
 
     def _explain(self, trainer: "pl.Trainer", function: partial[Any], error: Exception) -> None:
         """Raise a TypeError that names the part of the run that cannot be pickled, if there is one."""
@@ -225,8 +226,12 @@ def _be_worker(local_rank: int, folder: Path, variables: Mapping[str, str], run:
         torch.set_deterministic_debug_mode(deterministic)
         lightning_internals.set_rng_states(random_states)
         lightning_internals.share_cores(trainer.strategy.num_processes)
-    # Calls the launcher, which runs the function and reports, and then `on_exception` hooks.
-    lightning_internals.call_and_handle_interrupt(trainer, function.func, *function.args, **function.keywords)
+    try:
+        # Calls the launcher, which runs the function and reports, and then `on_exception` hooks.
+        lightning_internals.call_and_handle_interrupt(trainer, function.func, *function.args, **function.keywords)
+    except Exception as exception:
+        write_failure(folder, exception, trainer)
+        raise
 
 
 def make_launcher(

@@ -2,23 +2,20 @@
 
 import contextlib
 import logging
-import math
 import os
 import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.multiprocessing import ProcessRaisedException
+from torch.multiprocessing import ProcessContext, ProcessExitedException, ProcessRaisedException
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.distributed.failures import (
@@ -40,10 +37,8 @@ TIME_TO_END_S = 60.0
 TIME_TO_END_AFTER_INTERRUPT_S = 10.0
 
 
-def describe_exit(status: int | None) -> str:
-    """The exit status of a process in words; a negative one is the number of a signal, None of our own SIGKILL."""
-    if status is None:
-        return "did not end in time"
+def describe_exit(status: int) -> str:
+    """The exit status of a process in words; a negative one is the number of a signal."""
     names = {known.value: known.name for known in signal.Signals}
     if status == -signal.SIGABRT:
         return f"was ended by SIGABRT, as gloo does where ranks call different collectives. {RUN_ON_ALL_RANKS}"
@@ -62,13 +57,17 @@ def tell_supervisor(rank: int, how: str) -> bool:
 
 
 def write_report(folder: Path, local_rank: int, **report: Any) -> None:
-    """Write what this worker reports. A file, since it appears whole or not at all, whatever ends the process."""
+    """Write what this worker reports, unless it has reported before.
+
+    A file, since it appears whole or not at all, whatever ends the process.
+    """
     path = folder / f"{local_rank}.pt"
-    torch.save(report, path.with_suffix(".part"))
-    os.replace(path.with_suffix(".part"), path)
+    if not path.exists():
+        torch.save(report, path.with_suffix(".part"))
+        os.replace(path.with_suffix(".part"), path)
 
 
-def write_failure(folder: Path, local_rank: int, exception: BaseException, trainer: "pl.Trainer") -> None:
+def write_failure(folder: Path, exception: BaseException, trainer: "pl.Trainer") -> None:
     """Report the exception that ends this worker; no failure if all ranks stop together after SIGTERM."""
     failure = None
     if not isinstance(exception, lightning_internals.SIGTERMException):
@@ -76,109 +75,100 @@ def write_failure(folder: Path, local_rank: int, exception: BaseException, train
         where = lightning_internals.failing_hook(exception) or (stage.value if stage is not None else "set-up")
         failure = failure_of(exception, trainer.global_rank, where)
     text = "".join(traceback.format_exception(exception))
-    write_report(folder, local_rank, failure=failure, traceback=text)
+    try:
+        write_report(folder, trainer.strategy.local_rank, failure=failure, traceback=text)  # type: ignore[attr-defined]
+    except Exception:
+        # No space is left, for example: what ended this worker is printed at least.
+        print(text, file=sys.stderr)
 
 
-class Workers:
-    """The ranks of this node, from global rank ``first_rank`` on, seen from the launching process.
+def wait_for_workers(context: ProcessContext, folder: Path, first_rank: int) -> Any:
+    """Wait until all workers have ended; return the results of the first one.
+
+    There is no time limit for training. Once one worker has ended, the others have a minute. SIGTERM is passed on to
+    them, and sent if this process leaves earlier.
 
     Args:
-        processes: The processes, by local rank.
+        context: The processes, by local rank.
         folder: Where they write their reports.
         first_rank: Global rank of the first one.
+
+    Raises:
+        RankFailedError: If a rank failed, chained to the traceback that it reported.
+        SIGTERMException: If all ranks stopped together after one of them received SIGTERM.
     """
+    failed_first, is_asked_to_stop = None, False
 
-    def __init__(self, processes: Sequence[BaseProcess], folder: Path, first_rank: int) -> None:
-        self._processes, self._folder, self._first_rank = processes, folder, first_rank
-        self._statuses: dict[int, int | None] = {}  # in the order in which they ended; None if killed here
-        self._is_asked_to_stop = False
+    def pass_sigterm_on(signum: int, frame: Any) -> None:
+        """Pass on the first SIGTERM, so that the ranks agree on a last step. At the second one, leave."""
+        nonlocal is_asked_to_stop
+        if is_asked_to_stop:
+            raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
+        is_asked_to_stop = True
+        _terminate(context)
 
-    def wait(self) -> Any:
-        """Wait until all workers have ended; return the results of the first one.
-
-        There is no time limit for training. Once one worker has ended, the others have a minute. SIGTERM is passed on
-        to all of them, and sent if this process leaves earlier.
-
-        Raises:
-            RankFailedError: If a rank failed, chained to the traceback that it reported.
-            SIGTERMException: If all ranks stopped together after one of them received SIGTERM.
-        """
-        try:
-            with patched_signal(signal.SIGTERM, self._pass_sigterm_on):
-                self._join(math.inf, until_first=True)
-                if any(self._statuses.values()) and not self._join(TIME_TO_END_AFTER_INTERRUPT_S):
-                    # It may wait for the one that failed in a place where nobody tells it, as before it has joined.
-                    self._terminate()
-                self._join(TIME_TO_END_S)
-        except BaseException:
-            self._terminate()
-            self._join(TIME_TO_END_AFTER_INTERRUPT_S)
-            raise
-        finally:
-            self._kill()
-        paths = {index: self._folder / f"{index}.pt" for index in self._statuses}
-        reports = {i: torch.load(p, "cpu", weights_only=False) for i, p in paths.items() if p.exists()}
-        self._raise_failure(reports)
-        return reports[0]["results"]
-
-    def _join(self, seconds: float, until_first: bool = False) -> bool:
-        """Whether all workers, or the first one, have ended after at most that many seconds."""
-        end = time.monotonic() + seconds
-        while running := self._running():
-            left_s = None if end == math.inf else max(0.0, end - time.monotonic())
-            ready = wait([process.sentinel for process in running.values()], left_s)
-            if not ready:
-                return False
-            for index, process in running.items():
-                if process.sentinel in ready:
-                    process.join()
-                    self._statuses[index] = process.exitcode
-            if until_first:
-                break
-        return True
-
-    def _running(self) -> dict[int, BaseProcess]:
-        return {index: each for index, each in enumerate(self._processes) if index not in self._statuses}
-
-    def _terminate(self) -> None:
-        for process in self._running().values():
-            process.terminate()
-
-    def _kill(self) -> None:
-        for index, process in self._running().items():
-            log.warning("Rank %s does not end: its process is killed.", self._first_rank + index)
+    try:
+        with patched_signal(signal.SIGTERM, pass_sigterm_on):
+            _join(context, first_rank)
+    except (ProcessExitedException, ProcessRaisedException) as error:
+        failed_first = error.error_index
+    except BaseException:
+        _terminate(context)
+        end = time.monotonic() + TIME_TO_END_AFTER_INTERRUPT_S
+        for process in context.processes:
+            process.join(max(0.0, end - time.monotonic()))
+        raise
+    finally:
+        for process in context.processes:
             process.kill()
             process.join()
-            self._statuses[index] = None
+    paths = {index: folder / f"{index}.pt" for index in range(len(context.processes))}
+    reports = {index: torch.load(path, "cpu", weights_only=False) for index, path in paths.items() if path.exists()}
+    for index, report in reports.items():
+        if "results" in report and (status := context.processes[index].exitcode):
+            log.warning("Rank %s has finished its run, but its process %s.", first_rank + index, describe_exit(status))
+    _raise_failure(context, reports, failed_first, first_rank)
+    return reports[0]["results"]
 
-    def _pass_sigterm_on(self, signum: int, frame: Any) -> None:
-        """Pass on the first SIGTERM, so that the ranks agree on a last step. At the second one, leave."""
-        if self._is_asked_to_stop:
-            raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
-        self._is_asked_to_stop = True
-        self._terminate()
 
-    def _raise_failure(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
-        failures = {index: report["failure"] for index, report in reports.items() if report.get("failure") is not None}
-        # A process that ends without a report (`os._exit(0)`) has failed, whatever its status.
-        unexplained = {
-            self._first_rank + index: describe_exit(status)
-            for index, status in self._statuses.items()
-            if index not in reports or (status and "results" in reports[index])
-        }
-        cause: ProcessRaisedException | None = None
-        if failures:
-            # Prefer the report of the rank that failed to those of the ranks that left because of it.
-            index = min(failures, key=lambda index: failures[index].rank != self._first_rank + index)
-            text = f"\n\nrank {self._first_rank + index} left with:\n{reports[index]['traceback']}"
-            failure, cause = failures[index], ProcessRaisedException(text, index, self._processes[index].pid or 0)
-        elif any("traceback" in report for report in reports.values()):
-            raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
-        elif unexplained:
-            failure = RankFailure(next(iter(unexplained)), socket.gethostname(), "", PROCESS_ENDED, "")
-        else:
-            return
-        if failure.rank in unexplained and failure.error in (PROCESS_ENDED, MISSED_HEARTBEATS):
-            # The other ranks may know no more than that it is silent.
-            failure = replace(failure, error=PROCESS_ENDED, message=f"its process {unexplained[failure.rank]}")
-        raise RankFailedError(failure) from cause
+def _join(context: ProcessContext, first_rank: int) -> None:
+    """Join all workers. If one fails, torch gives the others time, then sends SIGTERM, and SIGKILL in the end."""
+    num_running = len(context.processes)
+    while not context.join(TIME_TO_END_S, TIME_TO_END_S / 2):
+        if len(context.sentinels) == num_running < len(context.processes):
+            for index in context.sentinels.values():
+                log.warning("Rank %s does not end: its process is killed.", first_rank + index)
+                context.processes[index].kill()
+        num_running = len(context.sentinels)
+
+
+def _terminate(context: ProcessContext) -> None:
+    for process in context.processes:
+        process.terminate()
+
+
+def _raise_failure(
+    context: ProcessContext, reports: Mapping[int, Mapping[str, Any]], failed_first: int | None, first_rank: int
+) -> None:
+    """Raise why the workers failed, if one did."""
+    failures = {index: report["failure"] for index, report in reports.items() if report.get("failure") is not None}
+    # A process that ends without a report (`os._exit(0)`) has failed, whatever its status.
+    unexplained = [index for index in range(len(context.processes)) if index not in reports]
+    cause: ProcessRaisedException | None = None
+    if failures:
+        # Prefer the report of the rank that failed to those of the ranks that left because of it.
+        index = min(failures, key=lambda index: failures[index].rank != first_rank + index)
+        text = f"\n\nrank {first_rank + index} left with:\n{reports[index]['traceback']}"
+        failure, cause = failures[index], ProcessRaisedException(text, index, context.processes[index].pid or 0)
+    elif any("traceback" in report for report in reports.values()):
+        raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
+    elif unexplained:
+        index = failed_first if failed_first in unexplained else unexplained[0]
+        failure = RankFailure(first_rank + index, socket.gethostname(), "", PROCESS_ENDED, "")
+    else:
+        return
+    if (index := failure.rank - first_rank) in unexplained and failure.error in (PROCESS_ENDED, MISSED_HEARTBEATS):
+        # The other ranks may know no more than that it is silent.
+        how = describe_exit(context.processes[index].exitcode or 0)
+        failure = replace(failure, error=PROCESS_ENDED, message=f"its process {how}")
+    raise RankFailedError(failure) from cause

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_automodel.distributed.failures import MISSED_HEARTBEATS, RankFailedError, RankFailure
 from lightning_automodel.launch import workers
-from lightning_automodel.launch.workers import Workers, describe_exit, write_report
+from lightning_automodel.launch.workers import describe_exit, wait_for_workers, write_failure, write_report
 from tests.launch.launched import (
     FAILING_RANK,
     assert_gone,
     fail,
     is_running,
+    make_trainer,
     program,
     ranks,
     run,
@@ -136,14 +137,17 @@ def test_tuner_is_refused(tmp_path: Path) -> None:
 
 def wait_for(folder: Path, *functions: Callable[[Path, int], None]) -> Any:
     """Results of workers that do one of the functions each."""
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=function, args=(folder, index)) for index, function in enumerate(functions)]
-    for process in processes:
-        process.start()
+    started = torch.multiprocessing.start_processes(
+        _do, (folder, functions), len(functions), join=False, start_method="fork"
+    )
     try:
-        return Workers(processes, folder, first_rank=4).wait()
+        return wait_for_workers(started, folder, first_rank=4)
     finally:
-        assert not any(process.is_alive() for process in processes)
+        assert not any(process.is_alive() for process in started.processes)
+
+
+def _do(local_rank: int, folder: Path, functions: Sequence[Callable[[Path, int], None]]) -> None:
+    functions[local_rank](folder, local_rank)
 
 
 def ends(folder: Path, local_rank: int) -> None:
@@ -167,8 +171,9 @@ def test_waiting_has_a_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     monkeypatch.setattr(workers, "TIME_TO_END_S", 0.3)
     assert wait_for(tmp_path, ends, ends_late) == "results"
     assert "Rank 5 does not end: its process is killed." in caplog.text
+    assert "Rank 5 has finished its run, but its process was ended by SIGKILL." in caplog.text
     (tmp_path / "1.pt").unlink()
-    with pytest.raises(RankFailedError, match=r"^rank 5 on .*: its process did not end in time$"):
+    with pytest.raises(RankFailedError, match=r"^rank 5 on .*: its process was ended by SIGKILL$"):
         wait_for(tmp_path, ends, hangs)
 
 
@@ -208,9 +213,24 @@ def test_who_knows_the_cause_says_it(
     workers: tuple[Callable[[Path, int], None], ...], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A rank knows what it raised, the others where it was, and the launching process how it ended."""
-    monkeypatch.setattr(f"{Workers.__module__}.TIME_TO_END_AFTER_INTERRUPT_S", 2.0)
+    monkeypatch.setattr("lightning_automodel.launch.workers.TIME_TO_END_S", 2.0)
     with pytest.raises(RankFailedError, match=message):
         wait_for(tmp_path, *workers)
+
+
+def test_the_first_report_counts(tmp_path: Path) -> None:
+    """What `on_exception` hooks raise after it is not the cause."""
+    trainer = make_trainer(tmp_path)
+    for message in ("no labels here", "the hook's own"):
+        write_failure(tmp_path, ValueError(message), trainer)
+    (report,) = tmp_path.iterdir()
+    assert torch.load(report, weights_only=False)["failure"].message == "no labels here"
+
+
+def test_cause_is_printed_where_it_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No space is left, or the folder is gone with the launching process."""
+    write_failure(tmp_path / "gone", ValueError("no labels here"), make_trainer(tmp_path))
+    assert "ValueError: no labels here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
