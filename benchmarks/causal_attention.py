@@ -18,7 +18,7 @@ from peak_memory import MALLOC, MEBIBYTE, peak, start_peak
 from report import describe_environment, table
 from torch import Tensor
 
-from lightning_automodel.sharding.causal_attention import attend_to_end
+from lightning_automodel.context_parallel.causal_attention import attend_to_end
 
 HEADS, WIDTH = 8, 64
 

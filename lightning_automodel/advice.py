@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_automodel.data.sequence_slices import SHIFTED_LABELS
+from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.distributed.mesh import DATA, REPLICATE, SHARD
 from lightning_automodel.gradients.token_loss import (
     Count,

@@ -306,7 +306,7 @@ class StepMonitor(Callback):
         self._enter("checkpoint")
 
     def _count(self, batch: Any, is_filler: bool) -> None:
-        """Add the tokens and operations of a micro-batch, unless it is a filler."""
+        """Add the tokens and operations of a micro-batch, unless it is a padding batch."""
         operations = 0 if self._flops is None else self._flops.stop()
         if is_filler:
             return

@@ -204,7 +204,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._run: TrainingRun | None = None
         self._advice = Advice()
         self._resume: Resume | None = None
-        self._reported_by_workers: Mapping[str, Any] = {}
+        self.reported_by_workers: Mapping[str, Any] = {}
 
     @classmethod
     @override
@@ -268,11 +268,11 @@ class AutomodelStrategy(ParallelStrategy):
 
         In a process that started the ranks as workers, it is the last report of the newest finished run, on the CPU.
         """
-        return self._reported_by_workers.get("last_step") if self._run is None else self._run.last_step
+        return self.reported_by_workers.get("last_step") if self._run is None else self._run.last_step
 
     @property
     def is_filler(self) -> bool:
-        """Whether the newest training batch is a filler: a copy without effect, for a rank whose own data has ended.
+        """Whether the newest training batch is a padding batch: one without effect, for a rank whose data has ended.
 
         For user code that keeps its own lists and counters under ``uneven_inputs="pad"``.
         """
@@ -345,22 +345,12 @@ class AutomodelStrategy(ParallelStrategy):
             self.num_processes,
             self.num_nodes,
             self._supervisor,
-            get_report=self._worker_report,
-            set_report=self._take_worker_report,
         )
         if environment.creates_processes_externally and start_method != "popen":
             self._advice.say_once(
                 f"start_method={start_method!r} has no effect: {type(environment).__name__} says that"
                 " something else has started the processes."
             )
-
-    def _worker_report(self) -> dict[str, Any]:
-        """What a rank sends to the process that started it."""
-        described = {name: value for name, value in self.describe().items() if name != "options"}
-        return {"last_step": self.last_step, "description": described}
-
-    def _take_worker_report(self, report: Mapping[str, Any]) -> None:
-        self._reported_by_workers = report
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and the rank-zero helpers which rank this process is."""
@@ -575,7 +565,7 @@ class AutomodelStrategy(ParallelStrategy):
         if self._module.automatic_optimization and output is not None:
             run.end_step(output)
         else:
-            run.restore_filler_state()
+            run.restore_state_before_padding()
         return output
 
     def _begin_step(self, step: int, is_training: bool) -> bool:
@@ -915,5 +905,5 @@ class AutomodelStrategy(ParallelStrategy):
 
         Not a collective. Before the first set-up it holds only the options.
         """
-        described = self._reported_by_workers.get("description", {}) if self._run is None else self._run.describe()
+        described = self.reported_by_workers.get("description", {}) if self._run is None else self._run.describe()
         return {"options": dict(vars(self._options)), **described}

@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.advice import Advice
-from lightning_automodel.data.draws import Draws
-from lightning_automodel.data.fillers import FillerState
-from lightning_automodel.data.sequence_slices import SHIFTED_LABELS, SequenceSlices
+from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
+from lightning_automodel.context_parallel.steps import ContextParallelSteps
+from lightning_automodel.data.batches import TrackedLoader
+from lightning_automodel.data.padding import ModuleState
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import log_full
@@ -33,9 +34,6 @@ from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import checks, meta_init, precision, tensor_parallel, units, weight_averaging
 from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks
-from lightning_automodel.sharding.context_parallel_check import FirstStepCheck
-from lightning_automodel.sharding.context_parallel_hf import let_models_attend_across
-from lightning_automodel.sharding.context_parallel_steps import ContextParallelSteps
 from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
@@ -81,8 +79,11 @@ class TrainingRun:
         self._is_sharded = options.data_parallel == "fsdp2"
         self._draws_its_batches = lightning_internals.draws_its_batches(module.training_step)
         self._check(fitting)
-        self._restore_attention: Callable[[], None] = lambda: None
-        self._context = self._slice_sequences()
+        self._context: ContextParallelSteps | None = None
+        if mesh.context_parallel is not None:
+            self._context = ContextParallelSteps(
+                module, mesh.context_parallel, options, plugin, device, advice.say_once
+            )
         self._without_values = meta_init.names_without_values(module)
         plugin.convert_module(module)
         self.move_to_device()
@@ -113,19 +114,18 @@ class TrainingRun:
         self.watch = OptimizerWatch(self.windows, parameters)
         raises_if_nonfinite = options.error_if_nonfinite and self._scaling.scaler is None
         self.clipper = GradientClipper(self.windows, self.watch, mesh, options.track_grad_norm, raises_if_nonfinite)
-        self._draws, self._ahead = Draws(host_group), None
-        self.inputs = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad", self._draws)
+        self.inputs, self._ahead = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad"), None
         self.seconds_drawing = 0.0
         if fitting and options.count_window_ahead:
             copies, count = mesh.sizes.tensor, self.weighting.count_on_host
-            self._ahead = WindowAhead(module.trainer, host_group, copies, self._draws, count)
+            self._ahead = WindowAhead(module.trainer, host_group, copies, count)
         # Batch, count and auxiliary loss of the current training step, until its backward.
         self._batch: Any = None
         self._count: Count | None = None
         self._aux_loss: Tensor | None = None
         self._counted: dict[Optimizer | None, int] = {}
         self._ends_window = True
-        self._filler_state: FillerState | None = None
+        self._state_before_padding: ModuleState | None = None
 
     def _check(self, fitting: bool) -> None:
         """Refuse what cannot be trained, before anything is changed, and tell of options without effect."""
@@ -189,29 +189,6 @@ class TrainingRun:
         for block in chosen:
             torch_internals.compile_in_place(block, self.patches, **kwargs)
         return [f"{names[id(block)]} ({units.class_name(block)})" for block in chosen]
-
-    def _slice_sequences(self) -> ContextParallelSteps | None:
-        """Set up context parallelism: patch attention, and return what slices each step's batch. None without it.
-
-        Raises:
-            ValueError: If the module cannot be trained on slices of sequences.
-        """
-        module, mesh = self.module, self._mesh.context_parallel
-        if mesh is None:
-            return None
-        checks.check_sliceable(module, mesh.size())
-        num_layers, self._restore_attention = let_models_attend_across(module)
-        slices = SequenceSlices(
-            mesh.get_local_rank(),
-            mesh.size(),
-            self._options.label_key,
-            self._options.ignore_index,
-            self._options.label_shift,
-            adds_mask=num_layers > 0,
-        )
-        check = FirstStepCheck(module, self.plugin)
-        tell = self.advice.say_once
-        return ContextParallelSteps(module, mesh.get_group(), slices, self.device, num_layers, check, tell)
 
     def _make_engine(self) -> Engine:
         module, options = self.module, self._options
@@ -283,18 +260,20 @@ class TrainingRun:
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 
     def process_dataloader(self, loader: Any) -> Any:
-        """The loader, or a proxy to iterate instead. A collective over the world; see :class:`UnevenInputs`."""
+        """The loader, or what tracks it, to iterate instead. A collective over the world; see :class:`UnevenInputs`."""
         loader = self.inputs.process(loader)
         return self._ahead.process(loader) if self._ahead is not None and self.inputs.is_training else loader
 
     def begin_batch(self) -> None:
         """Called when a training batch is about to be used, after its hooks."""
         start = time.perf_counter()
-        prefetched = getattr(lightning_internals.training_data_fetcher(self.module.trainer), "batches", ())
-        draw = self._draws.begin(len(prefetched))
-        self.inputs.begin_training_batch(draw)
+        trainer = self.module.trainer
+        prefetched = getattr(lightning_internals.training_data_fetcher(trainer), "batches", ())
+        loader = trainer.train_dataloader
+        handle = loader.begin(len(prefetched)) if isinstance(loader, TrackedLoader) else None
+        self.inputs.begin_training_batch(handle)
         if self._ahead is not None:
-            self._ahead.begin_batch(draw)
+            self._ahead.begin_batch(handle)
             self.seconds_drawing += time.perf_counter() - start
 
     def sliced(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -314,7 +293,7 @@ class TrainingRun:
             self.weighting.check_unchanged(batch, self._ahead.count)
         self.engine.start_forward(batch)
         # Only now, since start_forward may have broadcast buffers.
-        self._filler_state = FillerState(self.module) if self.inputs.is_filler else None
+        self._state_before_padding = ModuleState(self.module) if self.inputs.is_filler else None
 
     def end_step(self, output: Any) -> None:
         """Count the label tokens of a training step of automatic optimization, which returned ``output``."""
@@ -377,7 +356,7 @@ class TrainingRun:
             if not self.inputs.is_filler:
                 window.sums.add(reported, count)
         if self.module.automatic_optimization:
-            self.restore_filler_state()
+            self.restore_state_before_padding()
         return plugin.post_backward(loss, module)
 
     def _recomputation(self) -> AbstractContextManager[None]:
@@ -399,9 +378,9 @@ class TrainingRun:
             objective = objective + self._aux_loss * (divisor / ahead.num_micro_batches)
         return token_losses, objective
 
-    def restore_filler_state(self) -> None:
-        """Restore what a step on a filler has changed in the module."""
-        state, self._filler_state = self._filler_state, None
+    def restore_state_before_padding(self) -> None:
+        """Restore what a step on a padding batch has changed in the module."""
+        state, self._state_before_padding = self._state_before_padding, None
         if state is not None:
             state.restore()
 
@@ -535,12 +514,13 @@ class TrainingRun:
 
     def close(self) -> None:
         """Drop open windows, restore all patches, and release the model. Calling it again does nothing."""
-        self.restore_filler_state()
+        self.restore_state_before_padding()
         self.windows.reset()
         self.watch.close()
         self.patches.restore()
         self.engine.close()
         self._checkpointed.undo()
-        restore, self._restore_attention = self._restore_attention, lambda: None
-        restore()
+        if self._context is not None:
+            self._context.close()
+            self._context = None
         self._batch = self._count = self._aux_loss = None

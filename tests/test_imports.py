@@ -22,6 +22,7 @@ ORDER = [
     "failure",
     "checkpoint",
     "resume",
+    "context_parallel",
     "sharding",
     "gradients",
     "distributed",
@@ -31,7 +32,7 @@ ORDER = [
     "patching",
 ]
 # Ending together is nothing that checkpoints or the mathematics know of, nor it of them: only `launch` and above do.
-APART = [("failure", room) for room in ("checkpoint", "resume", "sharding", "gradients")]
+APART = [("failure", room) for room in ("checkpoint", "resume", "context_parallel", "sharding", "gradients")]
 # Held by the absence of cycles alone: the engines read the options, which check themselves by functions of theirs.
 ANYWHERE = {"__init__", "alias_pytorch_lightning", "options", "callbacks", "data", "report", "report_page"}
 

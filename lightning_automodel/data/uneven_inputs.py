@@ -1,4 +1,4 @@
-"""Ranks whose data ends before another's: an error or fillers in training; in evaluation each sample counts once."""
+"""Ranks whose data ends before another's: an error or padding in training; in evaluation each sample counts once."""
 
 import copy
 import warnings
@@ -18,9 +18,9 @@ from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.data.draws import Draw, Draws, LoaderProxy, users_own
+from lightning_automodel.data.batches import BatchHandle, TrackedLoader, users_own
 from lightning_automodel.data.exchange import Exchange
-from lightning_automodel.data.fillers import neutral
+from lightning_automodel.data.padding import neutral
 
 _UNKNOWN = -1
 _STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -39,19 +39,18 @@ class UnevenInputs:
     Args:
         trainer: The Trainer of this run.
         group: Host process group of all ranks.
-        pads: Whether a rank whose training data has ended goes on with fillers instead of raising.
-        draws: Hands out the training batches if they are padded.
+        pads: Whether a rank whose training data has ended goes on with padding batches instead of raising.
 
     Attributes:
-        is_filler: Whether this rank's newest training batch was a filler.
+        is_filler: Whether this rank's newest training batch was a padding batch.
     """
 
-    def __init__(self, trainer: "pl.Trainer", group: dist.ProcessGroup, pads: bool, draws: Draws) -> None:
-        self._trainer, self._group, self._pads, self._draws = trainer, group, pads, draws
+    def __init__(self, trainer: "pl.Trainer", group: dist.ProcessGroup, pads: bool) -> None:
+        self._trainer, self._group, self._pads = trainer, group, pads
         self._may_differ: set[str] = set()
         self._sent: Exchange | None = None
         self._is_in_step = False
-        self._draw: Draw | None = None
+        self._handle: BatchHandle | None = None
         self.is_filler = False
         # Lightning warns in `validate` and `test` that samples are repeated; `without_repeats` prevents that.
         warnings.filterwarnings("ignore", "Using `DistributedSampler` with the dataloaders", PossibleUserWarning)
@@ -87,7 +86,7 @@ class UnevenInputs:
         A collective over the group: all ranks must process their loaders in the same order.
 
         Returns:
-            The loader, or the proxy to iterate instead.
+            The loader, or what tracks it, to iterate instead.
         """
         self._warn_of_batches_of_batches(loader)
         length = sized_len(loader)
@@ -95,7 +94,7 @@ class UnevenInputs:
         if len(lengths) > 1 and (_UNKNOWN in lengths or len(set(lengths)) > 1):
             if self.is_training and self._pads:
                 self._check_padding(loader)
-                return LoaderProxy(loader, self._draws, True, None if _UNKNOWN in lengths else lengths)
+                return TrackedLoader(loader, self._group, True, None if _UNKNOWN in lengths else lengths)
             self._may_differ.add(self._stage)
             if not self.is_training:
                 empty = (
@@ -103,7 +102,7 @@ class UnevenInputs:
                     " some, whose steps this rank could not join: give each rank at least one batch, or start fewer"
                     " ranks."
                 )
-                return LoaderProxy(loader, Draws(self._group, empty))
+                return TrackedLoader(loader, self._group, empty=empty)
         return loader
 
     def _warn_of_batches_of_batches(self, loader: Any) -> None:
@@ -118,7 +117,7 @@ class UnevenInputs:
             )
 
     def _check_padding(self, loader: Any) -> None:
-        """Raise ``ValueError`` if a filler would affect results, or padding cannot work."""
+        """Raise ``ValueError`` if a padding batch would affect results, or padding cannot work."""
         module = self._trainer.lightning_module
         problem = None
         if lightning_internals.draws_its_batches(module.training_step):
@@ -126,39 +125,35 @@ class UnevenInputs:
         elif isinstance(loader, lightning_internals.Stateful):
             problem = f"{type(loader).__name__} starts again when it is resumed after its end: use torch's DataLoader"
         elif any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
-            problem = "SyncBatchNorm would average over fillers: leave sync_batchnorm out"
+            problem = "SyncBatchNorm would average over padding batches: leave sync_batchnorm out"
         elif any(isinstance(each, Metric) and each.dist_sync_on_step for each in module.modules()):
-            problem = "a metric with dist_sync_on_step=True would gather fillers: leave dist_sync_on_step out"
+            problem = "a metric with dist_sync_on_step=True would gather padding batches: leave dist_sync_on_step out"
         if problem is not None:
             raise ValueError(f"uneven_inputs='pad': {problem}, or give all ranks equally many batches.")
 
     # --- Training -----------------------------------------------------------------------------------------------------
 
-    def begin_training_batch(self, draw: Draw | None) -> None:
+    def begin_training_batch(self, handle: BatchHandle | None) -> None:
         """Note the training batch that is about to be used.
 
         Args:
-            draw: The batch's draw; None if the loader has no proxy.
+            handle: The batch's handle; None if the loader is not tracked.
 
         Raises:
             ValueError: If batches are padded and come from several loaders.
         """
-        loader = self._trainer.train_dataloader
-        is_followed = isinstance(loader, LoaderProxy)
-        self._draw = draw if is_followed else None
-        self.is_filler = self._draw is not None and self._draw.is_filler
-        proxies = [each for each in CombinedLoader(loader).flattened if isinstance(each, LoaderProxy)]
-        if self._draws.pads and not is_followed and proxies:
+        self._handle, self.is_filler = handle, handle is not None and handle.is_filler
+        if handle is None and any(map(_pads, CombinedLoader(self._trainer.train_dataloader).flattened)):
             raise ValueError(
                 "uneven_inputs='pad' trains on one loader, and the loaders of a CombinedLoader have unequally many"
                 " batches on the ranks: combine them in one Dataset, or give all ranks equally many batches."
             )
 
     def mean_factor(self) -> float:
-        """Factor for a mean over ranks that makes fillers not count. Waits until all ranks have drawn."""
-        if self._draw is None or self._draw.has_batch is None or not self._is_in_step or not self.is_training:
+        """Factor for a mean over ranks that makes padding batches not count. Waits until all ranks have drawn."""
+        if self._handle is None or self._handle.has_batch is None or not self._is_in_step or not self.is_training:
             return 1.0
-        return self._group.size() / max(self._draw.num_real(), 1)
+        return self._group.size() / max(self._handle.num_real(), 1)
 
     @contextmanager
     def training_step(self) -> Iterator[None]:
@@ -213,7 +208,7 @@ class UnevenInputs:
             SIGTERMException: If all ranks stop and this one has no batch left, before which Lightning would raise.
         """
         stops = begin()
-        self._draw, self.is_filler = None, False
+        self._handle, self.is_filler = None, False
         is_last, self._sent = False, None
         if self._stage in self._may_differ:
             is_last = self._is_last(args[2] if len(args) > 2 else 0)
@@ -244,18 +239,18 @@ class UnevenInputs:
             self._send(_IS_LAST if loop.batch_progress.is_last_batch else _GOES_ON)
             return loop.batch_progress.is_last_batch
         loader = loaders[dataloader_idx]
-        if not isinstance(loader, LoaderProxy):
+        if not isinstance(loader, TrackedLoader):
             return False  # all ranks have equally many batches of this loader
-        draws: Draws = vars(loader)["draws"]
+        handed_out = loader.handed_out
         if draws_in_step:
-            draws.handed_out.clear()
+            handed_out.clear()
         else:
-            draws.handed_out.popleft()
+            handed_out.popleft()
         # Number of this step's batch; a step that draws its batches itself has not drawn it yet.
-        number = draws.num_handed_out - len(draws.handed_out) + draws_in_step
+        number = loader.num_handed_out - len(handed_out) + draws_in_step
         is_last = (
             number >= loop.max_batches[dataloader_idx]
-            or len(draws.handed_out) + len(draws.ahead(1 + draws_in_step)) <= draws_in_step
+            or len(handed_out) + len(loader.ahead(1 + draws_in_step)) <= draws_in_step
         )
         self._send(_IS_LAST if is_last else _GOES_ON)
         return is_last
@@ -351,6 +346,10 @@ def _with_sampler(holder: Any, sampler: Any, own: Any) -> Any:
         elif getattr(value, "sampler", None) is sampler:
             vars(holder)[name] = _with_sampler(value, sampler, own)
     return holder
+
+
+def _pads(loader: Any) -> bool:
+    return isinstance(loader, TrackedLoader) and loader.pads
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 
-from lightning_automodel.data.draws import Draw, Draws, LoaderProxy
+from lightning_automodel.data.batches import BatchHandle, TrackedLoader
 from lightning_automodel.data.exchange import Exchange
 from lightning_automodel.gradients.token_loss import WindowTotals
 
@@ -20,7 +20,6 @@ class WindowAhead:
         trainer: The Trainer of this run.
         group: Host process group of all ranks.
         copies: How many ranks draw the same batches (tensor-parallel peers) and therefore count them again.
-        draws: Hands out the training batches.
         count: Counts the label tokens of a batch, on the host.
 
     Attributes:
@@ -28,45 +27,48 @@ class WindowAhead:
     """
 
     def __init__(
-        self, trainer: "pl.Trainer", group: dist.ProcessGroup, copies: int, draws: Draws, count: Callable[[Any], float]
+        self, trainer: "pl.Trainer", group: dist.ProcessGroup, copies: int, count: Callable[[Any], float]
     ) -> None:
-        self._trainer, self._group, self._copies, self._draws = trainer, group, copies, draws
-        self._draws.count = count
-        self._window: list[Draw] = []
+        self._trainer, self._group, self._copies, self._count_batch = trainer, group, copies, count
+        self._window: list[BatchHandle] = []
         self._own_micro_batches = 0
         self._sent: Exchange
         self.count: float = 0
 
-    def process(self, loader: Any) -> Any:
-        """The proxy to iterate instead of a training loader."""
-        return loader if isinstance(loader, LoaderProxy) else LoaderProxy(loader, self._draws)
+    def process(self, loader: Any) -> TrackedLoader:
+        """What tracks a training loader, to iterate instead."""
+        tracked = loader if isinstance(loader, TrackedLoader) else TrackedLoader(loader, self._group)
+        tracked.count = self._count_batch
+        return tracked
 
-    def begin_batch(self, draw: Draw | None) -> None:
+    def begin_batch(self, handle: BatchHandle | None) -> None:
         """Note the batch that is about to be trained on. If it begins a window, draw the rest of the window.
 
         This then starts a collective over the group, without waiting for it: windows of all ranks begin together.
 
         Args:
-            draw: The batch's draw; None if the loader has no proxy.
+            handle: The batch's handle; None if the loader is not tracked.
 
         Raises:
             ValueError: If batches come from several loaders.
         """
-        if draw is None or not isinstance(self._trainer.train_dataloader, LoaderProxy):
+        if handle is None:
             raise ValueError(
                 "count_window_ahead=True draws from one training loader, not from a list, a dictionary or a"
                 " CombinedLoader of them: combine their data in one Dataset, or leave it out."
             )
-        if draw not in self._window:
-            self._begin_window(draw)
-        self.count = draw.count
+        if handle not in self._window:
+            self._begin_window(handle)
+        self.count = handle.count
 
-    def _begin_window(self, draw: Draw) -> None:
-        trainer, prefetched = self._trainer, self._draws.handed_out
+    def _begin_window(self, handle: BatchHandle) -> None:
+        trainer = self._trainer
+        loader: Any = trainer.train_dataloader
         index = trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
         accumulate = trainer.accumulate_grad_batches
         size = int(min(accumulate - index % accumulate, trainer.num_training_batches - index))
-        self._window = [draw, *prefetched, *self._draws.ahead(size - 1 - len(prefetched))][:size]
+        prefetched = loader.handed_out
+        self._window = [handle, *prefetched, *loader.ahead(size - 1 - len(prefetched))][:size]
         own = [each.count for each in self._window if not (each.is_none or each.is_filler)]
         self._own_micro_batches = len(own)
         self._sent = Exchange(self._group, sum(own), len(own))

@@ -2,13 +2,15 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
-from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -18,6 +20,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.multiprocessing import ProcessContext
 from typing_extensions import override
 
 from lightning_automodel import lightning_internals
@@ -27,11 +30,11 @@ from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.launch.pickling import ByValue
 from lightning_automodel.launch.results import collect, restore
 from lightning_automodel.launch.workers import (
-    WorkerReport,
-    Workers,
     describe_exit,
-    follow_launching_process,
     tell_supervisor,
+    wait_for_workers,
+    write_failure,
+    write_report,
 )
 
 POLL_S = 0.25
@@ -98,8 +101,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
     Lightning's launcher gathers no shards, calls no ``on_exception`` hooks in the workers, and terminates all of them
     when one fails. Here they leave together, each through its own hooks.
 
-    Each rank runs in the supervisor. The first rank's ``get_report()`` is passed to ``set_report`` in this process. In
-    a worker, ``connection`` leads to the launching process.
+    Each rank runs in the supervisor. In a worker, ``folder`` is where it writes what the launching process reads.
     """
 
     def __init__(
@@ -109,55 +111,62 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         num_processes: int,
         num_nodes: int,
         supervisor: Supervisor,
-        get_report: Callable[[], Mapping[str, Any]],
-        set_report: Callable[[Mapping[str, Any]], None],
     ) -> None:
         super().__init__(strategy, start_method)
-        self._num_processes, self._num_nodes = num_processes, num_nodes
-        self._supervisor, self._get_report, self._set_report = supervisor, get_report, set_report
-        self.connection: Connection | None = None
+        self._num_processes, self._num_nodes, self._supervisor = num_processes, num_nodes, supervisor
+        self.folder: Path | None = None
 
     @override
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any
     ) -> Any:
         assert trainer is not None
-        if self.connection is not None:
-
-            @wraps(function)
-            def run_and_collect(*args: Any, **kwargs: Any) -> bytes | None:
-                return collect(trainer, function(*args, **kwargs), self._get_report())
-
-            try:
-                return self._supervisor.run(run_and_collect, *args, **kwargs)
-            except lightning_internals.TunerExitException:
-                raise
-            except BaseException as exception:
-                # Now: this process may not live to the end of `on_exception` hooks, or of leaving its groups.
-                with contextlib.suppress(OSError):
-                    self.connection.send(WorkerReport.from_exception(exception, trainer, leaves=False))
-                raise
+        if self.folder is not None:
+            return self._run_in_worker(self.folder, trainer, function, args, kwargs)
         if self._already_fit and trainer.state.fn == TrainerFn.FITTING:
             raise NotImplementedError(
                 f"trainer.fit() ran already, in workers of start_method={self._start_method!r} that have ended, with"
                 " their optimizer states and loops. To go on, make a new Trainer and call fit(ckpt_path=...)."
             )
-        workers = self._start(trainer, partial(function, *args, **kwargs))
+        folder = Path(tempfile.mkdtemp(prefix="lightning_automodel-"))
         try:
-            results = workers.wait()
+            started = self._start(trainer, partial(function, *args, **kwargs), folder)
+            self.procs = list(started.processes)
+            environment: Any = self._strategy.cluster_environment
+            results = wait_for_workers(started, folder, environment.node_rank() * self._num_processes)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         finally:
             self.procs = []
-        if results is None:
-            raise RuntimeError(
-                f"The Tuner ran in workers of start_method={self._start_method!r}, which do not send its value back:"
-                " pass start_method='popen', or for a learning rate call fit with the callback LearningRateFinder()."
-            )
-        returned, report = restore(results, trainer)
+        # Raises if the module lacks trained weights, and their file is kept.
+        restore(results, trainer, folder)
+        shutil.rmtree(folder, ignore_errors=True)
         self._already_fit |= trainer.state.fn == TrainerFn.FITTING
-        self._set_report(report)
-        return returned
+        return results["returned"]
 
-    def _start(self, trainer: "pl.Trainer", function: partial[Any]) -> Workers:
+    def _run_in_worker(
+        self, folder: Path, trainer: "pl.Trainer", function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> None:
+        @wraps(function)
+        def run_and_collect(*args: Any, **kwargs: Any) -> dict[str, Any] | None:
+            return collect(trainer, function(*args, **kwargs), folder)
+
+        try:
+            results = self._supervisor.run(run_and_collect, *args, **kwargs)
+            write_report(folder, trainer.strategy.local_rank, results=results)  # type: ignore[attr-defined]
+        except BaseException as exception:
+            if isinstance(exception, lightning_internals.TunerExitException):
+                exception = RuntimeError(
+                    f"the Tuner ran in workers of start_method={self._start_method!r}, which do not send its value"
+                    " back: pass start_method='popen', or for a learning rate call fit with the callback"
+                    " LearningRateFinder()."
+                )
+            # Now: this process may not live to the end of `on_exception` hooks, or of leaving its groups.
+            write_failure(folder, exception, trainer)
+            raise
+
+    def _start(self, trainer: "pl.Trainer", function: partial[Any], folder: Path) -> ProcessContext:
         environment = self._strategy.cluster_environment
         assert environment is not None
         environment.validate_settings(num_devices=self._num_processes, num_nodes=self._num_nodes)
@@ -165,17 +174,15 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         variables = {**os.environ, "MASTER_PORT": str(environment.main_port)}
         if self._num_nodes == 1:
             variables |= rendezvous.shared_secret()
-        context = torch.multiprocessing.get_context(self._start_method)
-        ours, theirs = zip(*(context.Pipe() for _ in range(self._num_processes)), strict=True)
         global_state = None
         if self._start_method != "fork":
             # Global state that affects results, which a process that is not a fork does not inherit.
             random_states = lightning_internals.collect_rng_states(include_cuda=False)
             global_state = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, random_states
         try:
-            started = torch.multiprocessing.start_processes(
+            return torch.multiprocessing.start_processes(
                 _be_worker,
-                args=(theirs, variables, ByValue((self, trainer, function, global_state))),
+                args=(folder, variables, ByValue((self, trainer, function, global_state))),
                 nprocs=self._num_processes,
                 start_method=self._start_method,
                 join=False,
@@ -183,11 +190,6 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         except Exception as error:
             self._explain(trainer, function, error)
             raise
-        finally:
-            for connection in theirs:
-                connection.close()
-        self.procs = list(started.processes)
-        return Workers(self.procs, ours, environment.node_rank() * self._num_processes)
 
     def _explain(self, trainer: "pl.Trainer", function: partial[Any], error: Exception) -> None:
         """Raise a TypeError that names the part of the run that cannot be pickled, if there is one."""
@@ -207,18 +209,16 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
                 ) from error
 
 
-def _be_worker(local_rank: int, connections: Sequence[Connection], variables: Mapping[str, str], run: ByValue) -> None:
-    """Run the Trainer's function as a rank, and report to the launching process."""
+def _be_worker(local_rank: int, folder: Path, variables: Mapping[str, str], run: ByValue) -> None:
+    """Run the Trainer's function as a rank, which torch interrupts if the launching process ends."""
     launcher, trainer, function, global_state = run.value
+    launcher.folder = folder
+    os.environ.update(variables, LOCAL_RANK=str(local_rank))
     # The signal handler, runs and groups that a fork inherits are those of the launching process.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if global_state is None:
         process_group.forget_inherited_groups()
         supervisor.forget_inherited_runs()
-    launcher.connection, status = connections[local_rank], 0
-    threading.Thread(target=follow_launching_process, args=(launcher.connection,), daemon=True).start()
-    os.environ.update(variables, LOCAL_RANK=str(local_rank))
-    if global_state is None:
         # OpenMP's threads do not survive a fork: if the parent has used them, this process would wait for them forever.
         torch.set_num_threads(1)
     else:
@@ -227,19 +227,11 @@ def _be_worker(local_rank: int, connections: Sequence[Connection], variables: Ma
         lightning_internals.set_rng_states(random_states)
         lightning_internals.share_cores(trainer.strategy.num_processes)
     try:
-        # Calls the launcher, which runs the function, and `on_exception` hooks.
-        results = lightning_internals.call_and_handle_interrupt(
-            trainer, function.func, *function.args, **function.keywords
-        )
-        report = WorkerReport(results)
-    except BaseException as exception:
-        report = WorkerReport.from_exception(exception, trainer, leaves=True)
-        code = exception.code if isinstance(exception, SystemExit) else 1
-        status = code if isinstance(code, int) and code else 1
-    with contextlib.suppress(OSError):
-        launcher.connection.send(report)
-    # Not `raise`: torch would print the traceback, which the launching process does already.
-    sys.exit(status)
+        # Calls the launcher, which runs the function and reports, and then `on_exception` hooks.
+        lightning_internals.call_and_handle_interrupt(trainer, function.func, *function.args, **function.keywords)
+    except Exception as exception:
+        write_failure(folder, exception, trainer)
+        raise
 
 
 def make_launcher(
@@ -248,14 +240,12 @@ def make_launcher(
     num_processes: int,
     num_nodes: int,
     supervisor: Supervisor,
-    get_report: Callable[[], Mapping[str, Any]],
-    set_report: Callable[[Mapping[str, Any]], None],
 ) -> SubprocessLauncher | WorkerLauncher:
     """The launcher for the strategy's cluster environment and a start method; see the classes for the arguments."""
     environment = strategy.cluster_environment
     assert environment is not None
     if start_method != "popen" and not environment.creates_processes_externally:
-        return WorkerLauncher(strategy, start_method, num_processes, num_nodes, supervisor, get_report, set_report)
+        return WorkerLauncher(strategy, start_method, num_processes, num_nodes, supervisor)
     launcher = SubprocessLauncher(supervisor, environment, num_processes, num_nodes)
     if (hasattr(sys, "ps1") or sys.flags.interactive) and not launcher.is_interactive_compatible:
         # Lightning's own message would recommend its own strategies.

@@ -1,8 +1,5 @@
 """Results of a run in workers, sent to the launching process: weights, metrics, paths of checkpoints."""
 
-import io
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,58 +13,49 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from lightning_automodel import checkpoint as checkpoints
 
 _OF_CHECKPOINT_CALLBACKS = ("best_model_path", "best_model_score", "last_model_path")
+_WEIGHTS = "weights.pt"
 
 
-def collect(trainer: "pl.Trainer", returned: Any, report: Mapping[str, Any]) -> bytes | None:
+def collect(trainer: "pl.Trainer", returned: Any, folder: Path) -> dict[str, Any] | None:
     """Collect this rank's results for :func:`restore`; None on all but the first rank of each node. A collective.
 
     After a fit, sharded weights are gathered, one tensor after the other, into the host memory of the first rank of
-    each node, which writes them to a temporary file: memory and file both hold the whole weights for a while.
+    each node, which writes them to ``folder``: memory and file both hold the whole weights for a while.
     """
-    is_first = trainer.strategy.local_rank == 0  # type: ignore[attr-defined]
-    weights = None
+    strategy: Any = trainer.strategy
+    is_first = strategy.local_rank == 0
     if trainer.state.fn == TrainerFn.FITTING:
         state = checkpoints.whole(checkpoints.model_state(trainer.lightning_module), keep=is_first)
         if is_first:
-            # Not with the other results: gigabytes do not belong in a pipe.
-            weights = Path(tempfile.mkdtemp(prefix="lightning_automodel-")) / "weights.pt"
-            torch.save(state, weights)
+            torch.save(state, folder / _WEIGHTS)
     if not is_first:
         return None
-    # As bytes: a pipe would pass tensors in shared memory, which is freed when this process ends.
-    buffer = io.BytesIO()
-    results = {
+    return {
         "returned": returned,
         "state": trainer.state,
-        "weights": weights,
         "metrics": {name: value.cpu() for name, value in trainer.callback_metrics.items()},
         "checkpoint_callbacks": [
             {name: getattr(callback, name) for name in _OF_CHECKPOINT_CALLBACKS if hasattr(callback, name)}
             for callback in trainer.checkpoint_callbacks
         ],
-        "report": dict(report),
+        "report": {
+            "last_step": strategy.last_step,
+            "description": {name: value for name, value in strategy.describe().items() if name != "options"},
+        },
     }
-    torch.save(results, buffer)
-    return buffer.getvalue()
 
 
-def restore(results: bytes, trainer: "pl.Trainer") -> tuple[Any, Mapping[str, Any]]:
-    """Put the workers' results into the launching process's Trainer and module.
-
-    Returns the run's value and the strategy's report. If the module lacks trained weights, their file is kept.
-    """
-    found = torch.load(io.BytesIO(results), map_location="cpu", weights_only=False)
-    trainer.state = found["state"]
+def restore(results: Mapping[str, Any], trainer: "pl.Trainer", folder: Path) -> None:
+    """Put the workers' results into the launching process's Trainer and module."""
+    trainer.state, trainer.strategy.reported_by_workers = results["state"], results["report"]  # type: ignore[attr-defined]
     trainer.callback_metrics.clear()
-    trainer.callback_metrics.update(found["metrics"])
-    for callback, attributes in zip(trainer.checkpoint_callbacks, found["checkpoint_callbacks"], strict=False):
+    trainer.callback_metrics.update(results["metrics"])
+    for callback, attributes in zip(trainer.checkpoint_callbacks, results["checkpoint_callbacks"], strict=False):
         for name, value in attributes.items():
             setattr(callback, name, value)
-    if found["weights"] is not None:
+    if (folder / _WEIGHTS).exists():
         trainer.precision_plugin.convert_module(trainer.lightning_module)
-        load_trained_weights(trainer.lightning_module, found["weights"])
-        shutil.rmtree(found["weights"].parent)
-    return found["returned"], found["report"]
+        load_trained_weights(trainer.lightning_module, folder / _WEIGHTS)
 
 
 def load_trained_weights(module: "pl.LightningModule", path: Path) -> None:
@@ -77,30 +65,30 @@ def load_trained_weights(module: "pl.LightningModule", path: Path) -> None:
         RuntimeError: If weights are still unmatched: otherwise the module would seem trained.
     """
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+
+    def unmatched() -> list[str]:
+        """Names of values that the module lacks, or has on the meta device or in another shape."""
+        known = checkpoints.model_state(module) if module.state_dict() else {}
+        return [
+            name
+            for name, value in state.items()
+            if name not in known
+            or (isinstance(value, torch.Tensor) and (known[name].is_meta or known[name].shape != value.shape))
+        ]
+
     reason: Exception | None = None
-    if _unmatched(module, state) and is_overridden("configure_model", module):
+    if unmatched() and is_overridden("configure_model", module):
         try:
             module.configure_model()
         except Exception as error:
             reason = error
-    if unmatched := _unmatched(module, state):
+    if names := unmatched():
         raise RuntimeError(
-            f"{type(module).__name__} is trained, but in this process it lacks {len(unmatched)} of the {len(state)}"
-            f" trained tensors ({', '.join(unmatched[:3])}{', ...' if len(unmatched) > 3 else ''}): they are in"
+            f"{type(module).__name__} is trained, but in this process it lacks {len(names)} of the {len(state)}"
+            f" trained tensors ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): they are in"
             f" {path}, which torch.load reads. Create these layers, in the shapes that they have in training, in"
             " __init__, or in a configure_model that also works without self.device_mesh, or load a checkpoint that"
             " was saved in training."
         ) from reason
     if state:
         set_model_state_dict(module, state, options=StateDictOptions(strict=False))
-
-
-def _unmatched(module: "pl.LightningModule", state: Mapping[str, Any]) -> list[str]:
-    """Names in ``state`` that ``module`` lacks, or has on the meta device or in another shape."""
-    known = checkpoints.model_state(module) if module.state_dict() else {}
-
-    def can_hold(place: Any, value: Any) -> bool:
-        both_are_tensors = isinstance(place, torch.Tensor) and isinstance(value, torch.Tensor)
-        return not both_are_tensors or (not place.is_meta and place.shape == value.shape)
-
-    return [name for name, value in state.items() if name not in known or not can_hold(known[name], value)]

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from typing_extensions import override
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.data.draws import users_own
+from lightning_automodel.data.batches import users_own
 from lightning_automodel.resume import loops, rng
 
 _TOO_SHORT = (
@@ -295,7 +295,7 @@ class TrainingLoaders:
 
     def _check_length(self, loader: DataLoader[Any], at: dict[str, Any]) -> None:
         length = sized_len(loader)
-        # A padded loader has also yielded fillers.
+        # A padded loader has also yielded padding batches.
         if length is not None and length < min(at["yielded"], at["length"] or at["yielded"]):
             raise ValueError(_TOO_SHORT.format(used=at["yielded"], now=length))
         if None not in (length, at["length"]) and length != at["length"]:

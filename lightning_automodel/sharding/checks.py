@@ -155,14 +155,6 @@ def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
                 )
 
 
-def check_sliceable(module: pl.LightningModule, context_parallel_size: int) -> None:
-    """Raise ValueError if a step takes a ``dataloader_iter``: its batches would not be sliced."""
-    named = f"context_parallel_size={context_parallel_size}"
-    for name in ("training_step", "validation_step", "test_step", "predict_step"):
-        if lightning_internals.draws_its_batches(getattr(module, name)):
-            raise ValueError(f"{named} slices the batch that {name} gets: let it take the batch, not dataloader_iter.")
-
-
 def check_loss(loss: Tensor, module: pl.LightningModule) -> None:
     """Raise RuntimeError for a loss that depends on no parameter; torch says only `element 0 of tensors ...`."""
     if not loss.requires_grad:

@@ -134,7 +134,7 @@ def test_equals_one_process(pool2: RankPool, engine: str, is_stream: bool) -> No
         _check(results, counts, accumulate)
 
 
-def test_fillers_draw_no_random_numbers(pool2: RankPool) -> None:
+def test_padding_batches_draw_no_random_numbers(pool2: RankPool) -> None:
     """The rank whose data ends is where it would be if all ended with it."""
     padded, equal = (pool2.run(_fit, {}, counts, False, 1) for counts in ([5, 3], [3, 3]))
     assert padded[1]["random"] == equal[1]["random"]
@@ -239,7 +239,7 @@ def _normalise(options: dict[str, Any], counts: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
-def test_buffers_do_not_follow_fillers(pool2: RankPool, engine: str) -> None:
+def test_buffers_do_not_follow_padding_batches(pool2: RankPool, engine: str) -> None:
     """Batch norm counts the batches of rank 0, and on rank 1 one more, which came after the last broadcast."""
     assert pool2.run(_normalise, ENGINES[engine][1], [2, 4]) == [[2.0], [3.0]]
 

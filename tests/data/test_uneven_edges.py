@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from torchmetrics import SumMetric
 
 from lightning_automodel import AutomodelStrategy, StepMonitor
+from lightning_automodel.data.batches import TrackedLoader
 from tests.data.test_uneven_inputs import Numbers, Stream
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import Batch, micro_batches
@@ -224,7 +225,8 @@ def test_drawing_ahead_is_waiting_for_data(pool2: RankPool) -> None:
 class Copies(Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         loader = trainer.train_dataloader
-        assert isinstance(loader, DataLoader)
+        assert isinstance(loader, TrackedLoader)
+        assert isinstance(loader.loader, DataLoader)
         self.lengths = [len(list(make_copy(loader))) for make_copy in (copy.copy, copy.deepcopy)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.data.draws import LoaderProxy
+from lightning_automodel.data.batches import TrackedLoader
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import Batch, micro_batches
 from tests.trainer.runs import CASE, LabelledModule, make_trainer, mean_loss
@@ -329,11 +330,15 @@ def test_a_sampler_that_training_shares_with_validation(pool2: RankPool) -> None
     assert pool2.run(_share_a_sampler) == [[[0, 2, 4, 6], [0, 2, 4, 6], 4], [[1, 3, 5, 0], [1, 3, 5, 0], 4]]
 
 
-def test_messages_name_the_users_loader() -> None:
-    """Lightning's name its type, which is no other than ours all the same."""
-    loader = DataLoader([1])
-    proxy = LoaderProxy(loader, None)
-    assert type(proxy).__name__ == "DataLoader"
-    assert isinstance(proxy, LoaderProxy)
-    assert isinstance(proxy, DataLoader)
-    assert not isinstance(loader, LoaderProxy)
+def test_a_tracked_loader_says_what_it_is() -> None:
+    """And has the attributes of the user's, which Lightning reads and sets."""
+    loader: Any = DataLoader([1, 2], batch_size=2)
+    tracked: Any = TrackedLoader(loader, None)  # type: ignore[arg-type]
+    assert not isinstance(tracked, DataLoader)
+    assert tracked.loader is loader
+    assert (tracked.batch_size, len(tracked)) == (2, 1)
+    tracked.worker_init_fn = print
+    assert loader.worker_init_fn is print
+    tracked.count = len
+    assert not hasattr(loader, "count")
+    assert type(copy.copy(tracked)) is DataLoader

@@ -1,4 +1,4 @@
-"""Training steps on fillers: a rank without data joins the others' collectives, without effect."""
+"""Training steps on padding batches: a rank without data joins the others' collectives, without effect."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_automodel import lightning_internals
@@ -18,35 +18,36 @@ from lightning_automodel.patching import PatchStack
 _NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 
 
-class FillerState:
-    """A copy of what a step on a filler may change: buffers, and the states of TorchMetrics.
+class ModuleState:
+    """What steps without effect may change in a module: its buffers, and the states of TorchMetrics.
 
-    Args:
-        module: The user's LightningModule.
+    Until :meth:`restore`, which may follow the backward, the module works with copies.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
-        metrics = [each for each in module.modules() if isinstance(each, Metric)]
-        owners = [each for each in module.modules() if not isinstance(each, Metric)]
+    def __init__(self, module: nn.Module) -> None:
+        self._metrics = [
+            (each, lightning_internals.metric_state(each)) for each in module.modules() if isinstance(each, Metric)
+        ]
         self._buffers = [
-            (owner, name, buffer, buffer.clone())
-            for owner in owners
+            (owner, name, buffer)
+            for owner in module.modules()
+            if not isinstance(owner, Metric)
             for name, buffer in owner.named_buffers(recurse=False)
         ]
-        self._metrics = [(metric, lightning_internals.metric_state(metric)) for metric in metrics]
+        for owner, name, buffer in self._buffers:
+            setattr(owner, name, buffer.clone())
 
     def restore(self) -> None:
-        """Put the copies back. To be called after the backward, which may need the buffers of the forward."""
-        with torch.no_grad():
-            for owner, name, buffer, value in self._buffers:
-                setattr(owner, name, buffer.copy_(value))  # a step may have set another tensor
+        """Put back what there was."""
+        for owner, name, buffer in self._buffers:
+            setattr(owner, name, buffer)
         for metric, state in self._metrics:
             lightning_internals.set_metric_state(metric, state)
 
 
 @contextmanager
 def neutral(module: pl.LightningModule) -> Iterator[None]:
-    """Context for ``training_step`` on a filler: logged values do not count, and random states are restored.
+    """Context for ``training_step`` on a padding batch: logged values do not count, and random states are restored.
 
     Values with ``sync_dist`` are replaced by a neutral one rather than left out, since the other ranks reduce them.
     """

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.sharding.context_parallel_hf import let_models_attend_across
+from lightning_automodel.context_parallel.hugging_face import let_models_attend_across
+from tests.context_parallel.refusals import Refused, check_refused, messages
 from tests.rank_pool import RankPool
-from tests.sharding.context_parallel_refusals import Refused, check_refused, messages
 from tests.trainer.exactness import VOCABULARY, Batch, Outcome, full_weights, weight_error
 from tests.trainer.hugging_face import _SIZES, OwnLoss, filled, t5, tied_llama, untied_gpt2
 from tests.trainer.plain import sgd

@@ -28,8 +28,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, EvaluationLoss, context_parallel_attention, token_loss
+from tests.context_parallel.refusals import Refused, check_refused, messages
 from tests.rank_pool import RankPool
-from tests.sharding.context_parallel_refusals import Refused, check_refused, messages
 from tests.trainer.exactness import Batch, Outcome, full_weights, weight_error
 from tests.trainer.plain import fill, sgd
 from tests.trainer.runs import TOLERANCE, make_trainer

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_automodel.context_parallel import attention
 from lightning_automodel.gradients.token_loss import outermost_hugging_face_models
-from lightning_automodel.sharding import context_parallel
 from lightning_automodel.torch_internals import not_compiled
 
 NAME = "context_parallel"
@@ -19,7 +19,7 @@ _CHANGES_SCORES = ("softcap", "position_bias", "s_aux", "head_mask")
 
 
 def let_models_attend_across(module: nn.Module) -> tuple[int, Callable[[], None]]:
-    """Let the Hugging Face models in ``module`` attend by :func:`context_parallel.attend_across`, within steps.
+    """Let the Hugging Face models in ``module`` attend by :func:`attend_across`, within steps.
 
     Returns:
         The least number of attention calls in a step that uses one of them, and a function that restores them.
@@ -75,7 +75,7 @@ def _check(model: Any) -> None:
 
 def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: by itself a model would count a slice's positions from 0, and shift labels within the slice."""
-    if not context_parallel.is_sliced():
+    if attention.current() is None:
         return
     if isinstance(kwargs.get("labels"), Tensor) and kwargs.get("shift_labels") is None:
         raise RuntimeError(
@@ -101,7 +101,7 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls for the attention of each layer: [b, h, s, d] to [b, s, h, d]."""
-    if not context_parallel.is_sliced():
+    if attention.current() is None:
         from transformers import AttentionInterface
 
         plain: Any = AttentionInterface._global_mapping["sdpa"]
@@ -115,7 +115,7 @@ def _attend(
         )
     options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     is_causal = is_causal is not False and getattr(module, "is_causal", True)
-    mixed = context_parallel.attend_across(query, key, value, attention_mask, is_causal, options)
+    mixed = attention.attend_across(query, key, value, attention_mask, is_causal, options)
     return mixed.transpose(1, 2).contiguous(), None
 
 
@@ -126,7 +126,8 @@ def _make_mask(**kwargs: Any) -> Tensor | None:
     """
     from transformers import masking_utils
 
-    if not context_parallel.is_sliced():
+    slices = attention.current()
+    if slices is None:
         return masking_utils.sdpa_mask(**kwargs)
     function, attention_mask, device = kwargs["mask_function"], kwargs["attention_mask"], kwargs["device"]
     if attention_mask is None or kwargs.get("use_vmap"):
@@ -134,11 +135,10 @@ def _make_mask(**kwargs: Any) -> Tensor | None:
             "With context_parallel_size > 1 pass the batch's attention_mask and position_ids to the model, as in"
             " self.model(**batch), and no mask function of your own: a model makes masks for its slice otherwise."
         )
-    documents = context_parallel.documents()
-    if function is masking_utils.causal_mask_function and documents is None and not context_parallel.is_masked():
+    documents = slices.documents
+    if function is masking_utils.causal_mask_function and documents is None and not slices.is_masked:
         return None
-    rows = context_parallel.own_positions(device)
-    whole = context_parallel.gather_mask(attention_mask)
+    rows, whole = slices.own_positions(device), slices.gather_mask(attention_mask)
     batch, columns = (torch.arange(size, device=device) for size in whole.shape)
     mask = function(batch[:, None, None, None], batch.new_zeros(1, 1, 1, 1), rows[:, None], columns)
     mask = mask & whole[:, None, None]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from lightning_automodel.sharding.causal_attention import attend_to_end
+from lightning_automodel.context_parallel.causal_attention import attend_to_end
 from lightning_automodel.torch_internals import not_compiled
 
 
@@ -25,7 +25,7 @@ class Slices:
         chunk: Number of positions in a chunk.
         length: Number of positions in the whole sequence, without padding.
         is_masked: Whether the batch has an ``attention_mask``.
-        documents: See :meth:`SequenceSlices.documents`.
+        documents: [b, w * s] the document of each position, or None: see :meth:`SequenceSlices.documents`.
         num_calls: How often attention has crossed ranks.
         is_attending: Whether attention across ranks is running now.
         masks: Additive masks of causal attention, by first position and dtype.
@@ -45,6 +45,15 @@ class Slices:
     def num_ranks(self) -> int:
         """Number of ranks that share the batch."""
         return 1 if self.group is None else self.group.size()
+
+    def own_positions(self, device: torch.device) -> Tensor:
+        """[s] this rank's positions in the whole sequence."""
+        chunk = torch.arange(self.chunk, device=device)
+        return torch.cat([index * self.chunk + chunk for index in self.chunks])
+
+    def gather_mask(self, attention_mask: Tensor) -> Tensor:
+        """[b, s] of each rank's positions to [b, w * s] of all. A collective over the ranks that share the batch."""
+        return whole((attention_mask != 0).to(torch.uint8)[..., None], self)[..., 0] != 0
 
     def causal_mask(self, start: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Additive causal mask [c, start + c] for the rows of a chunk.
@@ -119,8 +128,8 @@ def context_parallel_attention(
             query, key, value, attn_mask=mask, is_causal=is_causal and mask is None, **options
         )
     if attention_mask is not None:
-        rows = own_positions(query.device)
-        mask = _mask(rows, len(rows) * slices.num_ranks, is_causal, gather_mask(attention_mask))
+        rows = slices.own_positions(query.device)
+        mask = _mask(rows, len(rows) * slices.num_ranks, is_causal, slices.gather_mask(attention_mask))
     return attend_across(query, key, value, mask, is_causal, options)
 
 
@@ -169,37 +178,9 @@ def attend_across(
         slices.is_attending = False
 
 
-def is_sliced() -> bool:
-    """Whether a step, or its backward, computes on slices now."""
-    return _current is not None
-
-
-def is_attending() -> bool:
-    """Whether attention across ranks is running now."""
-    return _current is not None and _current.is_attending
-
-
-def is_masked() -> bool:
-    """Whether the batch of the step has an ``attention_mask``."""
-    return _current is not None and _current.is_masked
-
-
-def documents() -> Tensor | None:
-    """[b, w * s] the document of each position of the whole sequence, or None: see :meth:`SequenceSlices.documents`."""
-    return None if _current is None else _current.documents
-
-
-def own_positions(device: torch.device) -> Tensor:
-    """[s] this rank's positions in the whole sequence."""
-    assert _current is not None
-    chunk = torch.arange(_current.chunk, device=device)
-    return torch.cat([index * _current.chunk + chunk for index in _current.chunks])
-
-
-def gather_mask(attention_mask: Tensor) -> Tensor:
-    """[b, s] of each rank's positions to [b, w * s] of all. A collective over the ranks that share the batch."""
-    assert _current is not None
-    return whole((attention_mask != 0).to(torch.uint8)[..., None], _current)[..., 0] != 0
+def current() -> Slices | None:
+    """How the sequences of the step, or backward, that is running now are sliced; None if they are not."""
+    return _current
 
 
 def _positions(start: int, rows: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """Compares, at the first step, what a model computes on slices of sequences and on whole ones."""
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,26 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from lightning_automodel import lightning_internals, torch_internals
+from lightning_automodel import torch_internals
+from lightning_automodel.context_parallel import attention
+from lightning_automodel.context_parallel.attention import Slices
+from lightning_automodel.data.padding import ModuleState
 from lightning_automodel.patching import PatchStack
-from lightning_automodel.sharding import context_parallel
 from lightning_automodel.sharding.apply import call_as_step
-from lightning_automodel.sharding.context_parallel import Slices
 from lightning_automodel.sharding.units import class_name
 
 _CHUNK = 4  # compared positions of a chunk, at most; each rank has two chunks
 _MATMUL_EPSILON = {"highest": 0.0, "high": torch.finfo(torch.float16).eps, "medium": torch.finfo(torch.bfloat16).eps}
-
-Key = tuple[str, int, int]
-"""Identifies an output: the module's name, the number of its call, the index among the tensors that it returned."""
-
-
-@dataclass
-class _Call:
-    """The arguments of a module's first call, and how often attention crossed ranks in all of its calls."""
-
-    arguments: tuple[Any, Any]
-    num_attended: int = 0
 
 
 class _Beginning:
@@ -62,6 +52,7 @@ class _Beginning:
             chunk=chunk,
             length=min(self.length, slices.length),
             documents=None if slices.documents is None else slices.documents[:, : self.length],
+            num_calls=0,
             masks={},
         )
         self.whole = replace(self.sliced, group=None, chunks=(0, 1), chunk=self.length // 2, masks={})
@@ -84,7 +75,7 @@ class _Beginning:
         if not self._is_slice(tensor):
             return tensor
         numbers = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
-        whole = context_parallel.whole(numbers.reshape(*self._shape, -1), self._slices)[:, : self.length]
+        whole = attention.whole(numbers.reshape(*self._shape, -1), self._slices)[:, : self.length]
         # Contiguous, as models may call view() on it.
         return whole.reshape(-1, self.length, *tensor.shape[2:]).to(tensor.dtype).contiguous()
 
@@ -112,40 +103,29 @@ class FirstStepCheck:
 
     def __init__(self, module: pl.LightningModule, plugin: Precision) -> None:
         self._module, self._plugin = module, plugin
-        self._calls: dict[nn.Module, _Call] = {}
+        self._calls: list[tuple[nn.Module, Any, Any]] = []
         self._draws = False
         self.is_paused = False
 
     @contextmanager
-    def recording(self, slices: Slices) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Context of ``training_step``: remembers the outermost calls of modules, the LightningModule among them."""
-        running: list[int] = []  # how often attention had crossed ranks when each call began
+        original, depth = self._module.training_step, 0
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not self.is_paused:
-                running.append(slices.num_calls)
-                if len(running) == 1:
-                    self._calls.setdefault(module, _Call((args, kwargs)))
+            nonlocal depth
+            if depth == 0 and not self.is_paused:
+                self._calls.append((module, args, kwargs))
+            depth += 1
 
-        def after(module: nn.Module, *_: Any) -> None:
-            if not self.is_paused:
-                num_calls = running.pop()
-                if not running:
-                    self._calls[module].num_attended += slices.num_calls - num_calls
-
-        original = self._module.training_step
+        def after(*_: Any) -> None:
+            nonlocal depth
+            depth -= 1
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
             # Not registered earlier: DDP's forward calls the LightningModule, which only then runs its step.
-            hooks: list[Any] = []
-            for each in dict.fromkeys(_uncompiled(self._module)):
-                hooks.append(each.register_forward_pre_hook(before, with_kwargs=True))
-                hooks.append(each.register_forward_hook(after, always_call=True))
-            try:
+            with _hooked(self._module, after, before):
                 return original(*args, **kwargs)
-            finally:
-                for hook in hooks:
-                    hook.remove()
 
         patches = PatchStack()
         patches.set(self._module, "training_step", training_step)
@@ -169,22 +149,19 @@ class FirstStepCheck:
         """
         beginning = _Beginning(slices, shape)
         names = {each: name for name, each in self._module.named_modules()}
-        calls = {names[each]: (each, call) for each, call in self._calls.items() if beginning.covers(call.arguments)}
-        self._calls = {}
+        calls, self._calls = self._calls, []
         # Ranks may have called different modules, or some with arguments that cannot be sliced.
-        told = from_all(list(calls))
-        common = [name for name in told[0] if all(name in others for others in told)]
+        told = from_all([names[each] if beginning.covers(arguments) else None for each, *arguments in calls])
         found: list[tuple[int, int, str, float]] = []
-        for index, name in enumerate(common):
-            each, call = calls[name]
-            differing = self._first_difference(each, call.arguments, beginning)
-            if differing is not None:
-                order, submodule, error = differing
-                found.append((index, order, f"{name}.{submodule}".strip("."), error))
-        all_found = [each for told in from_all(found) for each in told]
+        for index, of_ranks in enumerate(zip(*told, strict=False)):
+            if {*of_ranks} == {of_ranks[0]} and of_ranks[0] is not None:
+                difference = self._first_difference(calls[index], names, beginning)
+                found += [] if difference is None else [(index, *difference)]
+        outside = slices.num_calls - beginning.sliced.num_calls
+        reason = None
         if any(from_all(self._draws)):
-            return self._advice("draws random numbers in evaluation mode too, which differ from slice to slice")
-        if all_found:
+            reason = "draws random numbers in evaluation mode too, which differ from slice to slice"
+        elif all_found := [each for told in from_all(found) for each in told]:
             *_, name, error = min(all_found)
             named = f"{name} ({class_name(self._module.get_submodule(name))})".strip()
             raise RuntimeError(
@@ -194,93 +171,86 @@ class FirstStepCheck:
                 " lightning_automodel.context_parallel_attention(query, key, value), and take positions from"
                 " batch['position_ids']."
             )
-        outside = slices.num_calls - sum(calls[name][1].num_attended for name in common)
-        if outside:
-            return self._advice(
+        elif outside:
+            reason = (
                 f"attends {outside} of {slices.num_calls} times outside of modules that are called with slices of the"
                 " batch [b, s], or hidden states [b, s, ...], and nothing else of their length"
             )
-        return None
+        return reason and (
+            f"{class_name(self._module)}.training_step {reason}: its layers in slices were not compared with whole"
+            " sequences. To have them compared, call one module, as in self.model(**batch)."
+        )
 
     def _first_difference(
-        self, module: nn.Module, arguments: Any, beginning: _Beginning
+        self, call: tuple[nn.Module, Any, Any], names: dict[nn.Module, str], beginning: _Beginning
     ) -> tuple[int, str, float] | None:
         """Find the first module, in the order in which they return, with another output in slices.
 
         A collective over the ranks that share the batch.
 
         Returns:
-            How many outputs before it agree, its name below ``module``, and its relative error; None if all agree.
+            How many modules before it agree, its name, and its relative error; None if all agree.
         """
-        whole: Any = apply_to_collection(arguments, Tensor, beginning.gather, allow_frozen=True)
-        sliced: Any = apply_to_collection(whole, Tensor, beginning.cut, allow_frozen=True)
-        in_slices: dict[Key, Tensor] = {}
+        module, *arguments = call
+        arguments = apply_to_collection(arguments, Tensor, beginning.gather, allow_frozen=True)
+        whole = self._outputs(module, arguments, beginning.whole)
+        arguments = apply_to_collection(arguments, Tensor, beginning.cut, allow_frozen=True)
+        in_slices = self._outputs(module, arguments, beginning.sliced)
         epsilon = _MATMUL_EPSILON[torch.get_float32_matmul_precision()]
-        compared: list[tuple[str, Tensor, float]] = []
-
-        def remember(key: Key, output: Tensor) -> None:
-            in_slices[key] = output.clone()  # operations in place may follow
-
-        def compare(key: Key, output: Tensor) -> None:
-            nonlocal epsilon
-            epsilon = max(epsilon, torch.finfo(output.dtype).eps)  # a wide output may come from narrower ones
-            own, expected = in_slices.get(key), beginning.cut(output)
-            if own is not None and expected is not output and own.shape == expected.shape:
-                compared.append((key[0], _error(own.double(), expected.double()), math.sqrt(epsilon) / 2))
-
-        for slices, (args, kwargs), note in ((beginning.sliced, sliced, remember), (beginning.whole, whole, compare)):
-            with self._without_effect(module), context_parallel.computing_on(slices), _each_output(module, note):
-                try:
-                    call_as_step(self._module, partial(module, *args, **kwargs))
-                except Exception as exception:
-                    exception.add_note(
-                        f"{class_name(module)} was called on {beginning.length} positions of the first batch by"
-                        " AutomodelStrategy, which compares slices of sequences with whole ones."
-                    )
-                    raise
-        errors = torch.stack([error for _, error, _ in compared]).tolist() if compared else []
-        for order, ((name, _, tolerance), share) in enumerate(zip(compared, errors, strict=True)):
-            if share > tolerance:
-                return order, name, share
+        for order, (each, outputs) in enumerate(whole.items()):
+            for own, output in zip(in_slices[each], outputs, strict=False):
+                epsilon = max(epsilon, torch.finfo(output.dtype).eps)  # a wide output may come from narrower ones
+                expected = beginning.cut(output)
+                if expected is not output and own.shape == expected.shape:
+                    error = float(_error(own.double(), expected.double()))
+                    if error > math.sqrt(epsilon) / 2:
+                        return order, names[each], error
         return None
 
-    def _advice(self, reason: str) -> str:
-        return (
-            f"{class_name(self._module)}.training_step {reason}: its layers in slices were not compared with whole"
-            " sequences. To have them compared, call one module, as in self.model(**batch)."
-        )
+    def _outputs(self, module: nn.Module, arguments: Any, slices: Slices) -> dict[nn.Module, list[Tensor]]:
+        """The floating-point tensors that ``module`` and its submodules return on the first positions."""
+        found: dict[nn.Module, list[Tensor]] = defaultdict(list)
 
-    def _random_states(self) -> list[Tensor]:
-        device = self._module.device
-        modules: list[Any] = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device.type)]
-        return [each.get_rng_state() for each in modules]
+        def note(each: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            tensors: list[Tensor] = []
+            apply_to_collection(output, Tensor, tensors.append, allow_frozen=True)
+            # Copies, as operations in place may follow.
+            found[each] += [torch_internals.local_tensor(t).clone() for t in tensors if t.is_floating_point()]
+
+        with self._without_effect(module), attention.computing_on(slices), _hooked(module, note):
+            try:
+                call_as_step(self._module, partial(module, *arguments[0], **arguments[1]))
+            except Exception as exception:
+                exception.add_note(
+                    f"{class_name(module)} was called on the first positions of the first batch by AutomodelStrategy,"
+                    " which compares slices of sequences with whole ones."
+                )
+                raise
+        return found
 
     @contextmanager
     def _without_effect(self, called: nn.Module) -> Iterator[None]:
         """Context of calls that leave modes, buffers, metrics, logs and random states as they were."""
         modes = [(each, each.training) for each in called.modules()]
-        metrics = [(each, lightning_internals.metric_state(each)) for each, _ in modes if isinstance(each, Metric)]
-        buffers = [(each, name, buffer) for each, _ in modes for name, buffer in each.named_buffers(recurse=False)]
-        # The calls get copies: the backward that is still to come may need the originals unchanged.
-        for each, name, buffer in buffers:
-            setattr(each, name, buffer.clone())
-        called.eval()
-        patches = PatchStack()
+        state, patches = ModuleState(called), PatchStack()
         patches.set(self._module, "log", lambda *_, **__: None)
+        called.eval()
         try:
             eagerly = torch.compiler.set_stance("force_eager")
             with torch.no_grad(), eagerly, self._plugin.train_step_context(), isolate_rng():
-                states = self._random_states()
+                before = self._random_states()
                 yield
-                self._draws |= not all(map(torch.equal, states, self._random_states()))
+                self._draws |= not all(map(torch.equal, before, self._random_states()))
         finally:
             patches.restore()
+            state.restore()
             for each, is_training in modes:
                 each.training = is_training
-            for each, name, buffer in buffers:
-                setattr(each, name, buffer)
-            for metric, state in metrics:
-                lightning_internals.set_metric_state(metric, state)
+
+    def _random_states(self) -> list[Tensor]:
+        device = self._module.device
+        modules: list[Any] = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device.type)]
+        return [each.get_rng_state() for each in modules]
 
 
 def from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -300,19 +270,13 @@ def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def _each_output(module: nn.Module, note: Callable[[Key, Tensor], None]) -> Iterator[None]:
-    """Context of a call, in which ``note`` gets all floating-point tensors that modules return."""
-    num_calls: Counter[str] = Counter()
-
-    def after(name: str, _: nn.Module, args: Any, output: Any) -> None:
-        num_calls[name] += 1
-        tensors: list[Tensor] = []
-        apply_to_collection(output, Tensor, tensors.append, allow_frozen=True)
-        for index, tensor in enumerate(tensors):
-            if tensor.is_floating_point():
-                note((name, num_calls[name], index), torch_internals.local_tensor(tensor))
-
-    hooks = [each.register_forward_hook(partial(after, name)) for name, each in module.named_modules()]
+def _hooked(module: nn.Module, after: Callable[..., None], before: Callable[..., None] | None = None) -> Iterator[None]:
+    """Context in which all modules at or below ``module`` have these forward hooks."""
+    hooks: list[Any] = []
+    for each in dict.fromkeys(_uncompiled(module)):
+        if before is not None:
+            hooks.append(each.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(each.register_forward_hook(after, with_kwargs=True))
     try:
         yield
     finally:

@@ -8,16 +8,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from lightning_automodel.data.sequence_slices import SequenceSlices
+from lightning_automodel import lightning_internals
+from lightning_automodel.context_parallel import attention
+from lightning_automodel.context_parallel.attention import Slices
+from lightning_automodel.context_parallel.check import FirstStepCheck, from_all
+from lightning_automodel.context_parallel.hugging_face import let_models_attend_across
+from lightning_automodel.context_parallel.slices import SequenceSlices
 from lightning_automodel.gradients.token_loss import TokenWeighting, has_count
-from lightning_automodel.sharding import context_parallel
-from lightning_automodel.sharding.context_parallel import Slices
-from lightning_automodel.sharding.context_parallel_check import FirstStepCheck, from_all
+from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.tensor_parallel import check_same_batch
 from lightning_automodel.sharding.units import class_name
 
@@ -27,7 +31,8 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_attention = func in (F.scaled_dot_product_attention, F.multi_head_attention_forward)
-        if is_attention and context_parallel.is_sliced() and not context_parallel.is_attending():
+        slices = attention.current()
+        if is_attention and slices is not None and not slices.is_attending:
             raise RuntimeError(
                 f"{func.__name__} attends to this rank's slice of the sequence alone: call"
                 " lightning_automodel.context_parallel_attention instead."
@@ -39,29 +44,44 @@ class ContextParallelSteps:
     """Gives each step its slice of the batch, and lets the step's attention cross ranks.
 
     Args:
-        module: The LightningModule.
-        group: The ranks that share a batch.
-        slices: Cuts batches into slices.
+        module: The LightningModule. Its Hugging Face models attend across ranks until :meth:`close`.
+        mesh: The ranks that share a batch.
+        options: The strategy's options.
+        plugin: The Trainer's precision plugin.
         device: This rank's device.
-        num_layers: Least number of attention calls in a step; 0 if unknown.
-        check: Compares the modules of the first training step in slices and on whole sequences.
-        tell: Called with a warning for the user, if ``check`` could not compare everything.
+        tell: Called with a warning for the user, if the check of the first step could not compare everything.
+
+    Raises:
+        ValueError: If the module cannot be trained on slices of sequences.
     """
 
     def __init__(
         self,
         module: pl.LightningModule,
-        group: dist.ProcessGroup,
-        slices: SequenceSlices,
+        mesh: DeviceMesh,
+        options: StrategyOptions,
+        plugin: Precision,
         device: torch.device,
-        num_layers: int,
-        check: FirstStepCheck,
         tell: Callable[[str], None],
     ) -> None:
-        self.slices = slices
-        self._module, self._group, self._device = module, group, device
+        for name in ("training_step", "validation_step", "test_step", "predict_step"):
+            if lightning_internals.draws_its_batches(getattr(module, name)):
+                raise ValueError(
+                    f"context_parallel_size={mesh.size()} slices the batch that {name} gets: let it take the batch, not"
+                    " dataloader_iter."
+                )
+        self._module, self._group, self._device, self._tell = module, mesh.get_group(), device, tell
+        num_layers, self.close = let_models_attend_across(module)
         self._num_layers = max(num_layers, 1)
-        self._check, self._tell = check, tell
+        self.slices = SequenceSlices(
+            mesh.get_local_rank(),
+            mesh.size(),
+            options.label_key,
+            options.ignore_index,
+            options.label_shift,
+            adds_mask=num_layers > 0,
+        )
+        self._check = FirstStepCheck(module, plugin)
         self._newest: Slices | None = None
         self._shape = torch.Size()
         self._is_first = True
@@ -127,11 +147,11 @@ class ContextParallelSteps:
         self._watched.add(name)
         is_checked = is_new and name == "training_step"
         with ExitStack() as contexts:
-            contexts.enter_context(context_parallel.computing_on(slices))
+            contexts.enter_context(attention.computing_on(slices))
             if is_new:
                 contexts.enter_context(_Watch())
             if is_checked:
-                contexts.enter_context(self._check.recording(slices))
+                contexts.enter_context(self._check.recording())
             yield
         if slices.num_calls < self._num_layers:
             raise RuntimeError(
@@ -150,7 +170,7 @@ class ContextParallelSteps:
         num_calls = 0 if slices is None else slices.num_calls
         self._check.is_paused = True
         try:
-            with context_parallel.computing_on(slices):
+            with attention.computing_on(slices):
                 yield
         finally:
             self._check.is_paused = False

@@ -16,10 +16,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.sharding.context_parallel_check import FirstStepCheck
-from tests.rank_pool import RankPool
-from tests.sharding.context_parallel_refusals import Refused, check_refused, messages
-from tests.sharding.test_context_parallel import (
+from lightning_automodel.context_parallel.check import FirstStepCheck
+from tests.context_parallel.refusals import Refused, check_refused, messages
+from tests.context_parallel.test_steps import (
     HEADS,
     KEY_HEADS,
     Block,
@@ -29,6 +28,7 @@ from tests.sharding.test_context_parallel import (
     data_rank,
     fit,
 )
+from tests.rank_pool import RankPool
 from tests.trainer.exactness import Batch, full_weights
 from tests.trainer.plain import fill
 from tests.trainer.runs import make_trainer
@@ -56,6 +56,12 @@ class Deep(DecoderModule):
 
 class OneByHand(Deep):
     third = AttendsByHand
+
+
+class OneCompiledByHand(OneByHand):
+    def configure_model(self) -> None:
+        for block in self.model.blocks:
+            block.compile(backend="eager")
 
 
 class CountsFromZero(DecoderModule):
@@ -97,6 +103,7 @@ REFUSED = {
     "blocks called one by one": Refused(lambda: CallsParts(Run()), LAYER, lambda: [BATCH]),
     "replicated": Refused(lambda: OneByHand(Run()), LAYER, lambda: [BATCH], {"data_parallel": "ddp"}),
     "recomputed": Refused(lambda: OneByHand(Run()), LAYER, lambda: [BATCH], {"activation_checkpointing": True}),
+    "compiled": Refused(lambda: OneCompiledByHand(Run()), "model.head (Linear) gives", lambda: [BATCH]),
     "other positions": Refused(lambda: CountsFromZero(Run()), "gives something else on slices", lambda: [BATCH]),
     "its own": Refused(lambda: CallsItself(Run()), "model.blocks.0.norm (LayerNorm) gives", lambda: [BATCH]),
     "its own, replicated": Refused(

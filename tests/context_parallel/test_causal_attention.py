@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from lightning_automodel.sharding import causal_attention
-from lightning_automodel.sharding.causal_attention import attend_to_end
+from lightning_automodel.context_parallel import causal_attention
+from lightning_automodel.context_parallel.causal_attention import attend_to_end
 
 ROWS, COLUMNS = 5, 17
 OPTIONS: dict[str, Any] = {"dropout_p": 0.0, "scale": 0.7, "enable_gqa": True}

@@ -1,0 +1,172 @@
+"""A loader whose batches are tracked: drawn ahead, counted, and followed by padding batches."""
+
+import copy
+import pickle
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_automodel.data.exchange import Exchange
+
+_END = object()
+
+
+@dataclass(eq=False)
+class BatchHandle:
+    """What is known of one batch that this rank has drawn.
+
+    Attributes:
+        is_none: Whether the loader yielded None, which Lightning skips.
+        count: Label tokens, if they are counted ahead.
+        is_filler: Whether this rank had no batch left.
+        has_batch: If ranks pad, the exchange in which each rank sends 1 if it had a batch, else 0.
+    """
+
+    is_none: bool
+    count: float = 0
+    is_filler: bool = False
+    has_batch: Exchange | None = None
+
+    def num_real(self) -> int:
+        """How many ranks had a batch; 0 without padding. Waits until all ranks have drawn."""
+        return 0 if self.has_batch is None else sum(self.has_batch.numbers())
+
+
+class TrackedLoader(Iterator[Any]):
+    """Wraps a user's loader: yields its batches, and keeps a :class:`BatchHandle` for each.
+
+    What it lacks are attributes of the loader, and a copy of it is a copy of the loader.
+
+    With padding, drawing is a collective over the group: every rank must draw equally often. With each batch a rank
+    sends whether it still had one. As long as it has one it does not wait: the exchange runs while the batch is trained
+    on. After its own batches it yields padding batches, until all ranks have drawn their last batch. A padding batch is
+    a copy of the epoch's first batch, or of another rank's if this rank has no batch at all.
+
+    Args:
+        loader: The user's loader.
+        group: Host process group of all ranks.
+        pads: Whether padding batches follow.
+        rank_lengths: Lengths of all ranks' loaders if they are padded; None if any is unknown.
+        empty: Message of the ``ValueError`` if there is no batch at all; None raises nothing.
+
+    Attributes:
+        count: Counts the label tokens of a batch; None if they are not counted ahead.
+        handed_out: Handles of batches that were handed out but not begun; the Trainer may prefetch some.
+        num_handed_out: Batches of this epoch that were handed out.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        group: dist.ProcessGroup,
+        pads: bool = False,
+        rank_lengths: list[int] | None = None,
+        empty: str | None = None,
+    ) -> None:
+        # Past __setattr__, which sets attributes of the loader.
+        vars(self).update(
+            {"loader": loader, "pads": pads, "count": None, "handed_out": deque(), "num_handed_out": 0},
+            _group=group,
+            _rank_lengths=rank_lengths,
+            _empty=empty,
+            _ahead=deque(),
+            _source=iter(()),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning sets worker_init_fn and resets _iterator.
+        if name in vars(self):
+            vars(self)[name] = value
+        else:
+            setattr(self.loader, name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.loader.__reduce_ex__(protocol)
+
+    def __len__(self) -> int:
+        if not self.pads:
+            return len(self.loader)
+        if self._rank_lengths is None:
+            raise TypeError(f"The number of batches of {type(self.loader).__name__} is not known on all ranks.")
+        return max(self._rank_lengths)
+
+    def __iter__(self) -> "TrackedLoader":
+        """Begin an epoch, with an iterator of the loader that is made now, as Lightning and resuming expect."""
+        self.handed_out.clear()
+        self.num_handed_out = 0
+        self._ahead.clear()
+        batches = iter(self.loader)
+        source = self._padded(batches) if self.pads else ((BatchHandle(batch is None), batch) for batch in batches)
+        self._source = map(self._counted, source)
+        if self._empty is not None and not self.ahead(1):
+            raise ValueError(self._empty)
+        return self
+
+    def __next__(self) -> Any:
+        handle, batch = self._ahead.popleft() if self._ahead else next(self._source)
+        self.handed_out.append(handle)
+        self.num_handed_out += 1
+        return batch
+
+    def begin(self, num_prefetched: int) -> BatchHandle | None:
+        """Return the handle of the batch about to be trained on; ``num_prefetched`` later ones are handed out."""
+        handle = None
+        while len(self.handed_out) > num_prefetched:  # more than one if some were None, or dropped to resume
+            handle = self.handed_out.popleft()
+        return handle
+
+    def ahead(self, number: int) -> list[BatchHandle]:
+        """Draw ``number`` batches now, to be handed out later. Returns their handles, fewer if the data ends."""
+        self._ahead.extend(islice(self._source, max(number - len(self._ahead), 0)))
+        return [handle for handle, _ in self._ahead][:number]
+
+    def _counted(self, drawn: tuple[BatchHandle, Any]) -> tuple[BatchHandle, Any]:
+        handle, batch = drawn
+        if self.count is not None and not (handle.is_none or handle.is_filler):
+            handle.count = self.count(batch)
+        return drawn
+
+    def _padded(self, batches: Iterator[Any]) -> Iterator[tuple[BatchHandle, Any]]:
+        padding, is_first = None, True
+        while True:
+            batch = next(batches, _END)
+            has_batch = Exchange(self._group, int(batch is not _END))
+            handle = BatchHandle(batch is None, 0, batch is _END, has_batch)
+            if is_first:
+                num_real = handle.num_real()
+                try:
+                    if 0 < num_real < self._group.size():
+                        padding = self._share(batch, has_batch.numbers().index(1))
+                    elif num_real:
+                        padding = copy.deepcopy(batch)
+                except (TypeError, pickle.PicklingError) as error:
+                    raise TypeError(
+                        "uneven_inputs='pad' copies the first batch of each epoch, for ranks whose data ends. This"
+                        f" {type(batch).__name__} cannot be copied ({error}): let the loader yield tensors, in dicts,"
+                        " tuples or dataclasses."
+                    ) from error
+                # Lightning skips a batch that is None, on all ranks alike: the next one is the first.
+                is_first = padding is None and num_real > 0
+            if handle.is_filler:
+                if handle.num_real() == 0:
+                    return
+                batch = copy.deepcopy(padding)
+            yield handle, batch
+
+    def _share(self, batch: Any, source: int) -> Any:
+        """A copy of this rank's batch, or of rank ``source``'s if it has none. A collective over the group."""
+        shared = [None if batch is _END else batch]
+        dist.broadcast_object_list(shared, dist.get_global_rank(self._group, source), self._group)
+        return shared[0] if batch is _END else copy.deepcopy(batch)
+
+
+def users_own(loader: Any) -> Any:
+    """The user's loader in a :class:`TrackedLoader`; any other loader unchanged."""
+    return loader.loader if isinstance(loader, TrackedLoader) else loader
