@@ -12,14 +12,16 @@ from typing_extensions import override
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts c10d collectives as they pass the dispatcher in this thread, those that C++ starts included."""
+    """Counts operators as they pass the dispatcher in this thread, and c10d collectives by name, also C++'s."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.operators = 0
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.operators += 1
         namespace, name = func._schema.name.split("::")
         if namespace == "c10d":
             self.counts[name.strip("_")] += 1

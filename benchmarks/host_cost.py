@@ -1,0 +1,132 @@
+"""What a micro-batch, an optimizer step and a start cost on the host, by strategy and number of layers.
+
+A GPU waits whenever Python is late, so this trains models that have next to nothing to compute (width 32, one row), and
+measures processor seconds of a rank, which leave out all waiting. As in `step_time.py`, all variants are set up in the
+same two processes and take turns of an optimizer step; ratios are medians of those within a round. The start is from
+the call of `fit`, or of the loop, to the end of the first optimizer step, less one step; what happens once a process,
+such as imports, comes before, with two layers.
+
+    python benchmarks/host_cost.py --layers 10 100 300 --output report.md
+"""
+
+import argparse
+import gc
+import logging
+import os
+import shlex
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import process_time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from report import describe_environment, table
+from turns import CollectiveCounter, PausedTraining
+from variants import VARIANTS
+from workload import Workload
+
+ACCUMULATE = 4
+COMPARED = {"loop": "loop", "automodel": "loop", "model-parallel": "loop", "ddp-loop": "ddp", "automodel-ddp": "ddp"}
+"""Variants, each with the one that it is compared with."""
+KEYS = [*COMPARED, "ddp"]
+
+
+@dataclass
+class Cost:
+    """What one variant takes: processor seconds of its start, and of each step; operators and collectives of a step."""
+
+    start: float = 0.0
+    steps: list[float] = field(default_factory=list)
+    operators: int = 0
+    collectives: int = 0
+
+
+def measure(layers: int, rounds: int) -> dict[str, Cost]:
+    """Start each variant, then take turns. A collective over the world."""
+    workload = Workload(width=32, layers=layers, accumulate=ACCUMULATE, batch_tokens=16, steps=rounds + 3)
+    variants = {variant.key: variant for variant in VARIANTS}
+    trainings = {key: PausedTraining(partial(variants[key].train, workload)) for key in KEYS}
+    costs = {key: Cost() for key in KEYS}
+    for key, training in trainings.items():
+        costs[key].start = _timed(training)
+        costs[key].start -= _timed(training)
+    gc.collect()
+    for number in range(rounds):
+        turn = number % len(KEYS)
+        for key in KEYS[turn:] + KEYS[:turn]:
+            costs[key].steps.append(_timed(trainings[key]))
+    for key, training in trainings.items():
+        counter = CollectiveCounter()
+        training.step(counter)
+        costs[key].operators, costs[key].collectives = counter.operators, counter.counts.total()
+        training.finish()
+    return costs
+
+
+def _timed(training: PausedTraining) -> float:
+    start = process_time()
+    training.step()
+    return process_time() - start
+
+
+def format_costs(layers: int, costs: dict[str, Cost]) -> str:
+    """One table."""
+    titles = {variant.key: variant.title for variant in VARIANTS}
+    rows = []
+    for key, cost in costs.items():
+        row = [titles[key], f"{1e3 * median(cost.steps) / ACCUMULATE:.1f}"]
+        if other := COMPARED.get(key):
+            ratios = [own / base for own, base in zip(cost.steps, costs[other].steps, strict=True)]
+            row.append("" if other == key else f"{median(ratios):.2f} of {titles[other]}")
+        else:
+            row.append("")
+        rows.append([*row, f"{cost.operators:,}", str(cost.collectives), f"{cost.start:.2f}"])
+    header = ["", "ms a micro-batch", "ratio", "operators a step", "collectives a step", "s of the start"]
+    return f"## {layers} layers\n\n{table(header, rows)}"
+
+
+def run_rank(rank: int, meeting_point: str, args: argparse.Namespace, command: str) -> None:
+    """One rank: join, measure, and on rank 0 print and write the report."""
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=2)
+    measure(layers=2, rounds=1)
+    sections = [format_costs(layers, measure(layers, args.rounds)) for layers in args.layers]
+    if rank == 0:
+        head = [
+            "# Processor seconds on the host",
+            "",
+            *(f"- {name}: {value}" for name, value in describe_environment().items()),
+            f"- command: `{command}`",
+            f"- two ranks, gloo on loopback, accumulation {ACCUMULATE}, width 32, 16 tokens, {args.rounds} rounds",
+        ]
+        report = "\n\n".join(["\n".join(head), *sections])
+        print(report, flush=True)
+        if args.output:
+            args.output.write_text(report + "\n")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[10, 100, 300], help="of the model (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each variant (%(default)s)")
+    parser.add_argument("--output", type=Path, help="also write the report to this file")
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    command = shlex.join(["python", "benchmarks/host_cost.py", *sys.argv[1:]])
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_rank, (str(Path(folder) / "meeting_point"), args, command), nprocs=2)
+
+
+if __name__ == "__main__":
+    main()
