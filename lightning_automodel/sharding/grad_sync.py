@@ -6,8 +6,7 @@ from functools import partial
 from typing import Literal, cast
 
 import torch
-from torch import nn
-from torch.autograd.graph import Node
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -158,20 +157,16 @@ class FSDPGradSync:
         self._sharded = [param.sharded_param for group in self._groups for param in group.fsdp_params]
         shards = {id(parameter) for parameter in self._sharded}
         self._unwatched = {name: p for name, p in model.named_parameters() if id(p) in shards}
-        self._watched: list[Node] = []
         self._bypassed: list[str] = []
 
     def _watch_shards(self) -> None:
-        """Note which sharded parameters autograd accumulates in: FSDP2 itself writes their gradients."""
+        """Note which sharded parameters autograd reaches: FSDP2 writes their gradients itself, past their hooks."""
         for name, parameter in list(self._unwatched.items()):
             if parameter.requires_grad:
-                # A leaf refers to its node weakly, and a new one would lack the hook.
-                node = torch.autograd.graph.get_gradient_edge(parameter).node
-                self._watched.append(node)
-                self._handles.append(node.register_prehook(partial(self._note_bypass, name)))
+                self._handles.append(parameter.register_hook(partial(self._note_bypass, name)))
                 del self._unwatched[name]
 
-    def _note_bypass(self, name: str, _: object) -> None:
+    def _note_bypass(self, name: str, _: Tensor) -> None:
         if self._in_backward:
             self._bypassed.append(name)
 
@@ -320,7 +315,6 @@ class FSDPGradSync:
         self.release()
         for handle in self._handles:
             handle.remove()
-        self._watched = []
 
     def recover(self) -> None:
         """After an exception in a forward or backward: make the model usable again, and drop deferred gradients."""
