@@ -46,7 +46,7 @@ def free_bytes(device: torch.device, local_ranks: int) -> int | None:
         try:
             free, _ = torch.accelerator.get_memory_info(device)
             return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
-        except RuntimeError:  # what a backend raises that keeps no such figures
+        except (RuntimeError, ValueError):  # a backend that keeps no such figures, or is not the current one
             return None
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
