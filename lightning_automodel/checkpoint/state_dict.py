@@ -248,18 +248,16 @@ def _optimizer_targets(
     entries: Mapping[str, Tensor | None], optimizer: Optimizer, state: dict[str, Any], index: int
 ) -> dict[str, Any]:
     """The part of an optimizer's ``state`` that was saved; CheckpointError if it was saved of another kind."""
+    start = f"{optimizer_key(index)}."
     settings: dict[int, set[str]] = {}
     found: dict[str, set[str]] = {name: set() for group in state["param_groups"] for name in group["params"]}
     for entry in entries:
-        key, _, within = entry.partition(".")
-        part, _, name = within.partition(".")
-        if key == optimizer_key(index) and part == "param_groups":
+        part, _, name = entry.removeprefix(start).partition(".")
+        if entry.startswith(start) and part == "param_groups":
             group, setting, *_ = name.split(".")
             settings.setdefault(int(group), set()).add(setting)
-        elif key == optimizer_key(index) and part == "state":
-            parameter, _, kind = name.rpartition(".")
-            if parameter in found:
-                found[parameter].add(kind)
+        elif entry.startswith(start) and name.rpartition(".")[0] in found:
+            found[name.rpartition(".")[0]].add(name.rpartition(".")[2])
     if not settings:
         raise no_optimizer_state(index)
     check_groups(optimizer, list(settings.values()), index)
