@@ -167,7 +167,10 @@ def _raise_failure(
         failure = RankFailure(first_rank + index, socket.gethostname(), "", PROCESS_ENDED, "")
     else:
         return
-    if (index := failure.rank - first_rank) in unexplained and failure.error in (PROCESS_ENDED, MISSED_HEARTBEATS):
+    index = failure.rank - first_rank
+    # Torch has terminated those that did not end by themselves after the first.
+    ended_by_itself = failed_first in (None, index)
+    if index in unexplained and ended_by_itself and failure.error in (PROCESS_ENDED, MISSED_HEARTBEATS):
         # The other ranks may know no more than that it is silent.
         how = describe_exit(context.processes[index].exitcode or 0)
         failure = replace(failure, error=PROCESS_ENDED, message=f"its process {how}")
