@@ -31,6 +31,7 @@ from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.launch.results import collect, restore
 from lightning_automodel.launch.workers import (
     describe_exit,
+    follow_launching_process,
     tell_supervisor,
     wait_for_workers,
     write_failure,
@@ -215,9 +216,10 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
 
 
 def _be_worker(local_rank: int, folder: Path, variables: Mapping[str, str], run: tuple[Any, ...] | None) -> None:
-    """Run the Trainer's function as a rank, which torch interrupts if the launching process ends."""
+    """Run the Trainer's function as a rank. On Linux, torch interrupts it if the process that has forked it ends."""
     launcher, trainer, function, global_state = run or torch.load(folder / _RUN, weights_only=False)
     launcher.folder = folder
+    threading.Thread(target=follow_launching_process, daemon=True).start()
     os.environ.update(variables, LOCAL_RANK=str(local_rank))
     # The signal handler, runs and groups that a fork inherits are those of the launching process.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
