@@ -1,6 +1,7 @@
 """Starting the ranks' processes: Lightning's launchers, with the Trainer's function run by the supervisor."""
 
 import contextlib
+import io
 import os
 import shutil
 import signal
@@ -27,10 +28,10 @@ from lightning_automodel import lightning_internals
 from lightning_automodel.distributed import process_group, rendezvous
 from lightning_automodel.failure import supervisor
 from lightning_automodel.failure.supervisor import Supervisor
-from lightning_automodel.launch.pickling import ByValue
 from lightning_automodel.launch.results import collect, restore
 from lightning_automodel.launch.workers import (
     describe_exit,
+    follow_launching_process,
     tell_supervisor,
     wait_for_workers,
     write_failure,
@@ -38,6 +39,7 @@ from lightning_automodel.launch.workers import (
 )
 
 POLL_S = 0.25
+_RUN = "run.pt"
 
 
 class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
@@ -174,22 +176,26 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         variables = {**os.environ, "MASTER_PORT": str(environment.main_port)}
         if self._num_nodes == 1:
             variables |= rendezvous.shared_secret()
-        global_state = None
+        run: tuple[Any, ...] | None = self, trainer, function, None
         if self._start_method != "fork":
             # Global state that affects results, which a process that is not a fork does not inherit.
             random_states = lightning_internals.collect_rng_states(include_cuda=False)
             global_state = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, random_states
-        try:
-            return torch.multiprocessing.start_processes(
-                _be_worker,
-                args=(folder, variables, ByValue((self, trainer, function, global_state))),
-                nprocs=self._num_processes,
-                start_method=self._start_method,
-                join=False,
-            )
-        except Exception as error:
-            self._explain(trainer, function, error)
-            raise
+            try:
+                # Multiprocessing would put CPU tensors in memory that all workers share: they would train one
+                # another's weights and add to one another's metrics.
+                torch.save((self, trainer, function, global_state), folder / _RUN)
+            except Exception as error:
+                self._explain(trainer, function, error)
+                raise
+            run = None
+        return torch.multiprocessing.start_processes(
+            _be_worker,
+            args=(folder, variables, run),
+            nprocs=self._num_processes,
+            start_method=self._start_method,
+            join=False,
+        )
 
     def _explain(self, trainer: "pl.Trainer", function: partial[Any], error: Exception) -> None:
         """Raise a TypeError that names the part of the run that cannot be pickled, if there is one."""
@@ -199,7 +205,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         parts += [(f"the logger {type(logger).__name__}", logger) for logger in trainer.loggers]
         for where, value in (*parts, ("the strategy", trainer.strategy), ("the Trainer", trainer)):
             try:
-                ByValue(value).__reduce__()
+                torch.save(value, io.BytesIO())
             except Exception as cause:
                 raise TypeError(
                     f"start_method={self._start_method!r} sends the Trainer, the module and its data to new processes,"
@@ -209,10 +215,11 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
                 ) from error
 
 
-def _be_worker(local_rank: int, folder: Path, variables: Mapping[str, str], run: ByValue) -> None:
-    """Run the Trainer's function as a rank, which torch interrupts if the launching process ends."""
-    launcher, trainer, function, global_state = run.value
+def _be_worker(local_rank: int, folder: Path, variables: Mapping[str, str], run: tuple[Any, ...] | None) -> None:
+    """Run the Trainer's function as a rank. On Linux, torch interrupts it if the process that has forked it ends."""
+    launcher, trainer, function, global_state = run or torch.load(folder / _RUN, weights_only=False)
     launcher.folder = folder
+    threading.Thread(target=follow_launching_process, daemon=True).start()
     os.environ.update(variables, LOCAL_RANK=str(local_rank))
     # The signal handler, runs and groups that a fork inherits are those of the launching process.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from torch.multiprocessing import ProcessContext, ProcessExitedException, Proces
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.distributed.failures import (
+    LAUNCHER,
     MISSED_HEARTBEATS,
     PROCESS_ENDED,
     RUN_ON_ALL_RANKS,
@@ -48,12 +50,22 @@ def describe_exit(status: int) -> str:
 
 
 def tell_supervisor(rank: int, how: str) -> bool:
-    """Tell the supervisor that another rank's process has ended; False if this rank has not joined."""
+    """Tell the supervisor that another rank or the ``LAUNCHER`` has ended; False if this rank has not joined."""
     if supervisor.report_end(rank, how):
         return True
+    who = "the launching process," if rank == LAUNCHER else f"rank {rank}"
     with contextlib.suppress(OSError):
-        print(f"rank {rank} {how} before this rank had joined the others.", file=sys.stderr)
+        print(f"{who} {how} before this rank had joined the others.", file=sys.stderr)
     return False
+
+
+def follow_launching_process() -> None:
+    """In a thread of a worker: leave when the launching process ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    if not tell_supervisor(LAUNCHER, "which started the ranks, ended"):
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def write_report(folder: Path, local_rank: int, **report: Any) -> None:
@@ -167,7 +179,10 @@ def _raise_failure(
         failure = RankFailure(first_rank + index, socket.gethostname(), "", PROCESS_ENDED, "")
     else:
         return
-    if (index := failure.rank - first_rank) in unexplained and failure.error in (PROCESS_ENDED, MISSED_HEARTBEATS):
+    index = failure.rank - first_rank
+    # Torch has terminated those that did not end by themselves after the first.
+    ended_by_itself = failed_first in (None, index)
+    if index in unexplained and ended_by_itself and failure.error in (PROCESS_ENDED, MISSED_HEARTBEATS):
         # The other ranks may know no more than that it is silent.
         how = describe_exit(context.processes[index].exitcode or 0)
         failure = replace(failure, error=PROCESS_ENDED, message=f"its process {how}")

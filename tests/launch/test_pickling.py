@@ -1,18 +1,15 @@
-"""What is sent to a worker that is no fork: by value, or refused by name. Without any process."""
+"""What cannot be sent to a worker that is no fork is refused by name. Without any process."""
 
 from __future__ import annotations
 
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.launch.pickling import ByValue
 from tests.trainer.runs import SILENT, LabelledModule
 
 
@@ -67,18 +64,6 @@ def test_other_errors_of_starting_are_not_explained(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.multiprocessing, "start_processes", start_processes)
     with pytest.raises(BlockingIOError, match="no more processes"):
         make_trainer("spawn").fit(LabelledModule(), DataLoader([1]))
-
-
-def test_tensors_are_sent_by_value() -> None:
-    """Parameters, buffers and metrics' states arrive in memory of the worker's own; what is one object stays one."""
-    module = nn.Linear(1, 1)
-    module.again, module.state = module.weight, torch.ones(1).share_memory_()
-    found = ForkingPickler.loads(ForkingPickler.dumps(ByValue([module, module.state]))).value
-    assert found[0].again is found[0].weight
-    assert found[0].state is found[1]
-    assert not any(tensor.is_shared() for tensor in (found[0].weight, found[1]))
-    assert found[0].weight.tolist() == module.weight.tolist()
-    assert not module.weight.is_shared()
 
 
 def test_unpicklable_class_data_and_option_are_found() -> None:

@@ -100,8 +100,9 @@ def test_launching_process_is_ended(runs: dict[Any, Future], method: str, name: 
         assert status == 128 + signal.SIGTERM, log
         assert "received SIGTERM: all ranks stop after this step." in log
     else:
-        # Torch has Linux send SIGINT to a rank whose parent is gone; the other may hear of it first.
-        assert "KeyboardInterrupt" in log or "was interrupted in" in log
+        # To a forked rank, torch has Linux send SIGINT as soon as its parent is gone; the other may hear of it first.
+        told = ("This rank stops: the launcher, which started the ranks, ", "KeyboardInterrupt", "was interrupted in")
+        assert any(text in log for text in told[: 3 if method == "fork" else 1])
         assert status == -signal.SIGKILL
 
 
