@@ -63,7 +63,7 @@ struct Work final : c10d::Work {
 WorkPointer give(WorkPointer work, const Tensors& outputs) {
   if (!outputs.empty() && is_here(outputs[0])) {
     auto moment = issue(outputs[0].device());
-    for (auto& output : outputs) set_written(output, moment);
+    for (auto& output : outputs) set_written(output, moment, "a collective");
   }
   return c10::make_intrusive<Work>(std::move(work), outputs);
 }
@@ -164,7 +164,7 @@ struct Backend final : c10d::Backend {
   WorkPointer recv(Tensors& tensors, int source, int tag) override {
     auto hosts = on_host(tensors);
     auto moment = issue(tensors[0].device());
-    for (auto& tensor : tensors) set_written(tensor, moment);
+    for (auto& tensor : tensors) set_written(tensor, moment, "recv");
     return gloo->recv(hosts, source, tag);
   }
   WorkPointer barrier(const c10d::BarrierOptions& options) override {

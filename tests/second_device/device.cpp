@@ -40,6 +40,7 @@ struct Block {
   Key stream;            // on which it was allocated, whose later work may get the memory once it is freed
   c10::Storage adopted;  // whose memory it is, if an operator has allocated it on the host
   std::optional<Moment> written;
+  std::string writer;
   bool is_recorded = false;
 };
 
@@ -338,13 +339,16 @@ void check_is_written(const at::Tensor& tensor, const std::string& reader) {
   Key stream{block->device, current_streams[block->device]};
   TORCH_CHECK(
       has_seen(stream, *block->written), reader, " on stream ", stream.second, " of ", tensor.device(),
-      " reads what stream ", block->written->stream.second, " of device ", int(block->written->stream.first),
+      " reads what ", block->writer, " on stream ", block->written->stream.second, " of device ", int(block->written->stream.first),
       " has written, without having waited for it");
 }
 
-void set_written(const at::Tensor& tensor, Moment moment) {
+void set_written(const at::Tensor& tensor, Moment moment, const std::string& writer) {
   Lock lock(state().mutex);
-  if (auto* block = block_of(tensor.storage().data_ptr())) block->written = moment;
+  auto* block = block_of(tensor.storage().data_ptr());
+  if (block == nullptr) return;
+  block->written = moment;
+  block->writer = writer;
 }
 
 void record_stream(const c10::DataPtr& pointer) {

@@ -37,7 +37,7 @@ Moment issue(c10::Device device);  // on the device's current stream
 
 // Memory that a stream writes must not be read by one that has not waited for it.
 void check_is_written(const at::Tensor& tensor, const std::string& reader);
-void set_written(const at::Tensor& tensor, Moment moment);
+void set_written(const at::Tensor& tensor, Moment moment, const std::string& writer);
 void record_stream(const c10::DataPtr& pointer);
 
 c10::Allocator* allocator();

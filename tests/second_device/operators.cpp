@@ -169,13 +169,16 @@ struct HostCall {
         tensor.layout() == c10::kStrided && !tensor.is_quantized() && !tensor._is_zerotensor(), name,
         " has a result that is not dense, which this device does not hold");
     check_dtype(tensor.scalar_type());
+    bool is_view = here_of.count(tensor.storage().unsafeGetStorageImpl());
     auto result = tensor_like(tensor, to_device(tensor.storage()), c10::DispatchKey::PrivateUse1);
-    written.push_back(result);
+    if (!is_view) written.push_back(result);
     return result;
   }
 
   void update(const Tensor& host, const Tensor& here) {
     auto* impl = here.unsafeGetTensorImpl();
+    impl->_set_conj(host.is_conj());
+    impl->_set_neg(host.is_neg());
     auto storage = to_device(host.storage());
     if (!storage.is_alias_of(here.storage())) impl->set_storage_keep_dtype(storage);
     bool is_same = here.sizes() == host.sizes() && here.strides() == host.strides();
@@ -228,7 +231,7 @@ struct HostCall {
       }
     }
     auto moment = issue(*device);
-    for (auto& tensor : written) set_written(tensor, moment);
+    for (auto& tensor : written) set_written(tensor, moment, name);
   }
 };
 
@@ -280,7 +283,7 @@ void copy_to_device(const Tensor& source, const Tensor& target, bool non_blockin
   if (is_on_host && non_blocking && !is_pinned(source.const_data_ptr())) tell("copy from pageable memory");
   if (!is_on_host) check_is_written(source, "copy");
   on_host(target).copy_(on_host(source));
-  set_written(target, issue(target.device()));
+  set_written(target, issue(target.device()), "copy");
 }
 
 Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
@@ -317,6 +320,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty_memory_format);
   m.impl("empty_strided", &empty_strided);
   m.impl("_copy_from", &copy_from);
+  m.impl("conj_physical_", torch::CppFunction::makeFromBoxedFunction<&fallback>());  // else composite, without a kernel
   m.impl("record_stream", &record_stream_of);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
