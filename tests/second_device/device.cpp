@@ -68,6 +68,13 @@ State& state() {
 }
 
 using Lock = std::lock_guard<std::mutex>;
+using Arrived = std::list<LateCopy>;  // freed without the lock, which freeing memory takes
+
+template <typename Function>
+auto locked(Function function) {
+  Lock lock(state().mutex);
+  return function();
+}
 
 Key key_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
 
@@ -80,20 +87,29 @@ bool has_seen(const Key& stream, const Moment& moment) {
   return seen(state().clocks[stream]) || seen(state().host_clock);
 }
 
-void arrive(const LateCopy& copy) {
-  if (!copy.is_lost) memcpy(copy.target.mutable_data_ptr(), copy.values.const_data_ptr(), copy.values.nbytes());
+template <typename Condition>
+Arrived arrive(Condition is_due) {
+  Arrived arrived;
+  auto& late = state().late_copies;
+  for (auto copy = late.begin(); copy != late.end();) {
+    auto next = std::next(copy);
+    if (is_due(*copy)) {
+      auto& values = copy->values;
+      if (!copy->is_lost) memcpy(copy->target.mutable_data_ptr(), values.const_data_ptr(), values.nbytes());
+      arrived.splice(arrived.end(), late, copy);
+    }
+    copy = next;
+  }
+  return arrived;
 }
 
 // The host has seen all of this.
-void finish(const Clock& clock) {
-  auto& late = state().late_copies;
-  for (auto copy = late.begin(); copy != late.end();) {
-    auto done = clock.find(copy->moment.stream);
-    bool is_due = done != clock.end() && done->second >= copy->moment.number;
-    if (is_due) arrive(*copy);
-    copy = is_due ? late.erase(copy) : std::next(copy);
-  }
+Arrived finish(const Clock& clock) {
   merge(state().host_clock, clock);
+  return arrive([&](const LateCopy& copy) {
+    auto done = clock.find(copy.moment.stream);
+    return done != clock.end() && done->second >= copy.moment.number;
+  });
 }
 
 Clock clock_of(const Key& stream) {
@@ -213,8 +229,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   bool queryStream(const Stream& stream) const override {
-    Lock lock(state().mutex);
-    finish(clock_of(key_of(stream)));
+    locked([&] { return finish(clock_of(key_of(stream))); });
     return true;
   }
   void synchronizeStream(const Stream& stream) const override {
@@ -236,8 +251,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) merge(state().clocks[key_of(stream)], *static_cast<Clock*>(event));
   }
   bool queryEvent(void* event) const override {
-    Lock lock(state().mutex);
-    if (event != nullptr) finish(*static_cast<Clock*>(event));
+    if (event != nullptr) locked([&] { return finish(*static_cast<Clock*>(event)); });
     return true;
   }
   void synchronizeEvent(void* event) const override {
@@ -386,30 +400,28 @@ void copy_late(const at::Tensor& source, const at::Tensor& target, const at::Ten
 }
 
 void deliver_to_device(const at::Tensor& pinned, c10::Device device) {
-  Lock lock(state().mutex);
   Key stream{device.index(), current_streams[device.index()]};
-  auto& late = state().late_copies;
-  for (auto copy = late.begin(); copy != late.end();) {
-    bool is_due = copy->target.storage().is_alias_of(pinned.storage()) && has_seen(stream, copy->moment);
-    if (is_due) arrive(*copy);
-    copy = is_due ? late.erase(copy) : std::next(copy);
-  }
+  locked([&] {
+    return arrive([&](const LateCopy& copy) {
+      return copy.target.storage().is_alias_of(pinned.storage()) && has_seen(stream, copy.moment);
+    });
+  });
 }
 
 void wait_for_stream(const std::string& what, c10::Device device) {
   tell(what);
-  Lock lock(state().mutex);
-  finish(clock_of({device.index(), current_streams[device.index()]}));
+  locked([&] { return finish(clock_of({device.index(), current_streams[device.index()]})); });
 }
 
 void wait_for_device(const std::string& what, c10::DeviceIndex device) {
   tell(what);
-  Lock lock(state().mutex);
-  Clock all;
-  for (auto& [stream, clock] : state().clocks) {
-    if (stream.first == device) merge(all, clock);
-  }
-  finish(all);
+  locked([&] {
+    Clock all;
+    for (auto& [stream, clock] : state().clocks) {
+      if (stream.first == device) merge(all, clock);
+    }
+    return finish(all);
+  });
 }
 
 void register_hooks() { at::RegisterPrivateUse1HooksInterface(&hooks); }

@@ -167,7 +167,7 @@ struct HostCall {
     }
     TORCH_CHECK_NOT_IMPLEMENTED(
         tensor.layout() == c10::kStrided && !tensor.is_quantized() && !tensor._is_zerotensor(), name,
-        " has a result that is not dense, which this device does not hold");
+        " has a result that is not dense");
     check_dtype(tensor.scalar_type());
     bool is_view = here_of.count(tensor.storage().unsafeGetStorageImpl());
     auto result = tensor_like(tensor, to_device(tensor.storage()), c10::DispatchKey::PrivateUse1);
@@ -292,6 +292,11 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   return target;
 }
 
+// As for CUDA: `tensor.data = tensor.to(device)`, which `Module.to` and FSDP2 do.
+bool has_compatible_shallow_copy_type(const Tensor& tensor, const Tensor& other) {
+  return tensor.layout() == c10::kStrided && other.layout() == c10::kStrided;
+}
+
 void record_stream_of(Tensor& tensor, c10::Stream) { record_stream(tensor.storage().data_ptr()); }
 
 void convolution(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
@@ -321,6 +326,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty_strided", &empty_strided);
   m.impl("_copy_from", &copy_from);
   m.impl("conj_physical_", torch::CppFunction::makeFromBoxedFunction<&fallback>());  // else composite, without a kernel
+  m.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type);
   m.impl("record_stream", &record_stream_of);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
