@@ -1,13 +1,29 @@
-"""Pools whose ranks train on the second device, under the names that the tests of other rooms ask for."""
+"""Pools whose ranks train on the second device, under the names that the tests of other rooms ask for.
+
+By default a test runs its first set of parameters here: it runs others on the CPU.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.rank_pool import RankPool
 from tests.second_device import build
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave other sets of parameters than the first to the sweep."""
+    seen: set[str] = set()
+    for item in items:
+        if item.path.parent == Path(__file__).parent and "[" in item.nodeid:
+            name = item.nodeid.split("[")[0]
+            if name in seen and not item.get_closest_marker("every_case"):
+                item.add_marker(pytest.mark.sweep)
+            seen.add(name)
 
 
 @pytest.fixture(scope="session")
@@ -18,10 +34,8 @@ def extension() -> None:
     build.built()
 
 
-@pytest.fixture(scope="session")
-def pool2(extension: None) -> Iterator[RankPool]:
-    """Two ranks on the second device."""
-    pool = RankPool(2, "second")
+def _pool(num_ranks: int) -> Iterator[RankPool]:
+    pool = RankPool(num_ranks, "second")
     yield pool
     pool.stop()
 
@@ -29,14 +43,16 @@ def pool2(extension: None) -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def pool1(extension: None) -> Iterator[RankPool]:
     """One rank on the second device."""
-    pool = RankPool(1, "second")
-    yield pool
-    pool.stop()
+    yield from _pool(1)
+
+
+@pytest.fixture(scope="session")
+def pool2(extension: None) -> Iterator[RankPool]:
+    """Two ranks on the second device."""
+    yield from _pool(2)
 
 
 @pytest.fixture(scope="session")
 def pool4(extension: None) -> Iterator[RankPool]:
     """Four ranks on the second device."""
-    pool = RankPool(4, "second")
-    yield pool
-    pool.stop()
+    yield from _pool(4)

@@ -24,8 +24,6 @@ from torch.utils._pytree import tree_map_only
 from tests.second_device import build
 
 TYPE, BACKEND = "hostdev", "hostccl"
-HERE = Path(__file__).parent
-WAITS = "copy to the host, copy to pageable memory, copy from the host, item"
 PAGEABLE = "copy from pageable memory"
 
 
@@ -243,7 +241,7 @@ def _caller() -> str:
     innermost = "a thread of torch's"
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((str(HERE), "<")):
+        if not name.startswith((__file__, "<")):
             place = f"{'/'.join(Path(name).parts[-2:])}:{frame.f_lineno}"
             if not name.startswith(torch_folder):
                 return place

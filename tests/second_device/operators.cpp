@@ -8,12 +8,13 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/CPUAllocator.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
-#include <set>
 #include <unordered_map>
 
 using at::Tensor;
@@ -50,12 +51,23 @@ c10::Storage device_storage(const c10::Storage& host, c10::Device device) {
           c10::StorageImpl::use_byte_size_t(), host.nbytes(), adopt(host, device), allocator(), true));
 }
 
-Tensor tensor_like(const Tensor& other, c10::Storage storage, c10::DispatchKey key) {
-  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), other.dtype());
+Tensor shaped_like(const Tensor& other, Tensor made) {
   made.unsafeGetTensorImpl()->set_sizes_and_strides(other.sizes(), other.strides(), other.storage_offset());
   made._set_conj(other.is_conj());
   made._set_neg(other.is_neg());
   return made;
+}
+
+Tensor tensor_like(const Tensor& other, c10::Storage storage, c10::DispatchKey key) {
+  return shaped_like(
+      other, at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), other.dtype()));
+}
+
+// What is a view of a tensor of autograd's is one too, in inference mode as well.
+Tensor view_like(const Tensor& other, const Tensor& base) {
+  return shaped_like(
+      other, at::detail::make_tensor<c10::TensorImpl>(
+                 c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), other.dtype()));
 }
 
 // Whether an index is a mask, whose number of positions the host has to know.
@@ -169,10 +181,11 @@ struct HostCall {
         tensor.layout() == c10::kStrided && !tensor.is_quantized() && !tensor._is_zerotensor(), name,
         " has a result that is not dense");
     check_dtype(tensor.scalar_type());
-    bool is_view = here_of.count(tensor.storage().unsafeGetStorageImpl());
-    auto result = tensor_like(tensor, to_device(tensor.storage()), c10::DispatchKey::PrivateUse1);
-    if (!is_view) written.push_back(result);
-    return result;
+    for (auto& [host, here] : pairs) {
+      if (host.storage().is_alias_of(tensor.storage())) return view_like(tensor, here);
+    }
+    written.push_back(tensor_like(tensor, to_device(tensor.storage()), c10::DispatchKey::PrivateUse1));
+    return written.back();
   }
 
   void update(const Tensor& host, const Tensor& here) {
@@ -196,6 +209,12 @@ struct HostCall {
     }
   }
 
+  // Without such an argument the kernel would draw from the CPU's own generator.
+  bool has_generator() const {
+    auto is_one = [](const c10::Argument& argument) { return argument.type()->str() == "Generator?"; };
+    return std::any_of(schema.arguments().begin(), schema.arguments().end(), is_one);
+  }
+
   // `other` is called in place of the operator, with the same arguments.
   void run(const c10::OperatorHandle* other = nullptr) {
     auto& arguments = schema.arguments();
@@ -208,6 +227,8 @@ struct HostCall {
         !has_device_tensor || others.empty(), "Expected all tensors to be on the same device, but ", name, " got ",
         device ? device->str() : "", " and cpu:", others);
     if (!device) device = complete(c10::Device(kDevice));
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !op.hasTag(at::Tag::nondeterministic_seeded) || has_generator(), schema, " draws random numbers of the CPU");
     for (size_t i = 0; i < arguments.size(); i++) enter_generator((*stack)[first + i], arguments[i]);
     for (auto& pair : pairs) check_is_written(pair.second, name);
     if (reads_values()) wait_for_stream(name == "_local_scalar_dense" ? "item" : name, *device);
@@ -299,6 +320,13 @@ bool has_compatible_shallow_copy_type(const Tensor& tensor, const Tensor& other)
 
 void record_stream_of(Tensor& tensor, c10::Stream) { record_stream(tensor.storage().data_ptr()); }
 
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
+  auto mask = at::empty_like(input, input.options().dtype(c10::kBool));
+  if (!train.value_or(true)) return {input.clone(), mask.fill_(true)};
+  mask.bernoulli_(1 - p);
+  return {input.mul(mask).mul_(p == 1 ? 0. : 1 / (1 - p)), mask};
+}
+
 void convolution(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   static auto on_cpu = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
   HostCall{op, stack}.run(&on_cpu);
@@ -328,6 +356,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("conj_physical_", torch::CppFunction::makeFromBoxedFunction<&fallback>());  // else composite, without a kernel
   m.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type);
   m.impl("record_stream", &record_stream_of);
+  m.impl("native_dropout", &native_dropout);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }

@@ -20,7 +20,7 @@ from lightning_automodel import AutomodelStrategy
 from tests.trainer.cases import Case
 from tests.trainer.exactness import micro_batches
 from tests.trainer.runs import make_trainer
-from tests.trainer.support import FEATURES, LAYOUTS, Feature, Layout, SupportModule, decoder
+from tests.trainer.support import FEATURES, LAYOUTS, Feature, SupportModule, decoder
 
 ACCUMULATE = 4
 FIRST, LAST = 2 * ACCUMULATE, 4 * ACCUMULATE
@@ -30,6 +30,8 @@ MORE = {
     "batches drawn ahead of unequal data": Feature({"uneven_inputs": "pad"}),
     "norm clipped and tracked": Feature({"track_grad_norm": True}, trainer={"gradient_clip_val": 0.05}),
     "non-finite check": Feature({"error_if_nonfinite": True}),
+    "bf16-mixed": Feature(trainer={"precision": "bf16-mixed", "gradient_clip_val": 0.05}),
+    "16-mixed": Feature(trainer={"precision": "16-mixed", "gradient_clip_val": 0.05}),
 }
 CHOSEN = (
     "accumulation, short window",
@@ -49,18 +51,18 @@ CHOSEN = (
     "window counted ahead",
 )
 STEADY = {**{name: FEATURES[name] for name in CHOSEN}, **MORE}
-ON_TWO = {
+STEADY_LAYOUTS = {
     "FSDP2": LAYOUTS["FSDP2"],
     "DDP": LAYOUTS["DDP"],
     "TP": dataclasses.replace(LAYOUTS["TP x FSDP2"], num_ranks=1),
     "CP x FSDP2": LAYOUTS["CP x FSDP2"],
+    "HSDP": LAYOUTS["HSDP"],
 }
-STEADY_LAYOUTS = {**ON_TWO, "HSDP": LAYOUTS["HSDP"]}
 
 
 @dataclass(frozen=True)
 class Waits:
-    """Of one rank, in the micro-batches that were measured: how often, by what it was and the line that asked for it."""
+    """Of one rank, in the measured micro-batches: how often, by what it was and the line that asked for it."""
 
     waits: dict[tuple[str, str], int]
     pageable: dict[tuple[str, str], int]
@@ -84,15 +86,15 @@ class Recorder(Callback):
             self._recording.close()
 
 
-def measure(layout: Layout, feature: str, precision: str) -> Waits | str:
+def measure(layout_name: str, feature: str) -> Waits | str:
     """Runs on every rank: what was recorded, or the message with which the layout refuses the feature."""
     from tests.second_device import device
 
-    switched_on = STEADY[feature]
+    layout, switched_on = STEADY_LAYOUTS[layout_name], STEADY[feature]
     case = Case(seed=7, telling="labels", num_batches=LAST + 1, num_ranks=layout.num_ranks, gap="none")
-    module = SupportModule(decoder(switched_on, layout).float(), switched_on, dataclasses.replace(layout))
+    module = SupportModule(decoder(switched_on, layout).float(), switched_on, layout)
     recorder = Recorder()
-    options = {"accumulate_grad_batches": ACCUMULATE, "precision": precision, "callbacks": [recorder]}
+    options = {"accumulate_grad_batches": ACCUMULATE, "callbacks": [recorder]}
     try:
         trainer = make_trainer(
             AutomodelStrategy(**layout.options, **switched_on.options), **options | switched_on.trainer
