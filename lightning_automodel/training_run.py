@@ -143,8 +143,7 @@ class TrainingRun:
         chosen = options.activation_checkpointing if fitting else False
         if chosen == "offload" and self.device.type == "cpu":
             self.advice.say_once(
-                "activation_checkpointing='offload' copies activations from host memory to host memory on a CPU: pass"
-                " True there."
+                "activation_checkpointing='offload' is the same as True on a CPU, whose memory is the host's."
             )
         return CheckpointedBlocks(module, chosen, options.auto_wrap_policy, module.automatic_optimization)
 

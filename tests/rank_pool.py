@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import multiprocessing
 import os
 import pickle
@@ -39,6 +40,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import devices
 from tests.processes import forked
 
 START_TIMEOUT_S = 180.0
@@ -95,10 +97,12 @@ class RankPool:
 
     Args:
         num_ranks: size of the process group.
+        device: "second" for ranks that train on the device of `tests/second_device`, "" for CUDA or a CPU.
     """
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, device: str = os.environ.get(devices.VARIABLE, "")) -> None:
         self.num_ranks = num_ranks
+        self.device = device
         self._ranks: list[_Rank] = []
         self._store: dist.TCPStore | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -154,7 +158,7 @@ class RankPool:
             ours, theirs = context.Pipe()
             log = Path(self._folder.name, f"rank{rank}.log")
             # Not daemonic: a rank may start processes of its own, such as DataLoader workers.
-            process = context.Process(target=_serve, args=(rank, self.num_ranks, theirs, store_port, log))
+            process = context.Process(target=_serve, args=(rank, self.num_ranks, theirs, store_port, log, self.device))
             process.start()
             theirs.close()
             self._ranks.append(_Rank(process, ours, log))
@@ -235,7 +239,7 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _serve(rank: int, num_ranks: int, pipe: Connection, store_port: int, log: Path) -> None:
+def _serve(rank: int, num_ranks: int, pipe: Connection, store_port: int, log: Path, device: str) -> None:
     """The main function of a rank's process: answer calls until the parent closes the pipe."""
     _redirect_output(log)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
@@ -252,6 +256,7 @@ def _serve(rank: int, num_ranks: int, pipe: Connection, store_port: int, log: Pa
         WORLD_SIZE=str(num_ranks),
         LOCAL_WORLD_SIZE=str(num_ranks),
         MASTER_ADDR=LOOPBACK,
+        **{devices.VARIABLE: device},
     )
     store = dist.TCPStore(LOOPBACK, store_port, is_master=False)
     membership = _Membership(rank, num_ranks, store)
@@ -284,8 +289,7 @@ class _Membership:
             return
         self.leave()
         store = dist.PrefixStore(f"group{number}", self._store)
-        has_devices = torch.cuda.device_count() >= self._num_ranks
-        backend = "cpu:gloo,cuda:nccl" if has_devices else "gloo"
+        backend = devices.backend(self._num_ranks)
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._num_ranks)
         self._number, self._group = number, dist.group.WORLD
 
@@ -316,7 +320,7 @@ def _answer(call: _Call, membership: _Membership) -> _Answer:
         membership.join(call.group_number)
         with _clean_slate(call.main_port):
             fn, args, kwargs = pickle.loads(call.function)
-            value = pickle.dumps(fn(*args, **kwargs))
+            value = _pickled(fn(*args, **kwargs))
         return _Answer(value=value, in_group=membership.intact)
     except BaseException:
         error, failed_at = traceback.format_exc(), time.monotonic()
@@ -325,6 +329,21 @@ def _answer(call: _Call, membership: _Membership) -> _Answer:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+class _Pickler(pickle.Pickler):
+    """Takes tensors to the host: the parent need not have their device."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            return value.cpu().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return NotImplemented
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
 
 
 @contextlib.contextmanager

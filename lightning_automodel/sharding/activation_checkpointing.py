@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_automodel.patching import PatchStack
+from lightning_automodel.sharding.activation_offload import OffloadedActivations
 from lightning_automodel.sharding.units import WrapPolicy, class_name, distinct, has_forward, outermost, units_of
 from lightning_automodel.torch_internals import is_compiled, uncompiled
 
@@ -45,11 +45,13 @@ class _Checkpoint:
     Args:
         module: Module whose buffers are saved.
         contexts: ``context_fn`` of ``torch.utils.checkpoint``, which decides which results are saved. None saves none.
-        offloads: Whether positional tensor arguments wait for the backward in pinned host memory.
+        offloaded: Where positional tensor arguments wait for the backward; None leaves them on the device.
     """
 
-    def __init__(self, module: nn.Module, contexts: Callable[[], Any] | None, offloads: bool) -> None:
-        self._kept = partial(save_on_cpu, pin_memory=True) if offloads else nullcontext
+    def __init__(
+        self, module: nn.Module, contexts: Callable[[], Any] | None, offloaded: OffloadedActivations | None
+    ) -> None:
+        self._offloaded = offloaded
         self._kwargs: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
         self._module = module
 
@@ -73,8 +75,8 @@ class _Checkpoint:
                 _replace(buffers, current)
 
         run = _checkpoint_eagerly if buffers else checkpoint
-        # Only the inputs are offloaded: inside, the saved-tensor hooks of `checkpoint` replace those of `save_on_cpu`.
-        with self._kept():
+        # Only the inputs are offloaded: inside, the saved-tensor hooks of `checkpoint` replace these.
+        with nullcontext() if self._offloaded is None else self._offloaded.hooks():
             return run(first_or_again, *args, use_reentrant=False, **self._kwargs, **kwargs)
 
 
@@ -151,7 +153,10 @@ class CheckpointedBlocks:
             )
             if not blocks:
                 raise ValueError(_nothing_to_checkpoint(model, choice))
-        make = partial(_Checkpoint, contexts=contexts, offloads=choice == "offload")
+        # One for all blocks: while one block's backward runs, the input of the block before it comes back.
+        make = partial(
+            _Checkpoint, contexts=contexts, offloaded=OffloadedActivations() if choice == "offload" else None
+        )
         names = {id(module): name for name, module in model.named_modules()}
         self.names = [f"{names[id(block)]} ({class_name(block)})" for block in blocks]
         layers = [uncompiled(block) for block in blocks]

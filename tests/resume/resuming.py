@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy
+from tests import devices
 from tests.trainer.exactness import PLAN, VOCABULARY, WIDTH, Block
 
 try:
@@ -335,7 +336,7 @@ def make_trainer(setting: Setting, callbacks: list[Callback]) -> Trainer:
     return Trainer(
         **{
             "strategy": AutomodelStrategy(**setting.strategy),
-            "accelerator": "cpu",
+            "accelerator": devices.accelerator(dist.get_world_size()),
             "devices": dist.get_world_size(),
             "plugins": [LightningEnvironment()],
             "max_epochs": 2,

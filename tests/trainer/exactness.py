@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
+from tests import devices
 from tests.trainer.cases import Case
 
 TOLERANCE = 1e-12
@@ -212,7 +213,7 @@ def fit(case: Case, make_strategy: Callable[[Case], Strategy], make_module: type
     callbacks: list[Callback] = [GradientAccumulationScheduler(dict(enumerate(case.accumulation)))] if scheduled else []
     trainer = Trainer(
         strategy=strategy,
-        accelerator="cpu",
+        accelerator=devices.accelerator(case.world_size),
         devices=case.world_size,
         plugins=[LightningEnvironment()],
         precision=case.precision,

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests import devices
 from tests.trainer.cases import Case
 from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, SILENT, Batch, TinyDecoder, full_weights, micro_batches
 from tests.trainer.exactness import TOLERANCE as TOLERANCE
@@ -72,7 +73,7 @@ def make_trainer(strategy: Any, **kwargs: Any) -> Trainer:
     return Trainer(
         **{
             "strategy": strategy,
-            "accelerator": "cpu",
+            "accelerator": devices.accelerator(dist.get_world_size()),
             "devices": dist.get_world_size(),
             "plugins": [LightningEnvironment()],
             "max_epochs": 1,

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, context_parallel_attention
+from tests import devices
 from tests.trainer.cases import Case
 from tests.trainer.exactness import PLAN, Batch, Block, TinyDecoder, full_weights, micro_batches
 from tests.trainer.plain import ModelModule, plain_weights
@@ -200,11 +201,6 @@ def decoder(feature: Feature, layout: Layout) -> nn.Module:
     return model
 
 
-def accelerator() -> str:
-    """CUDA where there is a device for each rank."""
-    return "cuda" if torch.cuda.device_count() >= dist.get_world_size() else "cpu"
-
-
 def train(cell: Cell) -> dict[str, Tensor] | str:
     """Runs on every rank: full weights in float64 after training, or the message with which the cell is refused."""
     layout, feature = LAYOUTS[cell.layout], FEATURES[cell.feature]
@@ -213,15 +209,14 @@ def train(cell: Cell) -> dict[str, Tensor] | str:
         model.float()
     module = SupportModule(model, feature, layout)
     options = {**layout.options, **feature.options}
-    kind = accelerator()
     if layout.mesh:
+        kind = devices.device_type(dist.get_world_size())
         options["device_mesh"] = init_device_mesh(kind, (layout.num_ranks, layout.tensor), mesh_dim_names=layout.mesh)
     batches = micro_batches(layout.case)[dist.get_rank() // layout.peers]
     try:
         trainer = make_trainer(
             AutomodelStrategy(**options),
             **{
-                "accelerator": kind,
                 "precision": cell.precision,
                 "accumulate_grad_batches": ACCUMULATE,
                 "limit_val_batches": 1 if "val_check_interval" in feature.trainer else 0,

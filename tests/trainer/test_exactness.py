@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_automodel import AutomodelStrategy
+from tests import devices
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case, Engine, draw_cases
 from tests.trainer.exactness import (
@@ -52,7 +53,9 @@ def automodel(case: Case) -> Strategy:
     if case.layout == "tensor_parallel":
         options["tensor_parallel_size"] = case.tensor
     if case.layout == "own_mesh":
-        options["device_mesh"] = init_device_mesh("cpu", (case.num_ranks, case.tensor), mesh_dim_names=("dp", "tp"))
+        options["device_mesh"] = init_device_mesh(
+            devices.device_type(case.world_size), (case.num_ranks, case.tensor), mesh_dim_names=("dp", "tp")
+        )
     if case.telling == "callable_tensor" or (case.ahead and case.telling.startswith("returned")):
         options["count_label_tokens"] = case.num_label_tokens
     if case.telling == "callable_int":

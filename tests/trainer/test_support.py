@@ -80,18 +80,23 @@ def test_cell(cell: Cell, pool: RankPool, table: dict[Cell, Status]) -> None:
         table[cell] = ("not run here", reason)
         pytest.skip(reason)
     table[cell] = ("failed", "")
-    outcomes = pool.run(train, cell)
+    table[cell] = check(cell, pool)
+
+
+def check(cell: Cell, pool: RankPool) -> Status:
+    """Train a cell on all ranks, and hold what came of it against what is claimed."""
     refusal = expected_refusal(cell)
-    for outcome in outcomes:
+    for outcome in pool.run(train, cell):
         if isinstance(outcome, str):
             assert refusal is not None, outcome
             assert re.search(refusal, outcome), outcome
-            table[cell] = ("refused", outcome)
+            status = ("refused", outcome)
         else:
             assert refusal is None, "expected to be refused, but trained"
             error = weight_error(Outcome(outcome, None), Outcome(expected_weights(cell), None))
             assert error <= PRECISIONS[cell.precision], f"off by {error:.1e}"
-            table[cell] = ("passed", "")
+            status = ("passed", "")
+    return status
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

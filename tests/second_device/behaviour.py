@@ -1,0 +1,187 @@
+"""What the second device does as an accelerator does. Each function runs on the ranks of a pool and raises if not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_automodel.sharding.activation_offload import OffloadedActivations
+from tests.second_device import device
+
+HERE, NEIGHBOUR = f"{device.TYPE}:0", f"{device.TYPE}:1"
+
+
+def copies_arrive_late() -> None:
+    """Without blocking: only once the host has waited for their event, stream or device."""
+    tensor = torch.arange(4.0, device=HERE)
+    for after in (_event, lambda: torch.accelerator.current_stream(HERE), lambda: torch.accelerator):
+        pinned = torch.zeros(4, pin_memory=True)
+        pinned.copy_(tensor, non_blocking=True)
+        waited_for = after()
+        assert pinned.isnan().all()
+        waited_for.synchronize()
+        assert pinned.tolist() == [0, 1, 2, 3]
+
+
+def _event() -> torch.Event:
+    return torch.accelerator.current_stream(HERE).record_event()
+
+
+def an_event_waits_for_what_came_before_it() -> None:
+    """Not for a later copy."""
+    event = _event()
+    pinned = torch.zeros(4, pin_memory=True)
+    pinned.copy_(torch.ones(4, device=HERE), non_blocking=True)
+    event.synchronize()
+    assert pinned.isnan().all()
+
+
+def streams_wait_for_each_other() -> None:
+    """Or reading what the other writes raises; a copy back reads what has not arrived yet."""
+    torch.accelerator.set_device_index(0)
+    tensor, side = torch.ones(4, device=HERE), torch.Stream(HERE)
+    with side, pytest.raises(RuntimeError, match="without having waited for it"):
+        tensor + 1
+    pinned = torch.zeros(4, pin_memory=True)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        pinned.copy_(tensor, non_blocking=True)
+    assert pinned.to(HERE, non_blocking=True).isnan().all()
+    torch.accelerator.current_stream().wait_stream(side)
+    assert pinned.to(HERE, non_blocking=True).tolist() == [1.0] * 4
+
+
+def memory_that_a_copy_reads_must_live() -> None:
+    """What was freed before the other stream has copied it may hold anything, unless that stream was recorded."""
+    torch.accelerator.set_device_index(0)
+    for recorded in (False, True):
+        tensor, side, pinned = torch.ones(4, device=HERE), torch.Stream(HERE), torch.zeros(4, pin_memory=True)
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            pinned.copy_(tensor, non_blocking=True)
+        if recorded:
+            tensor.record_stream(side)
+        del tensor
+        side.synchronize()
+        assert pinned.isnan().all() == (not recorded)
+
+
+def waits_are_told() -> None:
+    """Each with its line; what does not wait is not told."""
+    tensor, page = torch.arange(4.0, device=HERE), torch.ones(2)
+    calls: dict[str, Callable[[], Any]] = {
+        "item": lambda: tensor.sum().item(),
+        "nonzero": lambda: tensor.nonzero(),
+        "masked_select": lambda: tensor.masked_select(tensor > 1),
+        "copy to the host": lambda: tensor.to("cpu"),
+        "copy to pageable memory": lambda: torch.empty(4).copy_(tensor, non_blocking=True),
+        "copy from the host": lambda: page.to(HERE),
+        device.PAGEABLE: lambda: page.to(HERE, non_blocking=True),
+        "device.synchronize": torch.accelerator.synchronize,
+        "stream.synchronize": torch.accelerator.current_stream(HERE).synchronize,
+        "event.synchronize": _event().synchronize,
+    }
+    for name, call in calls.items():
+        with device.recorded_waits() as waits:
+            call()
+        assert [what for what, _ in waits] == [name]
+        assert all("behaviour.py:" in line for _, line in waits)
+    with device.recorded_waits() as waits:
+        page.pin_memory().to(HERE, non_blocking=True)
+        (tensor * 2).softmax(0).sort()
+        tensor[torch.tensor([0, 1], device=HERE)] = 3.0
+    assert not waits
+
+
+def devices_are_told_apart() -> None:
+    """Mixing them raises, also with the CPU; a tensor is on the device that was current."""
+    own = torch.ones(4, device=HERE)
+    for other in (torch.ones(4), torch.ones(4, device=NEIGHBOUR)):
+        for mix in (torch.add, torch.dot, lambda first, second: torch.cat([first, second])):
+            with pytest.raises(RuntimeError, match="all tensors to be on the same device"):
+                mix(own, other)
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.add(own, own, out=torch.ones(4))
+    assert (own + torch.tensor(1.0)).tolist() == [2.0] * 4
+    torch.accelerator.set_device_index(1)
+    assert torch.ones(1, device=device.TYPE).device.index == 1
+    assert (own + own).device.index == 0
+    torch.accelerator.set_device_index(0)
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.rand(2, device=HERE, generator=torch.Generator())
+
+
+def float64_can_be_refused() -> None:
+    """As some accelerators do."""
+    device.extension.refuse_float64(True)
+    try:
+        with pytest.raises(TypeError, match="no float64"):
+            torch.ones(2, dtype=torch.float64, device=HERE)
+        with pytest.raises(TypeError, match="no float64"):
+            torch.ones(2, device=HERE).double()
+    finally:
+        device.extension.refuse_float64(False)
+
+
+def sizes_and_storages_follow() -> None:
+    """What a kernel resizes, moves or shares on the host is so on the device."""
+    out = torch.empty(0, device=HERE)
+    torch.add(torch.arange(4.0, device=HERE), 1, out=out)
+    assert out.tolist() == [1, 2, 3, 4]
+    longer = torch.arange(2.0, device=HERE)
+    view = longer[:1]
+    longer.resize_(5)[2:] = 7.0
+    view.fill_(9.0)
+    assert longer.tolist() == [9, 1, 7, 7, 7]
+    shared = torch.empty(0, device=HERE).set_(longer.untyped_storage(), 1, (2, 2), (1, 2))
+    shared.t_().add_(1)
+    assert longer.tolist() == [9, 2, 8, 8, 8]
+    longer.untyped_storage().resize_(0)
+    assert shared.untyped_storage().nbytes() == 0
+    assert torch.zeros(0, 3, device=HERE).sum(0).tolist() == [0, 0, 0]
+    convolution = torch.nn.Conv2d(1, 2, 3).to(HERE)
+    convolution(torch.ones(1, 1, 4, 4, device=HERE)).sum().backward()
+    assert convolution.bias.grad.tolist() == [4.0, 4.0]
+
+
+def random_numbers_are_its_own() -> None:
+    """A state that is saved brings the same numbers back, and the CPU's generator goes on by itself."""
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    module = torch.get_device_module(HERE)
+    state = module.get_rng_state()
+    first = torch.nn.functional.dropout(torch.ones(9, device=HERE))
+    module.set_rng_state(state)
+    assert torch.equal(torch.nn.functional.dropout(torch.ones(9, device=HERE)), first)
+    assert not torch.equal(torch.nn.functional.dropout(torch.ones(9, device=HERE)), first)
+    torch.manual_seed(3)
+    torch.rand(5, device=HERE)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def activations_leave_and_come_back() -> None:
+    """Without a wait, with the same gradients, and two at most are on the device between forward and backward."""
+    torch.accelerator.set_device_index(0)
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 64).to(HERE) for _ in range(8)]
+    start = torch.randn(1024, 64, device=HERE)
+
+    def gradients(offloaded: OffloadedActivations | None) -> tuple[list[Tensor], int]:
+        before, hidden = torch.accelerator.memory_allocated(0), start
+        for layer in layers:
+            with torch.autograd.graph.save_on_cpu() if offloaded is None else offloaded.hooks():
+                hidden = layer(hidden.sin())
+        kept = torch.accelerator.memory_allocated(0) - before
+        return list(torch.autograd.grad(hidden.square().sum(), [layer.weight for layer in layers])), kept
+
+    expected, _ = gradients(None)
+    with device.recorded_waits() as waits:
+        found, kept = gradients(OffloadedActivations())
+    assert not waits
+    assert all(map(torch.equal, found, expected))
+    assert kept <= 3 * start.nbytes + 1024
+

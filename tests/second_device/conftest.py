@@ -1,0 +1,58 @@
+"""Pools whose ranks train on the second device, under the names that the tests of other rooms ask for.
+
+By default a test runs its first set of parameters here: it runs others on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rank_pool import RankPool
+from tests.second_device import build
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave other sets of parameters than the first to the sweep."""
+    seen: set[str] = set()
+    for item in items:
+        if item.path.parent == Path(__file__).parent and "[" in item.nodeid:
+            name = item.nodeid.split("[")[0]
+            if name in seen and not item.get_closest_marker("every_case"):
+                item.add_marker(pytest.mark.sweep)
+            seen.add(name)
+
+
+@pytest.fixture(scope="session")
+def extension() -> None:
+    """The device, compiled before any rank waits for it."""
+    if build.compiler() is None:
+        pytest.skip("needs a C++ compiler")
+    build.built()
+
+
+def _pool(num_ranks: int) -> Iterator[RankPool]:
+    pool = RankPool(num_ranks, "second")
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def pool1(extension: None) -> Iterator[RankPool]:
+    """One rank on the second device."""
+    yield from _pool(1)
+
+
+@pytest.fixture(scope="session")
+def pool2(extension: None) -> Iterator[RankPool]:
+    """Two ranks on the second device."""
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def pool4(extension: None) -> Iterator[RankPool]:
+    """Four ranks on the second device."""
+    yield from _pool(4)

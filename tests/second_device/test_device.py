@@ -1,0 +1,50 @@
+"""The second device computes what the CPU computes, and does what an accelerator does to code that was written on one."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from tests.processes import ROOT, run_anew
+from tests.rank_pool import RankPool
+
+NAMES = [
+    "copies_arrive_late",
+    "an_event_waits_for_what_came_before_it",
+    "streams_wait_for_each_other",
+    "memory_that_a_copy_reads_must_live",
+    "waits_are_told",
+    "devices_are_told_apart",
+    "float64_can_be_refused",
+    "sizes_and_storages_follow",
+    "random_numbers_are_its_own",
+    "activations_leave_and_come_back",
+]
+SHARES = 8
+
+
+def _call(name: str) -> None:
+    from tests.second_device import behaviour  # registers the device, in a rank's process alone
+
+    getattr(behaviour, name)()
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", NAMES)
+def test_behaviour(pool2: RankPool, name: str) -> None:
+    """Late copies, streams, waits told by their line, devices told apart, float64 refused, sizes, random numbers."""
+    pool2.run(_call, name)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("share", range(SHARES))
+def test_operators(extension: None, share: int) -> None:
+    """Those of torch's own list, on its samples: results, gradients, `out=`, in place."""
+    command = [sys.executable, "-m", "tests.second_device.operators", str(share), str(SHARES)]
+    status, printed = run_anew(command, ROOT, 1700.0)
+    assert status == 0, printed[-4000:]
+    assert (found := re.fullmatch(r"(\d+) compared", printed.strip())), printed[-4000:]
+    assert int(found[1]) > 100

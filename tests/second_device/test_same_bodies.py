@@ -1,0 +1,98 @@
+"""Fits on the second device: the bodies that run on the CPU, with ranks that have another device (`conftest.py`).
+
+What is imported here is collected here. One set of parameters of each runs by default, the others in the sweep.
+"""
+
+from __future__ import annotations
+
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.test_fits import test_a_missing_checkpoint_raises_on_every_rank, test_resumes_where_it_stopped
+from tests.data.test_padded_training import test_equals_one_process
+from tests.failure.test_supervisor import test_nothing_is_left_after_a_failure_that_was_caught
+from tests.gradients.test_final_gradients import test_a_failed_backward_leaves_what_stood_there, test_what_users_write
+from tests.processes import run_anew
+from tests.rank_pool import RankPool
+from tests.resume.test_fit import test_from_everywhere
+from tests.trainer.support import CELLS, LAYOUTS, Cell
+from tests.trainer.test_evaluation import test_around_a_fit
+from tests.trainer.test_exactness import pool, test_weights_equal_one_process, test_weights_equal_one_process_everywhere
+from tests.trainer.test_lightning_callbacks import test_early_stopping, test_on_exception_checkpoint, test_watchers
+from tests.trainer.test_support import check
+
+__all__ = [
+    "pool",
+    "test_a_failed_backward_leaves_what_stood_there",
+    "test_a_missing_checkpoint_raises_on_every_rank",
+    "test_around_a_fit",
+    "test_early_stopping",
+    "test_equals_one_process",
+    "test_from_everywhere",
+    "test_nothing_is_left_after_a_failure_that_was_caught",
+    "test_on_exception_checkpoint",
+    "test_resumes_where_it_stopped",
+    "test_watchers",
+    "test_weights_equal_one_process",
+    "test_weights_equal_one_process_everywhere",
+    "test_what_users_write",
+]
+
+BY_DEFAULT = {
+    Cell("FSDP2", "16-mixed", "clip by norm"),
+    Cell("FSDP2", "bf16-mixed", "parameters resharded"),
+    Cell("FSDP2", "64-true", "activations in host memory"),
+    Cell("FSDP2", "64-true", "CPU offload"),
+    Cell("DDP", "64-true", "accumulation, short window"),
+    Cell("CP x FSDP2", "64-true", "non-finite check, norm tracked"),
+}
+"""Of the matrix of support; the others are a sweep."""
+
+SCRIPT = """
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from tests.failure.faults import Model, Ragged
+from tests.second_device.device import HostDeviceAccelerator
+from tests.trainer.exactness import SILENT, full_weights
+
+model = Model()
+trainer = pl.Trainer(
+    accelerator=HostDeviceAccelerator(), devices=2, max_steps=4, strategy=AutomodelStrategy(), **SILENT
+)
+trainer.fit(model, DataLoader(Ragged(lambda: None), 2))
+weights = torch.cat([weight.flatten() for weight in full_weights(model).values()])
+print(f"rank {trainer.global_rank} on {weights.device}, sum {weights.double().sum().item():.12g}", flush=True)
+"""
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, marks=[] if cell in BY_DEFAULT else [pytest.mark.sweep]) for cell in CELLS],
+    ids=str,
+)
+def test_cell(cell: Cell, request: pytest.FixtureRequest) -> None:
+    """The matrix of support; float16 trains here, too."""
+    ranks: RankPool = request.getfixturevalue(f"pool{LAYOUTS[cell.layout].world_size}")
+    check(cell, ranks)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("launcher", ["script", pytest.param("torchrun", marks=pytest.mark.sweep)])
+def test_launching(extension: None, tmp_path: Path, launcher: str) -> None:
+    """Each rank has a device of its own, and both the same weights."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*(torchrun if launcher == "torchrun" else [sys.executable]), str(script)]
+    status, printed = run_anew(command, tmp_path, 200.0)
+    assert status == 0, printed[-4000:]
+    found = {line.partition(", sum ")[::2] for line in printed.splitlines() if line.startswith("rank ")}
+    assert {place for place, _ in found} == {"rank 0 on hostdev:0", "rank 1 on hostdev:1"}, printed[-4000:]
+    assert len({weights for _, weights in found}) == 1
