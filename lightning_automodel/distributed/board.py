@@ -161,6 +161,7 @@ class Board:
         own: The newest record of this rank.
         is_open: Set once the store has answered.
         has_ended: Set once the thread has ended.
+        is_decided: Set once a failure was read at ``path``, or the thread has ended.
         verdicts: For each path that this rank reads, the failure that was posted there, or None.
         seen: What was seen of other ranks, as far as their records were read.
         lost: Why the store cannot be used any more, or None.
@@ -187,7 +188,7 @@ class Board:
         seldom_s = max(len(members) / RANKS_PER_SECOND, timeout_s / BEATS_IN_A_FILE if in_a_file else 0.0)
         self.interval_s = min(max(BEAT_S, seldom_s), timeout_s / 4)
         self.beats, self.own = 0, Record(host=self.host)
-        self.is_open, self.has_ended = threading.Event(), threading.Event()
+        self.is_open, self.has_ended, self.is_decided = threading.Event(), threading.Event(), threading.Event()
         self.seen: dict[int, Sighting] = {}
         self.lost: RankFailure | None = None
         self.verdicts: dict[str, RankFailure | None] = {path: None}
@@ -301,6 +302,8 @@ class Board:
         for path, value in zip(paths, values, strict=False):
             if value != NONE:
                 self.verdicts[path] = RankFailure.from_bytes(value)
+                if path == self.path:
+                    self.is_decided.set()
                 store.add(f"{path}/known", 1)
         return values[len(paths) :]
 
@@ -422,6 +425,7 @@ class Board:
             self.lost = self.lost or self.lost_store(f"ended or is out of reach ({type(error).__name__}: {first_line})")
         finally:
             self.has_ended.set()
+            self.is_decided.set()
             while not self._calls.empty():
                 if (call := self._calls.get()) is not None:
                     call[1].cancel()

@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,7 +16,16 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_automodel.distributed import connections
-from lightning_automodel.distributed.board import LINGER_S, NONE, AwakeClock, Board, Record, Sighting
+from lightning_automodel.distributed.board import (
+    BEAT_S,
+    LINGER_S,
+    LONGEST_PAUSE_S,
+    NONE,
+    AwakeClock,
+    Board,
+    Record,
+    Sighting,
+)
 from lightning_automodel.distributed.failures import (
     LAUNCHER,
     MISSED_HEARTBEATS,
@@ -34,10 +42,9 @@ log = logging.getLogger(__name__)
 
 TIME_TO_LEAVE_S = 5.0
 STANDSTILL_S = 60.0
-LONGEST_SEARCH_S = 12.0
+LONGEST_SEARCH_BEATS = 48
 INTERRUPT_AFTER_S = 2.0
 KILL_AFTER_S = 4.0
-POLL_S = 0.02
 
 RUN, END, LEASE = "run", "end", "lease"
 
@@ -100,6 +107,7 @@ class Watchdog:
             (STOP, LEASE),
             self._exchange,
         )
+        self._longest_search_s = LONGEST_SEARCH_BEATS * max(self.board.interval_s, BEAT_S)
         self._thread = threading.Thread(target=self._watch, name="lightning_automodel watchdog", daemon=True)
 
     def start(self) -> None:
@@ -232,8 +240,10 @@ class Watchdog:
         clock, self._own = AwakeClock(), own
         with contextlib.suppress(RankFailedError):
             self.board.call(self.board.beat)
-        while clock() < 3 * LONGEST_SEARCH_S and not self.board.has_ended.is_set() and self.failure is None:
-            time.sleep(POLL_S)
+        while clock() < 3 * self._longest_search_s and self._failure is None:
+            # In short waits, for the clock.
+            if self.board.is_decided.wait(LONGEST_PAUSE_S):
+                break
         return self.failure or self.board.lost or self._post(own)
 
     # --- The board's thread -------------------------------------------------------------------------------------------
@@ -289,7 +299,9 @@ class Watchdog:
         if lease != NONE and int(lease) != self._rank:
             holder = int(lease)
             self.board.read_records(store, [holder], self._holder)
-            if not self._holder[holder].is_silent(self.board.clock(), min(LONGEST_SEARCH_S / 2, self.board.timeout_s)):
+            if not self._holder[holder].is_silent(
+                self.board.clock(), min(self._longest_search_s / 3, self.board.timeout_s)
+            ):
                 return False
         if lease == NONE or int(lease) != self._rank:
             lease = store.compare_set(LEASE, lease.decode(), str(self._rank))
@@ -297,13 +309,11 @@ class Watchdog:
 
     def _seek(self, store: dist.Store, own: RankFailure) -> None:
         """Read all records, and post the verdict if it can be told."""
-        now = self.board.clock()
         if not self._seen:
-            self._reading_since_s = now
+            self._reading_since_s = self.board.clock()
         self.board.read_records(store, self._ranks, self._seen)
-        longest_s = max(LONGEST_SEARCH_S, 2 * LONGEST_SEARCH_S * self.board.interval_s)
-        reading_s = now - self._reading_since_s
-        if verdict := decide(self._seen, own, reading_s, self.board.clock(), longest_s):
+        now = self.board.clock()
+        if verdict := decide(self._seen, own, now - self._reading_since_s, now, self._longest_search_s):
             self.board.post(store, RUN, verdict)
             self.board.read(store)
 
