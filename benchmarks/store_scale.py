@@ -42,7 +42,7 @@ MOST_A_BEAT, MOST_A_SECOND, MOST_GROWTH, MOST_STORE_S = 3.0, 4000.0, 2.2, 5.0
 class World:
     """A store, and all ranks of one size."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, slower: float) -> None:
         self.counted: Counter[str] = Counter()
         pipe, theirs = multiprocessing.get_context("spawn").Pipe()
         self._server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
@@ -51,6 +51,7 @@ class World:
         self.ranks = [Rank(rank, size, self) for rank in range(size)]
         self.interval_s = self.ranks[0].board.interval_s
         for each in self.ranks:
+            each.board.interval_s *= slower
             each.board.start()
         for each in self.ranks:
             each.board.is_open.wait(PATIENCE_S)
@@ -210,14 +211,14 @@ def learned(world: World) -> list[RankFailure]:
     return verdicts  # type: ignore[return-value]
 
 
-def random_faults(size: int, number: int, seed: int) -> int:
+def random_faults(size: int, number: int, seed: int, slower: float) -> int:
     """Inflict faults, each on a new world; returns in how many the right rank was named on all ranks."""
     draw, right = random.Random(seed), 0
     for index in range(number):
         fault, victim = FAULTS[index % len(FAULTS)], draw.randrange(size)
         dead = range(victim, victim + 8) if fault == "a node is killed" else [victim]
         others = [rank for rank in range(size) if rank not in dead]
-        world = World(size)
+        world = World(size, slower)
         rank, error = inflict(world, fault, victim, draw.sample(others, draw.choice([1, 3, len(others)])))
         found = set(learned(world))
         world.close()
@@ -232,12 +233,12 @@ def random_faults(size: int, number: int, seed: int) -> int:
 # --- Sizes ------------------------------------------------------------------------------------------------------------
 
 
-def measure(size: int, steady_s: float) -> dict[str, float]:
+def measure(size: int, steady_s: float, slower: float) -> dict[str, float]:
     """Operations of steady work, and of a killed rank until all know of it, and of an end with one late rank."""
-    world = World(size)
-    time.sleep(world.interval_s)
+    world = World(size, slower)
+    time.sleep(slower * world.interval_s)
     before, beats = Counter(world.counted), world.beats()
-    time.sleep(steady_s)
+    time.sleep(slower * steady_s)
     steady, beats = world.counted["operations"] - before["operations"], world.beats() - beats
     row = {"a beat and rank": steady / beats, "a second": steady / beats * size / world.interval_s}
     before, began_s, store_s = Counter(world.counted), time.monotonic(), world.store_s()
@@ -258,16 +259,17 @@ def main() -> None:
     parser.add_argument("--steady-s", type=float, default=5.0)
     parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--slower", type=float, default=1.0, help="stretch heartbeats, for a machine that is busy")
     args = parser.parse_args()
     if args.faults:
-        right = random_faults(args.sizes[0], args.faults, args.seed)
+        right = random_faults(args.sizes[0], args.faults, args.seed, args.slower)
         print(f"{args.sizes[0]} ranks: the right one named in {right} of {args.faults} faults")
         sys.exit(right != args.faults)
     print("| ranks | operations a beat and rank | a second | a killed rank: operations | growth | keys | s | store s |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     last, is_good = None, True
     for size in args.sizes:
-        row = measure(size, args.steady_s)
+        row = measure(size, args.steady_s, args.slower)
         growth = row["operations"] / last[1] if last is not None and last[0] * 2 == size else float("nan")
         last = size, row["operations"]
         print(

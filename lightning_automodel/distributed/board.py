@@ -23,6 +23,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -38,12 +39,24 @@ RANKS_PER_SECOND = 1000
 BEATS_IN_A_FILE = 40
 MISSED_BEATS = 8
 SHORTEST_PAUSE_S = 0.002
-LONGEST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 0.25
 JOIN_S = 1.0
 LINGER_S = 5.0
 LONGEST_GAP_S = 2.0
 LONGEST_LIST = 16
 NONE = b"-"
+
+
+def pause_s(waited_s: float, num_ranks: int) -> float:
+    """Seconds until the store is asked again: the longer a wait takes, and the more ranks wait, the less often."""
+    share_s = num_ranks / RANKS_PER_SECOND
+    return max(SHORTEST_PAUSE_S, share_s / 4, min(max(LONGEST_PAUSE_S, share_s), waited_s / 10))
+
+
+def list_ranks(ranks: Sequence[int], notes: Mapping[int, str] = MappingProxyType({})) -> str:
+    """The first of ``ranks``, each with its note, and how many more there are."""
+    more = f" and {len(ranks) - LONGEST_LIST} more" if len(ranks) > LONGEST_LIST else ""
+    return ", ".join(f"{rank}{notes.get(rank, '')}" for rank in ranks[:LONGEST_LIST]) + more
 
 
 class AwakeClock:
@@ -186,7 +199,7 @@ class Board:
         # A file keeps all that was ever written to it, so heartbeats in one are rare.
         in_a_file = isinstance(connections.bottom_store(self._group_store), dist.FileStore)
         seldom_s = max(len(members) / RANKS_PER_SECOND, timeout_s / BEATS_IN_A_FILE if in_a_file else 0.0)
-        self.interval_s = min(max(BEAT_S, seldom_s), timeout_s / 4)
+        self.interval_s = min(max(BEAT_S, seldom_s), timeout_s / MISSED_BEATS)
         self.beats, self.own = 0, Record(host=self.host)
         self.is_open, self.has_ended, self.is_decided = threading.Event(), threading.Event(), threading.Event()
         self.seen: dict[int, Sighting] = {}
@@ -255,7 +268,7 @@ class Board:
             if (waited_s := clock()) > late_s:
                 late_s += LINGER_S
                 explain(waited_s)
-            time.sleep(self._pause_s(waited_s))
+            time.sleep(pause_s(waited_s, len(self.members)))
 
     def gather(self, at: str, ranks: Sequence[int], value: str, path: str, limit_s: float) -> list[str]:
         """Wait like :meth:`wait_for` until all of ``ranks`` have posted a value below the key ``at``.
@@ -277,18 +290,12 @@ class Board:
         """Wait at most ``limit_s`` until ``num_ranks`` know how ``path`` ended: the store may end with this process."""
         clock, limit_s = AwakeClock(), min(limit_s, self.timeout_s)
         while clock() < limit_s and self.call(lambda store: store.add(f"{path}/known", 0), limit_s) < num_ranks:
-            time.sleep(self._pause_s(clock()))
+            time.sleep(pause_s(clock(), num_ranks))
 
     def _raise_known(self, path: str) -> None:
         for each in (path, self.path):
             if (failure := self.verdicts.get(each)) is not None:
                 raise RankFailedError(failure)
-
-    def _pause_s(self, waited_s: float) -> float:
-        """Seconds until the store is asked again: the longer a wait takes, and the more ranks, the less often."""
-        share_s = len(self.members) / RANKS_PER_SECOND
-        shortest_s = max(SHORTEST_PAUSE_S, share_s / 4)
-        return max(shortest_s, min(self.interval_s, max(LONGEST_PAUSE_S, share_s), waited_s / 10))
 
     # --- For functions that the thread runs ---------------------------------------------------------------------------
 
@@ -381,8 +388,7 @@ class Board:
             return None
         self.read_records(store, missing[:LONGEST_LIST], self.seen)
         known = {rank: self.seen[rank].known for rank in missing[:LONGEST_LIST]}
-        listed = ", ".join(f"{rank} ({record.host}, in {record.where})" for rank, record in known.items())
-        listed += f" and {len(missing) - LONGEST_LIST} more" if len(missing) > LONGEST_LIST else ""
+        listed = list_ranks(missing, {rank: f" ({record.host}, in {record.where})" for rank, record in known.items()})
         rank, first = missing[0], self.seen[missing[0]]
         is_alive = first.record is not None and not first.is_silent(self.clock(), self.timeout_s)
         why = "alive, but did not arrive" if is_alive else "stopped, dead, cut off, or not arrived yet"

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lightning_automodel.distributed.board import Record, Sighting, missed_heartbeats
+from lightning_automodel.distributed.board import Record, Sighting, list_ranks, missed_heartbeats
 from lightning_automodel.distributed.failures import RUN_ON_ALL_RANKS, STUCK, RankFailure
 
 SILENT_S = 3.0
@@ -32,19 +32,20 @@ def decide(
         The verdict for all ranks; None as long as it cannot be told.
     """
     running = {rank: each for rank, each in seen.items() if not each.known.has_ended}
-    # On a machine that is busy, the living are silent for long too.
-    silent_s = max(SILENT_S, GAPS * max(each.gap_s for each in seen.values()))
+    others = {rank: each for rank, each in running.items() if rank != own.rank}
     is_late = reading_s > longest_s
-    silent = [rank for rank, each in running.items() if rank != own.rank and each.is_silent(now, silent_s)]
-    if not is_late and any(r not in silent and not each.beats for r, each in running.items() if r != own.rank):
+    # On a machine that is busy, the living are silent for long too.
+    silent_s = max(SILENT_S, 0.0 if is_late else GAPS * max(each.gap_s for each in seen.values()))
+    silent = [rank for rank, each in others.items() if each.is_silent(now, silent_s)]
+    if not is_late and any(rank not in silent and not each.beats for rank, each in others.items()):
         return None
-    if silent:
+    if silent := sorted(silent, key=lambda rank: seen[rank].changed_at):
         first = seen[silent[0]]
-        more = f", nor of {_ranks(silent[1:])}," if silent[1:] else ""
+        more = f", nor of rank {list_ranks(silent[1:])}," if silent[1:] else ""
         return missed_heartbeats(silent[0], first.known, own.rank, now - first.changed_at, more)
     if failure := left_behind({rank: each.known for rank, each in seen.items()}):
         return failure
-    busy = [rank for rank, each in running.items() if rank != own.rank and each.busy]
+    busy = [rank for rank, each in others.items() if each.busy]
     if stuck := [rank for rank in busy if seen[rank].busy >= BUSY_BEATS]:
         record = seen[stuck[0]].known
         cause = own.message.partition("\n")[0]
@@ -86,16 +87,11 @@ def list_positions(positions: Mapping[int, str]) -> str:
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, position in sorted(positions.items()):
         ranks[position].append(rank)
-    lines = [f"  {_ranks(those)}: {position}\n" for position, those in list(ranks.items())[:MOST_NAMED]]
+    lines = [f"  rank {list_ranks(those)}: {position}\n" for position, those in list(ranks.items())[:MOST_NAMED]]
     return (
         f"{''.join(lines)}One of these lines probably communicates, and the other ranks do not come to it."
         f" {RUN_ON_ALL_RANKS}"
     )
-
-
-def _ranks(ranks: list[int]) -> str:
-    more = ", ..." if len(ranks) > MOST_NAMED else ""
-    return f"rank {', '.join(map(str, ranks[:MOST_NAMED]))}{more}"
 
 
 def _second(pair: tuple[int, int]) -> int:

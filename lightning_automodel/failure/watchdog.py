@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 TIME_TO_LEAVE_S = 5.0
 STANDSTILL_S = 60.0
-LONGEST_SEARCH_BEATS = 48
+LONGEST_SEARCH_BEATS = 120
 INTERRUPT_AFTER_S = 2.0
 KILL_AFTER_S = 4.0
 
@@ -300,7 +300,7 @@ class Watchdog:
             holder = int(lease)
             self.board.read_records(store, [holder], self._holder)
             if not self._holder[holder].is_silent(
-                self.board.clock(), min(self._longest_search_s / 3, self.board.timeout_s)
+                self.board.clock(), min(self._longest_search_s / 6, self.board.timeout_s)
             ):
                 return False
         if lease == NONE or int(lease) != self._rank:
@@ -341,8 +341,7 @@ class Watchdog:
         """Make the main thread leave: gently, then by a signal, then by ending the process."""
         if self._is_noticed.is_set():
             return
-        world = dist.group.WORLD
-        connections.abort_connections(None if world is None else world.get_group_store())
+        connections.abort_connections()
         if self._is_noticed.wait(INTERRUPT_AFTER_S) or self._is_closed.is_set():
             return
         if self._raises_on_sigterm and hasattr(signal, "pthread_kill"):

@@ -51,6 +51,7 @@ CASES: dict[str, tuple[list[Sighting], int | None, str]] = {
     "the reader hardly got its turn": ([reader(), silent(1, missed=MISSED_BEATS - 1), alive(2)], None, ""),
     "a busy machine": ([reader(), silent(1), replace(alive(2), gap_s=2.0)], None, ""),
     "silent on a busy machine": ([reader(), silent(1, seconds=7), replace(alive(2), gap_s=2.0)], 1, MISSED_HEARTBEATS),
+    "the longest silent": ([reader(), silent(1), silent(2, seconds=9)], 2, MISSED_HEARTBEATS),
     "not heard of since": ([reader(), replace(alive(1), beats=0), working(2)], None, ""),
     "stuck": ([reader(), working(1), alive(2)], 1, STUCK),
     "stuck, the first of two": ([reader(), alive(1), working(2), working(3)], 2, STUCK),
@@ -132,5 +133,5 @@ def test_standstill() -> None:
 
 def test_a_list_of_many_ranks_is_short() -> None:
     listed = list_positions({rank: "here" if rank % 2 else f"line {rank}" for rank in range(1024)})
-    assert "  rank 1, 3, 5, 7, 9, 11, 13, 15, ...: here\n" in listed
+    assert "  rank 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31 and 496 more: here\n" in listed
     assert listed.count("\n") == 8
