@@ -92,7 +92,6 @@ class Record:
         stood_s: For how long it has been.
         has_failed: Whether its collective failed, so that it waits for the verdict.
         promise: The step that it promises not to pass, if all ranks are to stop.
-        is_asked: Whether it received SIGTERM.
         has_ended: Whether it has come to the end of its run, where it waits for the others.
         has_left: Whether it needs the board no more.
     """
@@ -106,7 +105,6 @@ class Record:
     stood_s: float = 0.0
     has_failed: bool = False
     promise: int | None = None
-    is_asked: bool = False
     has_ended: bool = False
     has_left: bool = False
 
@@ -270,16 +268,36 @@ class Board:
                 explain(waited_s)
             time.sleep(pause_s(waited_s, len(self.members)))
 
-    def gather(self, at: str, ranks: Sequence[int], value: str, path: str, limit_s: float) -> list[str]:
+    def gather(
+        self,
+        at: str,
+        ranks: Sequence[int],
+        value: str,
+        path: str,
+        limit_s: float,
+        explain: Callable[[float], None] | None = None,
+    ) -> list[str]:
         """Wait like :meth:`wait_for` until all of ``ranks`` have posted a value below the key ``at``.
 
         Returns the values in the order of ``ranks``, the same on all of them.
         """
-        self.call(lambda store: self.arrive(store, at, ranks, value))
-        keys = [f"{at}/result"]
-        explain = partial(self.explain_missing, at, ranks)
-        values = self.wait_for(keys, lambda read: None if read[0] == NONE else read[0], path, limit_s, explain)
-        return list(json.loads(values))
+
+        def arrive(store: dist.Store) -> None:
+            store.set(f"{at}/{self.rank}", value)
+            if store.add(f"{at}/arrived", 1) == len(ranks):
+                # The last rank collects the values, so that each rank reads one key.
+                values = store.multi_get([f"{at}/{rank}" for rank in ranks])
+                store.set(f"{at}/result", json.dumps([each.decode() for each in values]))
+
+        self.call(arrive)
+        found = self.wait_for(
+            [f"{at}/result"],
+            lambda values: None if values[0] == NONE else values[0],
+            path,
+            limit_s,
+            explain or partial(self.explain_missing, at, ranks),
+        )
+        return list(json.loads(found))
 
     def explain_missing(self, at: str, ranks: Sequence[int], waited_s: float) -> None:
         """Raise ``RankFailedError`` for those of ``ranks`` that have posted nothing below ``at``; one rank looks."""
@@ -319,13 +337,6 @@ class Board:
         self._make(store, [f"{path}/verdict"])
         posted = store.compare_set(f"{path}/verdict", NONE.decode(), failure.to_bytes().decode())
         return RankFailure.from_bytes(posted)
-
-    def arrive(self, store: dist.Store, at: str, ranks: Sequence[int], value: str) -> None:
-        """Post this rank's value below ``at``; the last of ``ranks`` collects them all, so that each reads one key."""
-        store.set(f"{at}/{self.rank}", value)
-        if store.add(f"{at}/arrived", 1) == len(ranks):
-            values = store.multi_get([f"{at}/{rank}" for rank in ranks])
-            store.set(f"{at}/result", json.dumps([each.decode() for each in values]))
 
     def beat(self, store: dist.Store) -> None:
         """Write this rank's record, and read what other ranks have to say to it."""

@@ -4,7 +4,8 @@ A store serves several rounds, one after the other, below the run's secret. Belo
 
     rank/<rank>    the process of each rank that came
     terms          world size and backend of the first one
-    arrived        how many came; known: how many of them have left
+    arrived        how many came
+    left/<rank>    those of them that no longer need the store
     lease          the process that ends the round; result: what was wrong, or nothing
 """
 
@@ -43,13 +44,11 @@ class JoinRound:
         if self.found.world_size == 1:
             return
         with contextlib.suppress(RuntimeError):
-            left, began_at = self.keys.add("known", 1), time.monotonic()
-            while self.found.hosts_store and left < self.keys.add("arrived", 0):
-                waited_s = time.monotonic() - began_at
-                if waited_s >= linger_s:
-                    break
-                time.sleep(pause_s(waited_s, self.found.world_size))
-                left = self.keys.add("known", 0)
+            # Unlike other operations, this one does not wait for an answer: the store's host may be stopped.
+            self.keys.set(f"left/{self.found.rank}", "1")
+            if self.found.hosts_store and linger_s > 0:
+                came = [rank for rank in range(self.found.world_size) if self.keys.check([f"rank/{rank}"])]
+                _wait(self.keys, [f"left/{rank}" for rank in came], time.monotonic() + linger_s, len(came))
 
 
 def meet(found: Rendezvous, backend: str, timeout: timedelta) -> JoinRound:
@@ -142,9 +141,9 @@ def _take_part(found: Rendezvous, backend: str, store: dist.Store, timeout: time
             )
         elif arrived == found.world_size:
             settle(str)
-        elif not _wait(keys, "result", deadline, found.world_size):
+        elif not _wait(keys, ["result"], deadline, found.world_size):
             settle(missing)
-    if not _wait(keys, "result", time.monotonic() + LINGER_S, found.world_size):
+    if not _wait(keys, ["result"], time.monotonic() + LINGER_S, found.world_size):
         raise TimeoutError("the result of joining is missing")
     if problem := keys.get("result").decode().removeprefix("="):
         if came == me:
@@ -154,13 +153,13 @@ def _take_part(found: Rendezvous, backend: str, store: dist.Store, timeout: time
     return join_round
 
 
-def _wait(store: dist.Store, key: str, deadline: float, num_ranks: int) -> bool:
-    """Whether ``key`` was there by the deadline.
+def _wait(store: dist.Store, keys: list[str], deadline: float, num_ranks: int) -> bool:
+    """Whether all ``keys`` were there by the deadline.
 
     It polls: ``Store.wait`` cannot be interrupted, and floods the log when it times out.
     """
     began_at = time.monotonic()
-    while not store.check([key]):
+    while not store.check(keys):
         now = time.monotonic()
         if now >= deadline:
             return False

@@ -160,25 +160,15 @@ class Watchdog:
         Returns a rank that received SIGTERM, the same on all ranks; None if no rank did, or one failed.
         """
         board, self._has_ended = self.board, True
-        asked_by = str(self._rank) if self.stop.is_asked_here else ""
-
-        def arrive(store: dist.Store) -> None:
-            board.write(store)
-            if store.add(f"{END}/arrived", 1) == len(self._ranks):
-                asking = [str(rank) for rank, record in enumerate(self._read_all(store)) if record.is_asked]
-                store.set(f"{END}/result", next(iter(asking), ""))
 
         def explain(waited_s: float) -> None:
             message = f"the others have not ended their run for {waited_s:.1f} s"
             own = RankFailure(self._rank, board.host, "its last hook", "TimeoutError", message)
             raise RankFailedError(self._await_verdict(own))
 
-        def find(values: Sequence[bytes]) -> bytes | None:
-            return None if values[0] == NONE else values[0]
-
         try:
-            board.call(arrive)
-            asked_by = board.wait_for([f"{END}/result"], find, RUN, self._timeout_s, explain).decode()
+            asked_by = str(self._rank) if self.stop.is_asked_here else ""
+            told = board.gather(END, self._ranks, asked_by, RUN, self._timeout_s, explain)
         except RankFailedError as error:
             self._failure = self.failure or self._post(error.failure)
             return None
@@ -188,7 +178,7 @@ class Watchdog:
             board.call(lambda store: store.add(f"{END}/known", 1), LINGER_S)
             if self._rank == 0:
                 board.wait_until_known(END, len(self._ranks))
-        return int(asked_by) if asked_by else None
+        return next((int(rank) for rank in told if rank), None)
 
     def wait_until_failure_is_known(self, limit_s: float) -> None:
         """Acknowledge the failure in the store. Rank 0, which may host it, stays until all ranks have done so."""
@@ -265,7 +255,6 @@ class Watchdog:
             "stood_s": now - self._standing_since_s,
             "has_failed": self._own is not None,
             "promise": self.stop.promise,
-            "is_asked": self.stop.is_asked_here,
             "has_ended": self._has_ended,
         }
 

@@ -313,7 +313,7 @@ def test_a_secret_stands_before_all_keys() -> None:
     told = {"TORCHELASTIC_USE_AGENT_STORE": "True", rendezvous.SECRET: "5ecret"}
     ranks = [Launched(_join_by, {}, **_place(store.port, rank, 2), **told) for rank in (0, 1)]
     assert [rank.outcome().error for rank in ranks] == ["", ""]
-    left = "lightning_automodel/joining/0/known"
+    left = "lightning_automodel/joining/0/left/0"
     assert (store.check([f"5ecret/{left}"]), store.check([left])) == (True, False)
 
 
@@ -454,7 +454,7 @@ def test_a_multiprocessing_child_leaves_when_it_ends(how: str, exit_code: int) -
     for child in children:
         child.join(PATIENCE_S)
     assert [child.exitcode for child in children] == [exit_code, exit_code]
-    assert store.add("lightning_automodel/joining/0/known", 0) == 2
+    assert store.check([f"lightning_automodel/joining/0/left/{rank}" for rank in (0, 1)])
 
 
 def _bare_child(how: str, environment: dict[str, str]) -> None:
