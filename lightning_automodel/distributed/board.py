@@ -174,6 +174,7 @@ class Board:
         has_ended: Set once the thread has ended.
         is_decided: Set once a failure was read at ``path``, or the thread has ended.
         verdicts: For each path that this rank reads, the failure that was posted there, or None.
+        watched: A rank whose record is read with each heartbeat, beside the neighbour's.
         seen: What was seen of other ranks, as far as their records were read.
         lost: Why the store cannot be used any more, or None.
     """
@@ -200,6 +201,7 @@ class Board:
         self.interval_s = min(max(BEAT_S, seldom_s), timeout_s / MISSED_BEATS)
         self.beats, self.own = 0, Record(host=self.host)
         self.is_open, self.has_ended, self.is_decided = threading.Event(), threading.Event(), threading.Event()
+        self.watched = self.rank
         self.seen: dict[int, Sighting] = {}
         self.lost: RankFailure | None = None
         self.verdicts: dict[str, RankFailure | None] = {path: None}
@@ -341,17 +343,17 @@ class Board:
     def beat(self, store: dist.Store) -> None:
         """Write this rank's record, and read what other ranks have to say to it."""
         self.write(store)
-        watched = self._watched()
+        neighbour = self._neighbour()
         # All read rank 0's, which may hold the store: if that is lost, it has to be named.
-        ranks = sorted({watched, 0} & set(self.members) - {self.rank})
+        ranks = sorted({neighbour, 0, self.watched} & set(self.members) - {self.rank})
         values = self.read(store, [*self._keys, *(f"record/{rank}" for rank in ranks)])
         self._see(self.seen, ranks, values[len(self._keys) :])
         self._exchange(store, values[: len(self._keys)])
         # A rank that has written nothing yet is not watched: whoever waits for it names it.
-        if watched != self.rank and self.seen[watched].record:
-            seen, now = self.seen[watched], self.clock()
+        if neighbour != self.rank and self.seen[neighbour].record:
+            seen, now = self.seen[neighbour], self.clock()
             if seen.is_silent(now, self.timeout_s):
-                silent = missed_heartbeats(watched, seen.known, self.rank, now - seen.changed_at)
+                silent = missed_heartbeats(neighbour, seen.known, self.rank, now - seen.changed_at)
                 self.post(store, self.path, silent)
         self.is_open.set()
 
@@ -381,7 +383,7 @@ class Board:
             record = None if value == NONE else Record(**json.loads(value))
             seen[rank] = seen[rank].then(record, now) if rank in seen else Sighting(record, now)
 
-    def _watched(self) -> int:
+    def _neighbour(self) -> int:
         """The nearest member before this one that has not ended, as far as this rank knows."""
         at = self.members.index(self.rank)
         before = [*self.members[:at][::-1], *self.members[at + 1 :][::-1]]

@@ -93,7 +93,6 @@ class Watchdog:
         # What this rank would report of itself, once its collective has failed; and what it has seen of all since.
         self._own: RankFailure | None = None
         self._seen: dict[int, Sighting] = {}
-        self._holder: dict[int, Sighting] = {}
         self._reading_since_s = self._standing_since_s = 0.0
         self._position: tuple[bool, str] = (False, "")
         _runs[world] = _runs.get(world, 0) + 1
@@ -286,11 +285,10 @@ class Watchdog:
     def _holds_lease(self, store: dist.Store, lease: bytes) -> bool:
         """Whether this rank is to find the verdict: it was the first to ask for one, or that rank is silent."""
         if lease != NONE and int(lease) != self._rank:
-            holder = int(lease)
-            self.board.read_records(store, [holder], self._holder)
-            if not self._holder[holder].is_silent(
-                self.board.clock(), min(self._longest_search_s / 6, self.board.timeout_s)
-            ):
+            # Its record is read with each heartbeat from now on.
+            self.board.watched = holder = int(lease)
+            seen, limit_s = self.board.seen.get(holder), min(self._longest_search_s / 6, self.board.timeout_s)
+            if seen is None or not seen.is_silent(self.board.clock(), limit_s):
                 return False
         if lease == NONE or int(lease) != self._rank:
             lease = store.compare_set(LEASE, lease.decode(), str(self._rank))
