@@ -12,7 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.distributed import connections, process_group
+from lightning_automodel.distributed import process_group
 from lightning_automodel.distributed.process_group import group_rank, group_size
 
 log = logging.getLogger(__name__)
@@ -79,8 +79,7 @@ def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
     # A group inherits the device that the caller bound the default group to, which gloo may not serve.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
-        with connections.recording():
-            return dist.new_group(backend="gloo", timeout=timeout)
+        return dist.new_group(backend="gloo", timeout=timeout)
     finally:
         world.bound_device_id = bound
 

@@ -1,4 +1,4 @@
-"""The TCP connections of this process's process groups, recorded so that a rank that leaves can abort them.
+"""Aborting the TCP connections of gloo, so that a rank that waits in a collective is freed; and a store's address.
 
 Destroying or aborting a gloo group closes nothing while anything refers to it, and torch's caches refer to many meshes.
 Shutting a connection down ends its collectives at once, on both sides, and ``on_exception`` hooks can run.
@@ -8,63 +8,41 @@ import contextlib
 import os
 import socket
 import stat
-import threading
-from collections.abc import Iterator
 
 import torch.distributed as dist
 
 DESCRIPTORS = "/dev/fd"
 
-_recorded: set[tuple[int, int]] = set()
-_lock = threading.Lock()
 
+def abort_connections() -> None:
+    """Shut down every connection of gloo's groups: collectives that wait on one raise on both ranks.
 
-@contextlib.contextmanager
-def recording() -> Iterator[None]:
-    """Record the sockets that the block opens, also if it raises, for :func:`abort_connections`. Not a collective.
-
-    Put it around ``init_process_group``, ``new_group`` and ``init_device_mesh``. Sockets that another thread opens
-    meanwhile are recorded too. Does nothing on systems without ``/dev/fd``.
+    Callable from any thread and more than once; not a collective. The groups are unusable afterwards. Does nothing on
+    systems without ``/dev/fd``.
     """
-    before = _open_sockets()
-    try:
-        yield
-    finally:
-        after = _open_sockets()
-        with _lock:
-            _recorded.intersection_update(after)
-            _recorded.update(after - before)
-
-
-def abort_connections(store: dist.Store | None = None) -> None:
-    """Shut down every recorded connection that is still open: collectives that wait on one raise on both ranks.
-
-    Callable from any thread and more than once; not a collective. The groups are unusable afterwards. Connections to
-    ``store`` stay open: through it the ranks still report what happened.
-    """
-    with _lock:
-        recorded = _recorded & _open_sockets()
-        _recorded.clear()
-    address = None if store is None else store_address(store)
-    for descriptor, _ in recorded:
-        # `getpeername` raises for listening sockets, which nobody waits on.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
-            if duplicate.family in (socket.AF_INET, socket.AF_INET6):
-                ports = (duplicate.getsockname()[1], duplicate.getpeername()[1])
-                if address is None or address[1] not in ports:
-                    duplicate.shutdown(socket.SHUT_RDWR)
-
-
-def _open_sockets() -> set[tuple[int, int]]:
-    """Descriptor and inode of every socket of this process; the inode shows when a descriptor was reused."""
-    found = set()
     with contextlib.suppress(OSError):
         for descriptor in map(int, os.listdir(DESCRIPTORS)):
+            # The list itself has a descriptor, which is closed by now.
             with contextlib.suppress(OSError):
-                status = os.fstat(descriptor)
-                if stat.S_ISSOCK(status.st_mode):
-                    found.add((descriptor, status.st_ino))
-    return found
+                if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+                        if _is_of_gloo(duplicate):
+                            duplicate.shutdown(socket.SHUT_RDWR)
+
+
+def _is_of_gloo(connection: socket.socket) -> bool:
+    """Whether the options are those that gloo sets (torch 2.13 to 2.15), whichever thread opened the connection.
+
+    Gloo lets the system limit both directions by the timeout of the group. Neither Python, whose timeouts are its own,
+    nor stores, NCCL and gRPC do so, and a client's connection would not reuse its address.
+    """
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    receiving, sending = (
+        connection.getsockopt(socket.SOL_SOCKET, name, 16) for name in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO)
+    )
+    flags = ((socket.SOL_SOCKET, socket.SO_REUSEADDR), (socket.IPPROTO_TCP, socket.TCP_NODELAY))
+    return any(receiving) and receiving == sending and all(connection.getsockopt(*flag) for flag in flags)
 
 
 def bottom_store(store: dist.Store) -> dist.Store:

@@ -1,13 +1,13 @@
 """First-rank blocks: the first rank of each node runs a block before the others, and a failure reaches every rank.
 
-The ranks communicate through the store channel: no group is made and no collective is called, so nothing is created
-late and no collective's timeout applies. Within a run it is the run's channel, else one made for the outermost block.
-Below ``first_rank/<group>/<number of the block>`` the store holds
+The ranks communicate through the board: no group is made and no collective is called, so nothing is created late and
+no collective's timeout applies. Within a run it is the run's board, else one made for the outermost block. Below
+``first_rank/<group>/<number of the block>`` the store holds
 
     node/...          the node of each rank
     outcome/<rank>    how the block ended on the rank; an inner block's key is below the inner block's number
     left/...          the ranks that left the block without an error
-    failure, known    the first failure that left the block, and how many ranks know of it or of the good end
+    verdict, known    the first failure that left the block, and how many ranks know of it or of the good end
 
 At an entry a rank waits only for a lower rank. Only outermost blocks wait at their exit, where no rank waits for this
 one at an entry any more. So blocks that all ranks enter in the same order cannot deadlock, whatever their scopes.
@@ -18,18 +18,20 @@ import os
 import socket
 import threading
 import weakref
+from collections.abc import Sequence
 from contextlib import ContextDecorator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Literal, get_args
 
 import torch.distributed as dist
 
 from lightning_automodel.distributed import process_group, rendezvous
+from lightning_automodel.distributed.board import LINGER_S, NONE, Board
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure, failure_of
 from lightning_automodel.distributed.process_group import parse_timeout
-from lightning_automodel.distributed.store_channel import LINGER_S, StoreChannel, post_failure
 
 Scope = Literal["node", "global"]
 
@@ -160,8 +162,8 @@ def _make_group_from_environment(timeout: timedelta) -> bool:
     return True
 
 
-run_channel: StoreChannel | None = None
-"""Channel of the run that this process is in; the run's supervisor sets it."""
+run_board: Board | None = None
+"""Board of the run that this process is in; the run's supervisor sets it."""
 
 _num_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _this_thread = threading.local()
@@ -200,41 +202,42 @@ class _Meeting:
         # is in the path, as torch may give one name to groups that share no rank.
         _num_blocks[group] = _num_blocks.get(group, 0) + 1
         self.path = f"first_rank/{group.group_name}.{min(self.members)}/{_num_blocks[group]}"
-        self._own_channel = None
-        if run_channel is None or run_channel.has_ended.is_set():
-            self._own_channel = StoreChannel(f"lightning_automodel/{self.path}", timeout_s, lambda: where)
-        channel = self._own_channel or run_channel
-        assert channel is not None
-        self.channel = channel
-        channel.watched[self.path] = None
-        if self._own_channel is not None:
-            self._own_channel.start()
+        self._own_board = None
+        if run_board is None or run_board.has_ended.is_set():
+            prefix, describe = f"lightning_automodel/{self.path}", {"where": where}
+            self._own_board = Board(prefix, self.path, self.members, timeout_s, lambda: describe)
+            self._own_board.start()
+        board = self._own_board or run_board
+        assert board is not None
+        self.board = board
+        board.verdicts[self.path] = None
         try:
-            mine = node_of(channel.rank)
-            nodes = channel.gather(f"{self.path}/node", self.members, mine, self.path, timeout_s)
+            mine = node_of(board.rank)
+            nodes = board.gather(f"{self.path}/node", self.members, mine, self.path, timeout_s)
         except BaseException as error:
             # A rank that comes too late then reads the failure, and does not wait for ranks that have left.
-            self.end(error, 2 * channel.interval_s)
+            self.end(error, 2 * board.interval_s)
             raise
         self.nodes = dict(zip(self.members, nodes, strict=True))
 
     def end(self, error: BaseException | None, linger_s: float = LINGER_S) -> None:
         """Report how the block ended on this rank, and free what was made for it. Rank 0, the store's host, waits."""
-        channel = self.channel
+        board = self.board
         try:
             with contextlib.suppress(RankFailedError):
                 if error is None:
-                    channel.call(lambda store: store.add(f"{self.path}/known", 1), LINGER_S)
+                    board.call(lambda store: store.add(f"{self.path}/known", 1), LINGER_S)
                 else:
-                    failure = failure_of(error, channel.rank, self._where)
-                    channel.call(lambda store: post_failure(store, self.path, failure), LINGER_S)
-                    channel.call(channel.read_failures, LINGER_S)
-                if channel.rank == 0:
-                    channel.wait_until_known(self.path, len(self.members), linger_s)
+                    failure = failure_of(error, board.rank, self._where)
+                    board.call(lambda store: board.post(store, self.path, failure), LINGER_S)
+                    board.call(board.read, LINGER_S)
+                if board.rank == 0:
+                    board.wait_until_known(self.path, len(self.members), linger_s)
         finally:
-            del channel.watched[self.path]
-            if self._own_channel is not None:
-                self._own_channel.close()
+            if self._own_board is not None:
+                self._own_board.close()
+            else:
+                del board.verdicts[self.path]
             if self._made_group:
                 process_group.destroy_global_state()
 
@@ -251,19 +254,21 @@ class _Block:
 
     def enter(self) -> bool:
         """Wait until the first rank has left the block, and return False; on that rank return True at once."""
-        meeting, channel = self.meeting, self.meeting.channel
-        first = first_rank(channel.rank, meeting.nodes, self.scope)
-        if channel.rank == first:
-            channel.raise_failure(meeting.path)
+        meeting, board = self.meeting, self.meeting.board
+        first = first_rank(board.rank, meeting.nodes, self.scope)
+        if board.rank == first:
+            board.raise_verdict(meeting.path)
             return True
+        # The first rank posts inner outcomes first. Inner keys are read last, so none is missed in between.
+        keys = [f"{path}/outcome/{first}" for path in reversed(self.paths)]
 
-        def look(store: dist.Store) -> tuple[bytes, bool] | None:
+        def find(values: Sequence[bytes]) -> tuple[bytes, bool] | None:
             """How the first rank left this block, or else a block around it; and whether it was this one."""
-            # The first rank posts inner outcomes first. Inner keys are checked last, so none is missed in between.
-            posted = [path for path in reversed(self.paths) if store.check([f"{path}/outcome/{first}"])]
-            return (store.get(f"{posted[-1]}/outcome/{first}"), posted[-1] == self.paths[0]) if posted else None
+            posted = [index for index, value in enumerate(values) if value != NONE]
+            return (values[posted[-1]], posted[-1] == len(keys) - 1) if posted else None
 
-        outcome, was_inside = channel.wait_for(look, lambda store: [first], meeting.path, LONGEST_WORK_S)
+        explain = partial(board.explain_missing, f"{self.paths[0]}/outcome", [first])
+        outcome, was_inside = board.wait_for(keys, find, meeting.path, LONGEST_WORK_S, explain)
         if outcome != DONE:
             raise RankFailedError(RankFailure.from_bytes(outcome))
         if not was_inside:
@@ -275,21 +280,21 @@ class _Block:
 
     def leave(self, error: BaseException | None) -> None:
         """Post how the block ended on this rank; if it is the outermost, wait until it has ended on all ranks."""
-        meeting, channel = self.meeting, self.meeting.channel
+        meeting, board = self.meeting, self.meeting.board
         is_outermost = len(self.paths) == 1
-        outcome = DONE if error is None else failure_of(error, channel.rank, self.where).to_bytes()
+        outcome = DONE if error is None else failure_of(error, board.rank, self.where).to_bytes()
 
         def post(store: dist.Store) -> None:
-            store.set(f"{self.paths[0]}/outcome/{channel.rank}", outcome.decode())
+            store.set(f"{self.paths[0]}/outcome/{board.rank}", outcome.decode())
 
         try:
             if error is None:
-                channel.call(post)
+                board.call(post)
             elif not is_outermost:
                 with contextlib.suppress(RankFailedError):
-                    channel.call(post, LINGER_S)
+                    board.call(post, LINGER_S)
             if error is None and is_outermost:
-                channel.gather(f"{meeting.path}/left", meeting.members, "", meeting.path, LONGEST_WORK_S)
+                board.gather(f"{meeting.path}/left", meeting.members, "", meeting.path, LONGEST_WORK_S)
         except BaseException as raised:
             error = raised
             raise

@@ -1,37 +1,38 @@
-"""Joining: every rank waits in the store for all others, and if that fails, all raise the same error."""
+"""Joining: every rank waits in the store for all others, and if that fails, all raise the same error.
+
+A store serves several rounds, one after the other, below the run's secret. Below the round's number it holds
+
+    rank/<rank>    the process of each rank that came
+    terms          world size and backend of the first one
+    arrived        how many came
+    left/<rank>    those of them that no longer need the store
+    lease          the process that ends the round; result: what was wrong, or nothing
+"""
 
 import contextlib
 import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from lightning_automodel.distributed.board import LINGER_S, list_ranks, pause_s
 from lightning_automodel.distributed.rendezvous import Rendezvous, no_store, open_store, run_secret
 
-LINGER_S = 5.0
-SHORTEST_POLL_S = 0.002
-LONGEST_POLL_S = 0.25
-LONGEST_LIST = 16
 KEYS = "lightning_automodel/joining"
 
 
 @dataclass(frozen=True)
 class JoinRound:
-    """One attempt of all ranks to join. A store serves several rounds, one after the other, below the run's secret."""
+    """One attempt of all ranks to join; ``keys`` is the store with the prefix of the round."""
 
     found: Rendezvous
-    store: dist.Store
-    number: int
-
-    @property
-    def keys(self) -> dist.Store:
-        """The store with the prefix of the round."""
-        return dist.PrefixStore(f"{KEYS}/{self.number}", self.store)
+    keys: dist.Store
 
     @property
     def group_store(self) -> dist.Store:
@@ -43,10 +44,11 @@ class JoinRound:
         if self.found.world_size == 1:
             return
         with contextlib.suppress(RuntimeError):
+            # Unlike other operations, this one does not wait for an answer: the store's host may be stopped.
             self.keys.set(f"left/{self.found.rank}", "1")
             if self.found.hosts_store and linger_s > 0:
                 came = [rank for rank in range(self.found.world_size) if self.keys.check([f"rank/{rank}"])]
-                _wait(self.keys, [f"left/{rank}" for rank in came], time.monotonic() + linger_s)
+                _wait(self.keys, [f"left/{rank}" for rank in came], time.monotonic() + linger_s, len(came))
 
 
 def meet(found: Rendezvous, backend: str, timeout: timedelta) -> JoinRound:
@@ -60,7 +62,7 @@ def meet(found: Rendezvous, backend: str, timeout: timedelta) -> JoinRound:
             store cannot be used.
     """
     if found.world_size == 1:
-        return JoinRound(found, found.store if found.store is not None else dist.HashStore(), 0)
+        return JoinRound(found, found.store if found.store is not None else dist.HashStore())
     outcome: Future[JoinRound] = Future()
     has_store = threading.Event()
 
@@ -99,73 +101,67 @@ def _meet(found: Rendezvous, backend: str, timeout: timedelta, has_store: thread
 def _take_part(found: Rendezvous, backend: str, store: dist.Store, timeout: timedelta, deadline: float) -> JoinRound:
     """Enter this rank into the store's newest round, and wait until all have arrived or something is wrong."""
     counter = dist.PrefixStore(KEYS, store)
-    join_round = JoinRound(found, store, counter.add("round", 0))
-    keys, me = join_round.keys, f"{socket.gethostname()} pid {os.getpid()}"
+    keys = dist.PrefixStore(str(counter.add("round", 0)), counter)
+    join_round, me = JoinRound(found, keys), f"{socket.gethostname()} pid {os.getpid()}"
 
-    def settle(problem: str) -> None:
-        """End the round, unless another rank has; ranks that arrive later are in the next one."""
-        if keys.add("settled", 1) == 1:
+    def settle(describe: Callable[[], str]) -> None:
+        """End the round, unless another rank does; ranks that arrive later are in the next one."""
+        if keys.compare_set("lease", "", me).decode() == me:
+            problem = describe()
             counter.add("round", 1)
             keys.set("result", f"={problem}")
 
-    is_duplicate = keys.add(f"claims/{found.rank}", 1) > 1
-    if is_duplicate:
+    def missing() -> str:
+        ranks = [rank for rank in range(found.world_size) if not keys.check([f"rank/{rank}"])]
+        return (
+            f"{'Ranks' if len(ranks) > 1 else 'Rank'} {list_ranks(ranks)} of {found.world_size} did not join at"
+            f" {found.place} (backend {backend}) within {timeout.total_seconds():g} s, for which rank {found.rank}"
+            " waited: check that each process runs and has the same address, or raise the timeout."
+        )
+
+    came = keys.compare_set(f"rank/{found.rank}", "", me).decode()
+    if came != me:
         settle(
-            f"Two processes joined at {found.place} as rank {found.rank} of {found.world_size} (backend {backend}):"
-            f" {_read(keys, f'rank/{found.rank}', deadline)}, and {me}; give each process a RANK of its own, and each"
-            " job a port or file. Where one of them was killed and started again: start all ranks again."
+            lambda: (
+                f"Two processes joined at {found.place} as rank {found.rank} of {found.world_size} (backend {backend}):"
+                f" {came}, and {me}; give each process a RANK of its own, and each job a port or file. Where one of"
+                " them was killed and started again: start all ranks again."
+            )
         )
     else:
-        keys.set(f"rank/{found.rank}", me)
+        terms = f"joined with world size {found.world_size} and backend {backend}"
+        first = keys.compare_set("terms", "", f"Rank {found.rank} {terms}").decode()
         arrived = keys.add("arrived", 1)
-        terms = f"world size {found.world_size} and backend {backend}"
-        if arrived == 1:
-            keys.set("terms", f"Rank {found.rank} joined with {terms}")
-        first = _read(keys, "terms", deadline)
-        if not first.endswith(f"joined with {terms}"):
+        if not first.endswith(terms):
             settle(
-                f"{first}, but rank {found.rank} with {terms}, at {found.place}: give every rank the same WORLD_SIZE"
-                " and backend."
+                lambda: (
+                    f"{first}, but rank {found.rank} {terms}, at {found.place}: give every rank the same WORLD_SIZE and"
+                    " backend."
+                )
             )
         elif arrived == found.world_size:
-            settle("")
-        elif not _wait(keys, ["result"], deadline):
-            missing = [rank for rank in range(found.world_size) if not keys.check([f"rank/{rank}"])]
-            listed = ", ".join(map(str, missing[:LONGEST_LIST]))
-            listed += f" and {len(missing) - LONGEST_LIST} more" if len(missing) > LONGEST_LIST else ""
-            settle(
-                f"{'Ranks' if len(missing) > 1 else 'Rank'} {listed} of {found.world_size} did not join at"
-                f" {found.place} (backend {backend}) within {timeout.total_seconds():g} s, for which rank {found.rank}"
-                " waited: check that each process runs and has the same address, or raise the timeout."
-            )
-    if problem := _read(keys, "result", time.monotonic() + LINGER_S).removeprefix("="):
-        if not is_duplicate:
+            settle(str)
+        elif not _wait(keys, ["result"], deadline, found.world_size):
+            settle(missing)
+    if not _wait(keys, ["result"], time.monotonic() + LINGER_S, found.world_size):
+        raise TimeoutError("the result of joining is missing")
+    if problem := keys.get("result").decode().removeprefix("="):
+        if came == me:
             # Not for a duplicate: the store's host must wait for the first process, which may still have to read it.
             join_round.leave()
         raise RuntimeError(problem)
     return join_round
 
 
-def _read(store: dist.Store, key: str, deadline: float) -> str:
-    """Value of ``key``, as soon as there is one.
-
-    Raises:
-        TimeoutError: If there is none at the deadline.
-    """
-    if not _wait(store, [key], deadline):
-        raise TimeoutError(f"{key} is missing")
-    return store.get(key).decode()
-
-
-def _wait(store: dist.Store, keys: list[str], deadline: float) -> bool:
+def _wait(store: dist.Store, keys: list[str], deadline: float, num_ranks: int) -> bool:
     """Whether all ``keys`` were there by the deadline.
 
     It polls: ``Store.wait`` cannot be interrupted, and floods the log when it times out.
     """
-    started_at = time.monotonic()
+    began_at = time.monotonic()
     while not store.check(keys):
         now = time.monotonic()
         if now >= deadline:
             return False
-        time.sleep(min(deadline - now, LONGEST_POLL_S, max(SHORTEST_POLL_S, (now - started_at) / 10)))
+        time.sleep(min(deadline - now, pause_s(now - began_at, num_ranks)))
     return True

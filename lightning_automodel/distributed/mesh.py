@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_automodel import torch_internals
-from lightning_automodel.distributed import connections, process_group
+from lightning_automodel.distributed import process_group
 
 REPLICATE = "data_parallel_replicate"
 SHARD = "data_parallel_shard"
@@ -186,8 +186,7 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
         dimensions = {REPLICATE: sizes.replicate, SHARD: sizes.shard, CONTEXT: sizes.context, TENSOR: sizes.tensor}
         if sizes.context == 1:
             del dimensions[CONTEXT]
-        with connections.recording():
-            mesh = init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+        mesh = init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
         _built[device_type, sizes] = view_mesh(mesh, sizes, (REPLICATE, SHARD), TENSOR)
     built = _built[device_type, sizes]
     for group in {*built.mesh.get_all_groups(), *built.fsdp.get_all_groups(), built.group} - {_built_over}:
@@ -206,14 +205,13 @@ def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor:
 
     data_parallel = tokens = fsdp = view(*data)
     context_parallel = view(CONTEXT) if sizes.context > 1 else None
-    with connections.recording():
-        if len(data) == 2:
-            data_parallel = tokens = torch_internals.flatten_mesh(fsdp, DATA)
-            fsdp = fsdp if sizes.replicate > 1 else view(data[-1])
-        if context_parallel is not None:
-            tokens = fsdp = torch_internals.flatten_mesh(view(*data, CONTEXT), TOKENS)
-            if sizes.replicate > 1:
-                torch_internals.flatten_mesh(view(data[-1], CONTEXT), SHARD_CONTEXT)
-                fsdp = view(data[0], SHARD_CONTEXT)
+    if len(data) == 2:
+        data_parallel = tokens = torch_internals.flatten_mesh(fsdp, DATA)
+        fsdp = fsdp if sizes.replicate > 1 else view(data[-1])
+    if context_parallel is not None:
+        tokens = fsdp = torch_internals.flatten_mesh(view(*data, CONTEXT), TOKENS)
+        if sizes.replicate > 1:
+            torch_internals.flatten_mesh(view(data[-1], CONTEXT), SHARD_CONTEXT)
+            fsdp = view(data[0], SHARD_CONTEXT)
     tensor_parallel = None if tensor is None else view(tensor)
     return RunMesh(mesh, sizes, data_parallel, tokens, fsdp, tensor_parallel, context_parallel)

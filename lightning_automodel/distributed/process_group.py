@@ -283,17 +283,16 @@ def _join(found: rendezvous.Rendezvous, backend: str, timeout: timedelta, device
         multiprocessing.util.Finalize(None, _leave, kwargs=at_exit, exitpriority=BEFORE_CHILDREN_ARE_JOINED)
     join_round = join.meet(found, backend, timeout)
     try:
-        with connections.recording():
-            dist.init_process_group(
-                backend,
-                store=join_round.group_store,
-                rank=found.rank,
-                world_size=found.world_size,
-                timeout=timeout,
-                device_id=device if device is not None and is_bindable(backend, device) else None,
-            )
+        dist.init_process_group(
+            backend,
+            store=join_round.group_store,
+            rank=found.rank,
+            world_size=found.world_size,
+            timeout=timeout,
+            device_id=device if device is not None and is_bindable(backend, device) else None,
+        )
     except BaseException:
-        connections.abort_connections(join_round.store)
+        connections.abort_connections()
         join_round.leave()
         raise
     group = dist.group.WORLD

@@ -18,7 +18,7 @@ from lightning_automodel import lightning_internals
 from lightning_automodel.distributed import first_rank, process_group
 from lightning_automodel.distributed.failures import RankFailedError
 from lightning_automodel.failure.coordinated_stop import REQUEUE
-from lightning_automodel.failure.standstill import main_thread_position
+from lightning_automodel.failure.position import main_thread_position
 from lightning_automodel.failure.watchdog import Watchdog, end_process
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Supervisor:
         self._timeout_s = timeout.total_seconds()
         self._watchdog = Watchdog(timeout, where, raises_on_sigterm=self._patch_sigterm())
         _process.watchdogs.append(self._watchdog)
-        _process.has_joined, first_rank.run_channel = True, self._watchdog.channel
+        _process.has_joined, first_rank.run_board = True, self._watchdog.board
         self._watchdog.start()
         if _process.ended is not None:
             self._watchdog.report_end(*_process.ended)
@@ -164,7 +164,7 @@ class Supervisor:
         if self._watchdog is not None:
             self._watchdog.close()
             _process.watchdogs.remove(self._watchdog)
-            first_rank.run_channel = _process.watchdogs[-1].channel if _process.watchdogs else None
+            first_rank.run_board = _process.watchdogs[-1].board if _process.watchdogs else None
             self._watchdog = None
         self._restore_sigterm()
 
@@ -281,4 +281,4 @@ def has_joined() -> bool:
 def forget_inherited_runs() -> None:
     """In a forked process, forget the runs of its parent."""
     global _process
-    _process, first_rank.run_channel = _Process(), None
+    _process, first_rank.run_board = _Process(), None

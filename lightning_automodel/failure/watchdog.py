@@ -1,42 +1,52 @@
-"""Learns through the store channel that another rank failed, is silent or is stuck, and makes this rank leave."""
+"""Learns from the board that another rank failed, is silent or is stuck, and makes this rank leave."""
 
 import contextlib
 import faulthandler
-import json
+import logging
 import os
 import signal
 import socket
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from lightning_automodel.distributed import connections
+from lightning_automodel.distributed.board import (
+    BEAT_S,
+    LINGER_S,
+    LONGEST_PAUSE_S,
+    NONE,
+    AwakeClock,
+    Board,
+    Record,
+    Sighting,
+)
 from lightning_automodel.distributed.failures import (
     LAUNCHER,
     MISSED_HEARTBEATS,
     PROCESS_ENDED,
-    STUCK,
     RankFailedError,
     RankFailure,
     is_communication_error,
 )
-from lightning_automodel.distributed.store_channel import LINGER_S, NONE, RUN, AwakeClock, StoreChannel, post_failure
-from lightning_automodel.failure.coordinated_stop import DECISION, REQUEST, StopAgreement
-from lightning_automodel.failure.standstill import Standstill, list_positions, main_thread_position
+from lightning_automodel.failure.coordinated_stop import STOP, StopAgreement
+from lightning_automodel.failure.position import main_thread_position
+from lightning_automodel.failure.verdict import decide, left_behind, standstill
+
+log = logging.getLogger(__name__)
 
 TIME_TO_LEAVE_S = 5.0
-SEARCH_S = 3.0
+STANDSTILL_S = 60.0
+LONGEST_SEARCH_BEATS = 120
 INTERRUPT_AFTER_S = 2.0
 KILL_AFTER_S = 4.0
 
-ENDED, QUESTION = "ended", "question"
-END = "end"
+RUN, END, LEASE = "run", "end", "lease"
 
 _runs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -44,8 +54,12 @@ _runs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictio
 class Watchdog:
     """Posts this rank's failure for the others, and leaves with the cause when another rank fails.
 
-    The channel's thread exchanges a few bytes with the store several times a second: this rank's heartbeat, those of
-    two others, and whether any rank posted a failure. The training itself neither communicates nor waits for this.
+    The board's thread exchanges a few bytes with the store several times a second: this rank's record, that of the
+    neighbour that it watches, and the verdict. The training itself neither communicates nor waits for this.
+
+    A rank whose collective fails says so in its record, and waits for the verdict. The first of these ranks takes the
+    lease, reads all records with each heartbeat, and posts the verdict as soon as it can be told. If it falls silent,
+    another one takes the lease.
 
     After another rank's failure a second thread aborts this rank's gloo connections, so that a waiting collective
     raises. If that does not help, it interrupts the main thread, and at last it ends the process.
@@ -56,7 +70,7 @@ class Watchdog:
         raises_on_sigterm: Whether the main thread has a SIGTERM handler that raises after a failure.
 
     Attributes:
-        channel: The run's channel between ranks.
+        board: The run's board.
         stop: Decides after which step all ranks stop.
         training_step: Number of the newest training step that this rank began; all ranks take the same ones.
         failed_alike: Whether another rank had raised the same error before, in the same line.
@@ -68,19 +82,31 @@ class Watchdog:
         assert world is not None
         self._timeout_s = timeout.total_seconds()
         self._where, self._raises_on_sigterm = where, raises_on_sigterm
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._failure: RankFailure | None = None
-        self.raised_at: tuple[bool, str] | None = None
-        self._has_posted_own = self._has_answered = self._has_keys = False
+        self._rank, self._ranks = dist.get_rank(), range(dist.get_world_size())
         self._is_noticed, self._is_closed = threading.Event(), threading.Event()
-        self.stop = StopAgreement(self._rank, self._world_size)
+        self._failure: RankFailure | None = None
+        self._has_posted_own = self._has_ended = self._has_warned = False
+        self.stop = StopAgreement(self._rank, len(self._ranks), lambda store: self.board.write(store), self._read_all)
+        self.raised_at: tuple[bool, str] | None = None
         self.training_step = 0
         self.failed_alike = False
+        # What this rank would report of itself, once its collective has failed; and what it has seen of all since.
+        self._own: RankFailure | None = None
+        self._seen: dict[int, Sighting] = {}
+        self._reading_since_s = self._standing_since_s = 0.0
+        self._position: tuple[bool, str] = (False, "")
         _runs[world] = _runs.get(world, 0) + 1
         silence_s = max(self._timeout_s / 2, self._timeout_s - TIME_TO_LEAVE_S)
-        self.channel = StoreChannel(f"lightning_automodel/run/{_runs[world]}", silence_s, where, self._exchange)
-        self.channel.watched[RUN] = None
-        self._standstill = Standstill(self._rank, self._world_size, self._timeout_s)
+        self.board = Board(
+            f"lightning_automodel/run/{_runs[world]}",
+            RUN,
+            self._ranks,
+            silence_s,
+            self._describe,
+            (STOP, LEASE),
+            self._exchange,
+        )
+        self._longest_search_s = LONGEST_SEARCH_BEATS * max(self.board.interval_s, BEAT_S)
         self._thread = threading.Thread(target=self._watch, name="lightning_automodel watchdog", daemon=True)
 
     def start(self) -> None:
@@ -89,10 +115,10 @@ class Watchdog:
         Raises:
             RankFailedError: If the store does not answer, or another rank failed already.
         """
-        self.channel.start()
+        self.board.start()
         self._thread.start()
         # The second thread's time limit also ends this wait.
-        while not self.channel.is_open.wait(self.channel.interval_s) and self.failure is None:
+        while not self.board.is_open.wait(self.board.interval_s) and self.failure is None:
             pass
         if self.failure is not None:
             raise RankFailedError(self.failure)
@@ -101,58 +127,64 @@ class Watchdog:
         """Mark this rank as finished, and end the threads. Not a collective; may be called twice."""
         if not self._is_closed.is_set() and self.failure is None:
             with contextlib.suppress(RankFailedError):
-                self.channel.call(self.stop.leave, LINGER_S)
+                self.board.call(self.stop.leave, LINGER_S)
         self._is_closed.set()
-        self.channel.close()
-        self._thread.join(1 + 2 * self.channel.interval_s)
+        self.board.close()
+        self._thread.join(1 + 2 * self.board.interval_s)
 
     @property
     def failure(self) -> RankFailure | None:
         """Another rank's failure, once this rank knows of it."""
-        return self._failure or self.channel.watched[RUN]
+        return self._failure or self.board.verdicts[RUN]
 
     def report_end(self, rank: int, how: str) -> None:
         """Post that the process of ``rank``, or of ``LAUNCHER``, ended, unless it had finished or posted why."""
 
         def post(store: dist.Store) -> None:
-            failure = RankFailure(LAUNCHER, self.channel.host, "", MISSED_HEARTBEATS, how)
+            failure = RankFailure(LAUNCHER, self.board.host, "", MISSED_HEARTBEATS, how)
             if rank != LAUNCHER:
-                beat = self.channel.read_heartbeats(store, [rank])[rank]
-                if beat.finished:
+                self.board.read_records(store, [rank], self.board.seen)
+                record = self.board.seen[rank].known
+                if record.has_left:
                     return
-                failure = RankFailure(rank, beat.host, beat.where, PROCESS_ENDED, f"its process {how}")
-            post_failure(store, RUN, failure)
+                failure = RankFailure(rank, record.host, record.where, PROCESS_ENDED, f"its process {how}")
+            self.board.post(store, RUN, failure)
 
         with contextlib.suppress(RankFailedError):
-            self.channel.call(post)
+            self.board.call(post)
 
     def wait_for_all(self) -> int | None:
         """Wait until every rank has left its last hook, or one has failed. A collective, only through the store.
 
         Returns a rank that received SIGTERM, the same on all ranks; None if no rank did, or one failed.
         """
-        channel, last_step = self.channel, f"{self._rank}|{self.channel.host}|{self.training_step}"
-        asked_by = str(self._rank) if self.stop.is_asked_here else ""
+        board, self._has_ended = self.board, True
+
+        def explain(waited_s: float) -> None:
+            message = f"the others have not ended their run for {waited_s:.1f} s"
+            own = RankFailure(self._rank, board.host, "its last hook", "TimeoutError", message)
+            raise RankFailedError(self._await_verdict(own))
+
         try:
-            channel.call(lambda store: store.compare_set(ENDED, NONE.decode(), last_step))
-            told = channel.gather(END, range(self._world_size), asked_by, RUN, self._timeout_s)
+            asked_by = str(self._rank) if self.stop.is_asked_here else ""
+            told = board.gather(END, self._ranks, asked_by, RUN, self._timeout_s, explain)
         except RankFailedError as error:
             self._failure = self.failure or self._post(error.failure)
             return None
         # Rank 0 may host the store, so it stays some seconds until the others know that they may leave.
         self._is_closed.set()
         with contextlib.suppress(RankFailedError):
-            channel.call(lambda store: store.add(f"{END}/known", 1), LINGER_S)
+            board.call(lambda store: store.add(f"{END}/known", 1), LINGER_S)
             if self._rank == 0:
-                channel.wait_until_known(END, self._world_size)
+                board.wait_until_known(END, len(self._ranks))
         return next((int(rank) for rank in told if rank), None)
 
     def wait_until_failure_is_known(self, limit_s: float) -> None:
         """Acknowledge the failure in the store. Rank 0, which may host it, stays until all ranks have done so."""
         with contextlib.suppress(RankFailedError):
-            self.channel.call(self.channel.read_failures, limit_s)
+            self.board.call(self.board.read, limit_s)
             if self._rank == 0:
-                self.channel.wait_until_known(RUN, self._world_size, limit_s)
+                self.board.wait_until_known(RUN, len(self._ranks), limit_s)
 
     def acknowledge(self) -> None:
         """Note that the main thread is leaving, so that nothing interrupts it."""
@@ -169,7 +201,7 @@ class Watchdog:
         try:
             if isinstance(exception, RankFailedError):
                 return exception.failure
-            if not self.channel.is_open.is_set() or self._is_closed.is_set():
+            if not self.board.is_open.is_set() or self._is_closed.is_set():
                 return self.failure
             own = RankFailure.from_exception(exception, self._rank, hook or self._where())
             self._has_posted_own = True
@@ -177,109 +209,115 @@ class Watchdog:
                 first = self._post(own)
                 self.failed_alike = first.rank != self._rank and first.is_like(own)
                 return None
-            culprit = self.failure or self._post(self._search(own, exception))
-            return None if culprit.rank == self._rank else culprit
+            culprit = self.failure or self._await_verdict(own)
+            if culprit.rank != self._rank:
+                return culprit
+            if note := culprit.message.removeprefix(own.message).strip():
+                exception.add_note(note)
+            return None
         finally:
             self._is_noticed.set()
 
     def _post(self, failure: RankFailure) -> RankFailure:
         try:
-            return self.channel.call(lambda store: post_failure(store, RUN, failure))
+            return self.board.call(lambda store: self.board.post(store, RUN, failure))
         except RankFailedError as error:
             return self.failure or error.failure
 
-    def _search(self, own: RankFailure, exception: BaseException) -> RankFailure:
-        """Wait a moment for another rank's failure, or for a rank that misses its heartbeats or is stuck.
+    def _await_verdict(self, own: RankFailure) -> RankFailure:
+        """The verdict, which another rank may have to find; ``own`` if there is none in time."""
+        clock, self._own = AwakeClock(), own
+        with contextlib.suppress(RankFailedError):
+            self.board.call(self.board.beat)
+        while clock() < 3 * self._longest_search_s and self._failure is None:
+            # In short waits, for the clock.
+            if self.board.is_decided.wait(LONGEST_PAUSE_S):
+                break
+        return self.failure or self.board.lost or self._post(own)
 
-        A collective failed, so the other ranks are asked where they are. If one answers that it is in no collective, it
-        is the one that was waited for; a dead rank does not answer. If all are alive and wait, but not in the same
-        collective, the failure is this rank's own, with a note of where the others are.
-        """
-        channel, clock = self.channel, AwakeClock()
-        search_s = max(SEARCH_S, 6 * channel.interval_s)
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
-        positions: dict[int, tuple[bool, str]] = {}
+    # --- The board's thread -------------------------------------------------------------------------------------------
 
-        def ask(store: dist.Store) -> list[int]:
-            store.set(QUESTION, "?")
-            for rank in others:
-                if rank not in positions and store.check([f"position/{rank}"]):
-                    positions[rank] = json.loads(store.get(f"position/{rank}"))
-            return channel.silent(store, others, search_s - 2 * channel.interval_s)
-
+    def _describe(self) -> dict[str, Any]:
+        position, now = self.raised_at or main_thread_position(), self.board.clock()
+        if position != self._position:
+            self._position, self._standing_since_s = position, now
         try:
-            while clock() < search_s and len(positions) < len(others):
-                silent = channel.call(ask)
-                channel.raise_failure(RUN)
-                time.sleep(channel.interval_s / 2)
-        except RankFailedError as error:
-            return error.failure
-        beats = channel.heartbeats
-        for rank, (waits, at) in sorted(positions.items()):
-            if not waits:
-                cause = own.message.partition("\n")[0]
-                message = f"it is at {at}; rank {self._rank} waited for it in {own.where}: {cause}"
-                return RankFailure(rank, beats[rank].host, beats[rank].where, STUCK, message)
-        if unheard := [rank for rank in silent if rank not in positions]:
-            return channel.missed_heartbeats(unheard[0])
-        places = {rank: f"{beats[rank].where}, at {at}" for rank, (_, at) in positions.items()}
-        places[self._rank] = f"{own.where}, at {main_thread_position(exception)[1]}"
-        listed = list_positions([places.get(rank, "") for rank in range(self._world_size)])
-        note = f"All ranks are alive and wait for each other. When this was raised on rank {self._rank}:\n{listed}"
-        exception.add_note(note)
-        return replace(own, message=f"{own.message}\n{note}")
+            where = self._where()
+        except Exception:
+            # The function reads the Trainer while the main thread changes it.
+            where = "an unknown hook"
+        return {
+            "where": self._own.where if self._own is not None else where,
+            "step": self.training_step,
+            "position": position[1],
+            "waits": position[0],
+            "stood_s": now - self._standing_since_s,
+            "has_failed": self._own is not None,
+            "promise": self.stop.promise,
+            "has_ended": self._has_ended,
+        }
 
-    # --- The channel's thread -----------------------------------------------------------------------------------------
+    def _read_all(self, store: dist.Store) -> list[Record]:
+        seen: dict[int, Sighting] = {}
+        self.board.read_records(store, self._ranks, seen)
+        return [seen[rank].known for rank in self._ranks]
 
-    def _exchange(self, store: dist.Store) -> None:
-        keys = (ENDED, REQUEST, DECISION, QUESTION)
-        if not self._has_keys:
-            # Reading a missing key would block.
-            for key in keys:
-                store.compare_set(key, "", NONE.decode())
-            self._has_keys = True
-        ended, request, decision, question = store.multi_get(list(keys))
-        self.stop.exchange(store, request, decision)
-        if question != NONE and not self._has_answered:
-            store.set(f"position/{self._rank}", json.dumps(self.raised_at or main_thread_position()))
-            self._has_answered = True
-        if self._is_closed.is_set() or self.channel.watched[RUN] is not None:
+    def _exchange(self, store: dist.Store, values: Sequence[bytes]) -> None:
+        stop, lease = values
+        self.stop.exchange(store, stop)
+        if self._is_closed.is_set() or self.failure is not None:
             return
-        self._standstill.exchange(store, self.channel.where)
-        if ended != NONE:
-            self._post_if_left_alone(store, *ended.decode().split("|"))
-        # Each rank is watched by the nearest unfinished rank before it, so that no rank reads all heartbeats. All watch
-        # rank 0: it may host the store, and then its death cannot be posted.
-        beats = self.channel.heartbeats
-        following = ((self._rank + offset) % self._world_size for offset in range(1, self._world_size))
-        watched = next((rank for rank in following if rank not in beats or not beats[rank].finished), self._rank)
-        for rank in self.channel.silent(store, sorted({0, watched} - {self._rank})):
-            post_failure(store, RUN, self.channel.missed_heartbeats(rank))
+        own = self.board.own
+        if failure := left_behind({self._rank: own} | {r: each.known for r, each in self.board.seen.items()}):
+            self.board.post(store, RUN, failure)
+        if self._own is not None and self._holds_lease(store, lease):
+            self._seek(store, self._own)
+        limit_s = min(STANDSTILL_S, self._timeout_s / 2)
+        if self._rank == 0 and not self._has_warned and own.waits and own.stood_s >= limit_s:
+            positions = standstill(dict(enumerate(self._read_all(store))), limit_s)
+            if positions is not None:
+                self._has_warned = True
+                log.warning(
+                    f"All ranks have waited for {limit_s:g} s, in different places:\n{positions} The wait ends after"
+                    f" the strategy's timeout, here {self._timeout_s:g} s."
+                )
 
-    def _post_if_left_alone(self, store: dist.Store, rank: str, host: str, last_step: str) -> None:
-        """Post a failure of the rank that ended first, if this rank takes training steps that it did not take."""
-        if self.training_step > int(last_step):
-            message = (
-                f"it ended its run after training step {last_step}, but rank {self._rank} is in step "
-                f"{self.training_step}: give all ranks equally many batches, and set trainer.should_stop on all of "
-                "them or on none"
-            )
-            post_failure(store, RUN, RankFailure(int(rank), host, "fit", "RuntimeError", message))
+    def _holds_lease(self, store: dist.Store, lease: bytes) -> bool:
+        """Whether this rank is to find the verdict: it was the first to ask for one, or that rank is silent."""
+        if lease != NONE and int(lease) != self._rank:
+            # Its record is read with each heartbeat from now on.
+            self.board.watched = holder = int(lease)
+            seen, limit_s = self.board.seen.get(holder), min(self._longest_search_s / 6, self.board.timeout_s)
+            if seen is None or not seen.is_silent(self.board.clock(), limit_s):
+                return False
+        if lease == NONE or int(lease) != self._rank:
+            lease = store.compare_set(LEASE, lease.decode(), str(self._rank))
+        return int(lease) == self._rank
+
+    def _seek(self, store: dist.Store, own: RankFailure) -> None:
+        """Read all records, and post the verdict if it can be told."""
+        if not self._seen:
+            self._reading_since_s = self.board.clock()
+        self.board.read_records(store, self._ranks, self._seen)
+        now = self.board.clock()
+        if verdict := decide(self._seen, own, now - self._reading_since_s, now, self._longest_search_s):
+            self.board.post(store, RUN, verdict)
+            self.board.read(store)
 
     # --- The second thread --------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Make this rank leave once there is a failure, or no answer from the store."""
-        channel, clock = self.channel, AwakeClock()
+        board, clock = self.board, AwakeClock()
         beats, answered_s = 0, 0.0
-        while not self._is_closed.wait(min(channel.interval_s, 1.0)) and self.failure is None:
-            if channel.beats != beats:
-                beats, answered_s = channel.beats, clock()
-            host_is_done = 0 in channel.heartbeats and channel.heartbeats[0].finished
-            if channel.lost is not None and not host_is_done:
-                self._failure = channel.lost
-            elif clock() - answered_s > channel.timeout_s:
-                self._failure = channel.lost_store("does not answer")
+        while not self._is_closed.wait(min(board.interval_s, 1.0)) and self.failure is None:
+            if board.beats != beats:
+                beats, answered_s = board.beats, clock()
+            host_is_done = 0 in board.seen and board.seen[0].known.has_left
+            if board.lost is not None and not host_is_done:
+                self._failure = board.lost
+            elif clock() - answered_s > board.timeout_s:
+                self._failure = board.lost_store("does not answer")
         self.stop.release()
         failure = self.failure
         if failure is None or self._is_closed.is_set() or (failure.rank == self._rank and self._has_posted_own):
@@ -290,8 +328,7 @@ class Watchdog:
         """Make the main thread leave: gently, then by a signal, then by ending the process."""
         if self._is_noticed.is_set():
             return
-        world = dist.group.WORLD
-        connections.abort_connections(None if world is None else world.get_group_store())
+        connections.abort_connections()
         if self._is_noticed.wait(INTERRUPT_AFTER_S) or self._is_closed.is_set():
             return
         if self._raises_on_sigterm and hasattr(signal, "pthread_kill"):

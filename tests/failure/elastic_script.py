@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.failure.watchdog import ENDED
+from lightning_automodel.failure.coordinated_stop import STOP
 from tests.checkpoint.checkpoints import ACCUMULATE, AdamModule, batches
 from tests.trainer.exactness import full_weights
 from tests.trainer.runs import CASE, SILENT
@@ -42,7 +42,7 @@ class FailsOnce(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         store = dist.PrefixStore("lightning_automodel/run/1", dist.group.WORLD.get_group_store().clone())  # type: ignore[attr-defined]
-        self.found = [store.get(ENDED).decode(), str(store.check(["run/failure"]))]
+        self.found = [store.get(key).decode() for key in (STOP, "run/verdict")]
 
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Any) -> None:
         is_first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"

@@ -8,31 +8,36 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from lightning_automodel.distributed.store_channel import NONE
-from lightning_automodel.failure.coordinated_stop import DECISION, REQUEST, StopAgreement
+from lightning_automodel.distributed.board import NONE, Record
+from lightning_automodel.failure.coordinated_stop import REQUEUE, STOP, StopAgreement
 
 WAIT_S = 10.0
 
 
-def store_for_agreement() -> dist.Store:
-    store = dist.HashStore()
-    for key in (REQUEST, DECISION):
-        store.set(key, NONE.decode())
-    return store
+def make(world_size: int) -> tuple[dist.Store, list[StopAgreement]]:
+    """The agreements of all ranks, and a store with the key that they read; records are read from themselves."""
+    store, agreements = dist.HashStore(), list[StopAgreement]()
+    store.set(STOP, NONE.decode())
+
+    def read(store: dist.Store) -> list[Record]:
+        return [Record(promise=agreement.promise) for agreement in agreements]
+
+    agreements += [StopAgreement(rank, world_size, lambda store: None, read) for rank in range(world_size)]
+    return store, agreements
 
 
 def exchange(agreements: list[StopAgreement], store: dist.Store) -> None:
     for agreement in agreements:
-        agreement.exchange(store, store.get(REQUEST), store.get(DECISION))
+        agreement.exchange(store, store.get(STOP))
 
 
 def test_nobody_asks() -> None:
     """Steps go on, and no promise is made that would let one wait."""
-    store, agreements = store_for_agreement(), [StopAgreement(rank, 2) for rank in range(2)]
+    store, agreements = make(2)
     for step in range(1, 4):
         assert not any(agreement.begin_step(step, WAIT_S) for agreement in agreements)
         exchange(agreements, store)
-    assert store.get(REQUEST) == store.get(DECISION) == NONE
+    assert store.get(STOP) == NONE
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(4, 20))])
@@ -40,12 +45,12 @@ def test_last_step_is_the_same_and_nobody_has_passed_it(seed: int) -> None:
     """However far apart the ranks are when they hear of the request, with steps going on meanwhile."""
     draw = random.Random(seed)
     world_size = draw.randint(2, 5)
-    store, agreements = store_for_agreement(), [StopAgreement(rank, world_size) for rank in range(world_size)]
+    store, agreements = make(world_size)
     for agreement in agreements:
         for step in range(1, draw.randint(1, 8)):
             assert not agreement.begin_step(step, WAIT_S)
     asking = draw.randrange(world_size)
-    agreements[asking].ask()
+    agreements[asking].ask(draw.choice(["", REQUEUE]))
     last_steps: dict[int, int] = {}
 
     def take_steps(rank: int, agreement: StopAgreement) -> None:
@@ -59,13 +64,14 @@ def test_last_step_is_the_same_and_nobody_has_passed_it(seed: int) -> None:
     while any(thread.is_alive() for thread in threads):
         exchange(draw.sample(agreements, world_size), store)
     assert len(last_steps) == world_size
-    assert set(last_steps.values()) == {int(store.get(DECISION))}
+    assert set(last_steps.values()) == {int(store.get(STOP).decode().rpartition("|")[2])}
     assert {agreement.asked_by for agreement in agreements} == {asking}
+    assert {agreement.requeues for agreement in agreements} == {not agreements[asking].is_asked_here}
 
 
 def test_waiting_step_goes_on_when_released() -> None:
     """As there is no decision to wait for once a rank has failed."""
-    store, agreement = store_for_agreement(), StopAgreement(0, 2)
+    store, (agreement, _) = make(2)
     agreement.begin_step(1, WAIT_S)
     agreement.ask()
     exchange([agreement, agreement], store)
@@ -79,7 +85,7 @@ def test_waiting_step_goes_on_when_released() -> None:
 
 def test_rank_that_is_done_holds_nobody_up() -> None:
     """The others decide without it, on a step that they have not passed."""
-    store, (done, asking) = store_for_agreement(), (StopAgreement(0, 2), StopAgreement(1, 2))
+    store, (done, asking) = make(2)
     done.begin_step(9, WAIT_S)
     asking.begin_step(3, WAIT_S)
     done.leave(store)
@@ -87,3 +93,13 @@ def test_rank_that_is_done_holds_nobody_up() -> None:
     for _ in range(3):
         exchange([asking], store)
     assert asking.begin_step(4, WAIT_S)
+
+
+def test_ranks_that_leave_without_a_request_decide_nothing() -> None:
+    """So that those which still read the key find none."""
+    store, agreements = make(2)
+    for agreement in agreements:
+        agreement.leave(store)
+    exchange(agreements, store)
+    assert store.get(STOP) == NONE
+    assert {agreement.last_step for agreement in agreements} == {None}

@@ -1,0 +1,464 @@
+"""The board between ranks: one record a rank in the process group's store, kept and read by one thread on each rank.
+
+Below the board's prefix the store holds
+
+    record/<rank>       the newest :class:`Record` of a rank, which is also its heartbeat
+    <path>/verdict      the first failure of the run, or of one first-rank block
+    <at>/<rank>, <at>/arrived, <at>/result, <at>/lease    ranks that wait for each other, and which one reads for all
+    <path>/known        how many ranks know how the run or a block ended
+
+and, for a run, `lease` (`failure.watchdog`) and `stop` (`failure.coordinated_stop`). With each heartbeat a rank writes
+its record and reads a few keys: two operations. Only one rank ever reads all records.
+"""
+
+import contextlib
+import json
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import partial
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lightning_automodel.distributed import connections, rendezvous
+from lightning_automodel.distributed.failures import LAUNCHER, MISSED_HEARTBEATS, STUCK, RankFailedError, RankFailure
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+BEAT_S = 0.25
+RANKS_PER_SECOND = 1000
+BEATS_IN_A_FILE = 40
+MISSED_BEATS = 8
+SHORTEST_PAUSE_S = 0.002
+LONGEST_PAUSE_S = 0.25
+JOIN_S = 1.0
+LINGER_S = 5.0
+LONGEST_GAP_S = 2.0
+LONGEST_LIST = 16
+NONE = b"-"
+
+
+def pause_s(waited_s: float, num_ranks: int) -> float:
+    """Seconds until the store is asked again: the longer a wait takes, and the more ranks wait, the less often."""
+    share_s = num_ranks / RANKS_PER_SECOND
+    return max(SHORTEST_PAUSE_S, share_s / 4, min(max(LONGEST_PAUSE_S, share_s), waited_s / 10))
+
+
+def list_ranks(ranks: Sequence[int], notes: Mapping[int, str] = MappingProxyType({})) -> str:
+    """The first of ``ranks``, each with its note, and how many more there are."""
+    more = f" and {len(ranks) - LONGEST_LIST} more" if len(ranks) > LONGEST_LIST else ""
+    return ", ".join(f"{rank}{notes.get(rank, '')}" for rank in ranks[:LONGEST_LIST]) + more
+
+
+class AwakeClock:
+    """Seconds that this process has been running; must be read at least every second or so.
+
+    A longer gap means that the process was suspended (SIGSTOP, a laptop's lid): ranks that were suspended together must
+    go on together.
+    """
+
+    def __init__(self) -> None:
+        self._asked_at = time.monotonic()
+        self._awake_s = 0.0
+
+    def __call__(self) -> float:
+        """Seconds since the clock was made."""
+        now = time.monotonic()
+        self._awake_s += min(now - self._asked_at, LONGEST_GAP_S)
+        self._asked_at = now
+        return self._awake_s
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank tells of itself.
+
+    Attributes:
+        beat: Number of the heartbeat.
+        host: Host name.
+        where: The hook or block that it is in.
+        step: The newest training step that it began.
+        position: Lines of user code that its main thread is at; where its collective failed, those that called it.
+        waits: Whether the main thread is in a collective there.
+        stood_s: For how long it has been.
+        has_failed: Whether its collective failed, so that it waits for the verdict.
+        promise: The step that it promises not to pass, if all ranks are to stop.
+        has_ended: Whether it has come to the end of its run, where it waits for the others.
+        has_left: Whether it needs the board no more.
+    """
+
+    beat: int = 0
+    host: str = "an unknown host"
+    where: str = "set-up"
+    step: int = 0
+    position: str = ""
+    waits: bool = False
+    stood_s: float = 0.0
+    has_failed: bool = False
+    promise: int | None = None
+    has_ended: bool = False
+    has_left: bool = False
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What a reader has seen of a rank.
+
+    Attributes:
+        record: Its newest record; None if it has written none.
+        changed_at: When the reader first saw that record, on the reader's clock.
+        missed: How often the reader has found it unchanged since.
+        beats: How many records the reader has seen after the first.
+        busy: How many of them in a row, up to the newest, showed the rank outside of a collective.
+        gap_s: The longest time between two of them.
+    """
+
+    record: Record | None
+    changed_at: float
+    missed: int = 0
+    beats: int = 0
+    busy: int = 0
+    gap_s: float = 0.0
+
+    def then(self, record: Record | None, now: float) -> "Sighting":
+        """What is seen after ``record`` was read."""
+        if record == self.record:
+            return replace(self, missed=self.missed + 1)
+        assert record is not None
+        busy = 0 if record.waits or record.has_failed or record.has_ended else self.busy + 1
+        gap_s = max(self.gap_s, now - self.changed_at)
+        return Sighting(record, now, 0, self.beats + 1, busy, gap_s)
+
+    @property
+    def known(self) -> Record:
+        """The record, or one that says that nothing is known."""
+        return self.record or Record()
+
+    def is_silent(self, now: float, limit_s: float) -> bool:
+        """Whether the rank has sent no heartbeat for ``limit_s`` seconds, nor for several of the reader's."""
+        is_over = not self.known.has_ended and now - self.changed_at > limit_s
+        # Where the machine is so busy that the reader itself hardly gets its turn, seconds say little.
+        return is_over and self.missed >= MISSED_BEATS
+
+
+class Board:
+    """A connection to the store of the default group, and the one thread that uses it; :meth:`close` ends both.
+
+    Only the thread uses the connection: a call to a store whose host is stopped may block forever, and a ``TCPStore``
+    client is blocked for all threads while one of them waits in it. The thread also reads verdicts ahead, since the
+    store may be gone by the time that the rank asks for them.
+
+    Args:
+        prefix: Prefix of all keys; the same on all ranks of the board.
+        path: Where a silent rank is posted; further paths may be added to ``verdicts``.
+        members: Ranks that use the board. Each watches the one before it that has not ended.
+        timeout_s: How long the store, or a rank, may be silent.
+        describe: Returns what this rank's record is to say; called by the thread.
+        keys: Keys that are read with each heartbeat.
+        exchange: Called by the thread after each heartbeat, with the values of ``keys``.
+
+    Attributes:
+        interval_s: Seconds between two heartbeats.
+        beats: Number of heartbeats written.
+        own: The newest record of this rank.
+        is_open: Set once the store has answered.
+        has_ended: Set once the thread has ended.
+        is_decided: Set once a failure was read at ``path``, or the thread has ended.
+        verdicts: For each path that this rank reads, the failure that was posted there, or None.
+        watched: A rank whose record is read with each heartbeat, beside the neighbour's.
+        seen: What was seen of other ranks, as far as their records were read.
+        lost: Why the store cannot be used any more, or None.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        path: str,
+        members: Sequence[int],
+        timeout_s: float,
+        describe: Callable[[], Mapping[str, Any]],
+        keys: Sequence[str] = (),
+        exchange: Callable[[dist.Store, Sequence[bytes]], None] = lambda store, values: None,
+    ) -> None:
+        world = dist.group.WORLD
+        assert world is not None
+        self.rank, self.host, self.members = dist.get_rank(), socket.gethostname(), list(members)
+        self.path, self.timeout_s = path, timeout_s
+        self._describe, self._keys, self._exchange = describe, list(keys), exchange
+        self._prefix, self._group_store = prefix, world.get_group_store()
+        # A file keeps all that was ever written to it, so heartbeats in one are rare.
+        in_a_file = isinstance(connections.bottom_store(self._group_store), dist.FileStore)
+        seldom_s = max(len(members) / RANKS_PER_SECOND, timeout_s / BEATS_IN_A_FILE if in_a_file else 0.0)
+        self.interval_s = min(max(BEAT_S, seldom_s), timeout_s / MISSED_BEATS)
+        self.beats, self.own = 0, Record(host=self.host)
+        self.is_open, self.has_ended, self.is_decided = threading.Event(), threading.Event(), threading.Event()
+        self.watched = self.rank
+        self.seen: dict[int, Sighting] = {}
+        self.lost: RankFailure | None = None
+        self.verdicts: dict[str, RankFailure | None] = {path: None}
+        self.clock = AwakeClock()
+        self._existing: set[str] = set()
+        self._calls: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="lightning_automodel board", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. Not a collective."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write that this rank has left, unless the run failed, and end the thread, unless it is stuck."""
+        self._calls.put(None)
+        self._thread.join(JOIN_S + 2 * self.interval_s)
+
+    # --- Waiting ------------------------------------------------------------------------------------------------------
+
+    def call(self, function: Callable[[dist.Store], T], patience_s: float = float("inf")) -> T:
+        """Run ``function`` on the thread and return its result. The function must not wait for a key.
+
+        Raises:
+            RankFailedError: If the store is lost, or silent for the timeout or for ``patience_s`` seconds.
+        """
+        answer: Future[T] = Future()
+        self._calls.put((function, answer))
+        clock, patience_s = AwakeClock(), min(patience_s, self.timeout_s)
+        while self.lost is None and not self.has_ended.is_set() and clock() <= patience_s:
+            # In short waits, so that the clock can tell a silent store from a process that was suspended.
+            with contextlib.suppress(TimeoutError, CancelledError):
+                return answer.result(min(patience_s, LONGEST_PAUSE_S))
+        if self.lost is None:
+            self.lost = self.lost_store(f"has not answered for {patience_s:g} s")
+        # The store often ends because of a failure that this rank knows already.
+        raise RankFailedError(next((failure for failure in self.verdicts.values() if failure), self.lost))
+
+    def raise_verdict(self, path: str) -> None:
+        """Raise ``RankFailedError`` if a failure was posted at ``path`` or for all, or the store is lost."""
+        self.call(self.read)
+        self._raise_known(path)
+
+    def wait_for(
+        self,
+        keys: Sequence[str],
+        find: Callable[[Sequence[bytes]], T | None],
+        path: str,
+        limit_s: float,
+        explain: Callable[[float], None],
+    ) -> T:
+        """Read ``keys`` until ``find`` finds something in their values.
+
+        After ``limit_s`` seconds it calls ``explain`` now and then, with the seconds waited, which raises why.
+
+        Raises:
+            RankFailedError: If a failure was posted at ``path`` or for the whole board, or the store is lost.
+        """
+        clock, late_s = AwakeClock(), limit_s
+        while True:
+            values = self.call(lambda store: self.read(store, keys))
+            self._raise_known(path)
+            if (found := find(values)) is not None:
+                return found
+            if (waited_s := clock()) > late_s:
+                late_s += LINGER_S
+                explain(waited_s)
+            time.sleep(pause_s(waited_s, len(self.members)))
+
+    def gather(
+        self,
+        at: str,
+        ranks: Sequence[int],
+        value: str,
+        path: str,
+        limit_s: float,
+        explain: Callable[[float], None] | None = None,
+    ) -> list[str]:
+        """Wait like :meth:`wait_for` until all of ``ranks`` have posted a value below the key ``at``.
+
+        Returns the values in the order of ``ranks``, the same on all of them.
+        """
+
+        def arrive(store: dist.Store) -> None:
+            store.set(f"{at}/{self.rank}", value)
+            if store.add(f"{at}/arrived", 1) == len(ranks):
+                # The last rank collects the values, so that each rank reads one key.
+                values = store.multi_get([f"{at}/{rank}" for rank in ranks])
+                store.set(f"{at}/result", json.dumps([each.decode() for each in values]))
+
+        self.call(arrive)
+        found = self.wait_for(
+            [f"{at}/result"],
+            lambda values: None if values[0] == NONE else values[0],
+            path,
+            limit_s,
+            explain or partial(self.explain_missing, at, ranks),
+        )
+        return list(json.loads(found))
+
+    def explain_missing(self, at: str, ranks: Sequence[int], waited_s: float) -> None:
+        """Raise ``RankFailedError`` for those of ``ranks`` that have posted nothing below ``at``; one rank looks."""
+        if failure := self.call(lambda store: self._missing(store, at, ranks, waited_s)):
+            raise RankFailedError(failure)
+
+    def wait_until_known(self, path: str, num_ranks: int, limit_s: float = LINGER_S) -> None:
+        """Wait at most ``limit_s`` until ``num_ranks`` know how ``path`` ended: the store may end with this process."""
+        clock, limit_s = AwakeClock(), min(limit_s, self.timeout_s)
+        while clock() < limit_s and self.call(lambda store: store.add(f"{path}/known", 0), limit_s) < num_ranks:
+            time.sleep(pause_s(clock(), num_ranks))
+
+    def _raise_known(self, path: str) -> None:
+        for each in (path, self.path):
+            if (failure := self.verdicts.get(each)) is not None:
+                raise RankFailedError(failure)
+
+    # --- For functions that the thread runs ---------------------------------------------------------------------------
+
+    def read(self, store: dist.Store, keys: Sequence[str] = ()) -> Sequence[bytes]:
+        """Values of ``keys``, ``NONE`` where there is none, and new verdicts of the paths, in one operation."""
+        # Another thread may add a path meanwhile.
+        paths = [path for path, verdict in list(self.verdicts.items()) if verdict is None]
+        wanted = [*(f"{path}/verdict" for path in paths), *keys]
+        self._make(store, wanted)
+        values = store.multi_get(wanted) if wanted else []
+        for path, value in zip(paths, values, strict=False):
+            if value != NONE:
+                self.verdicts[path] = RankFailure.from_bytes(value)
+                if path == self.path:
+                    self.is_decided.set()
+                store.add(f"{path}/known", 1)
+        return values[len(paths) :]
+
+    def post(self, store: dist.Store, path: str, failure: RankFailure) -> RankFailure:
+        """Post ``failure`` at ``path`` unless there is one already; returns the first one."""
+        self._make(store, [f"{path}/verdict"])
+        posted = store.compare_set(f"{path}/verdict", NONE.decode(), failure.to_bytes().decode())
+        return RankFailure.from_bytes(posted)
+
+    def beat(self, store: dist.Store) -> None:
+        """Write this rank's record, and read what other ranks have to say to it."""
+        self.write(store)
+        neighbour = self._neighbour()
+        # All read rank 0's, which may hold the store: if that is lost, it has to be named.
+        ranks = sorted({neighbour, 0, self.watched} & set(self.members) - {self.rank})
+        values = self.read(store, [*self._keys, *(f"record/{rank}" for rank in ranks)])
+        self._see(self.seen, ranks, values[len(self._keys) :])
+        self._exchange(store, values[: len(self._keys)])
+        # A rank that has written nothing yet is not watched: whoever waits for it names it.
+        if neighbour != self.rank and self.seen[neighbour].record:
+            seen, now = self.seen[neighbour], self.clock()
+            if seen.is_silent(now, self.timeout_s):
+                silent = missed_heartbeats(neighbour, seen.known, self.rank, now - seen.changed_at)
+                self.post(store, self.path, silent)
+        self.is_open.set()
+
+    def write(self, store: dist.Store, **changes: Any) -> None:
+        """Write this rank's record."""
+        self.own = Record(self.beats, self.host, **{**self._describe(), **changes})
+        store.set(f"record/{self.rank}", json.dumps(asdict(self.own)))
+        self.beats += 1
+
+    def read_records(self, store: dist.Store, ranks: Sequence[int], seen: dict[int, Sighting]) -> None:
+        """Add the records of ``ranks`` to what was ``seen``, in one operation once they were read before."""
+        keys = [f"record/{rank}" for rank in ranks]
+        self._make(store, keys)
+        self._see(seen, ranks, store.multi_get(keys))
+
+    def _make(self, store: dist.Store, keys: Sequence[str]) -> None:
+        """Let all ``keys`` exist: reading a missing one would wait for it."""
+        if new := [key for key in keys if key not in self._existing]:
+            if not store.check(new):
+                for key in new:
+                    store.compare_set(key, "", NONE.decode())
+            self._existing.update(new)
+
+    def _see(self, seen: dict[int, Sighting], ranks: Sequence[int], values: Sequence[bytes]) -> None:
+        now = self.clock()
+        for rank, value in zip(ranks, values, strict=True):
+            record = None if value == NONE else Record(**json.loads(value))
+            seen[rank] = seen[rank].then(record, now) if rank in seen else Sighting(record, now)
+
+    def _neighbour(self) -> int:
+        """The nearest member before this one that has not ended, as far as this rank knows."""
+        at = self.members.index(self.rank)
+        before = [*self.members[:at][::-1], *self.members[at + 1 :][::-1]]
+        return next((r for r in before if r not in self.seen or not self.seen[r].known.has_ended), self.rank)
+
+    def _missing(self, store: dist.Store, at: str, ranks: Sequence[int], waited_s: float) -> RankFailure | None:
+        """Who has not come to ``at``; None if another rank looks for them, and will tell, or they have just come."""
+        own = str(self.rank)
+        if store.compare_set(f"{at}/lease", "", own).decode() != own:
+            # Should that rank have died, the others look for themselves the next time.
+            store.set(f"{at}/lease", own)
+            return None
+        missing = [rank for rank in ranks if not store.check([f"{at}/{rank}"])]
+        if not missing:
+            return None
+        self.read_records(store, missing[:LONGEST_LIST], self.seen)
+        known = {rank: self.seen[rank].known for rank in missing[:LONGEST_LIST]}
+        listed = list_ranks(missing, {rank: f" ({record.host}, in {record.where})" for rank, record in known.items()})
+        rank, first = missing[0], self.seen[missing[0]]
+        is_alive = first.record is not None and not first.is_silent(self.clock(), self.timeout_s)
+        why = "alive, but did not arrive" if is_alive else "stopped, dead, cut off, or not arrived yet"
+        message = f"rank {self.rank} waited {waited_s:.1f} s for ranks {listed}: {why}"
+        where = first.known.where if first.record else f"code before {self.own.where}"
+        return RankFailure(rank, first.known.host, where, STUCK if is_alive else MISSED_HEARTBEATS, message)
+
+    def lost_store(self, what: str) -> RankFailure:
+        """The failure to report if the store does not answer: of the process that holds it."""
+        message = f"which holds the store of the process group, {what}"
+        if rendezvous.launcher_hosts_store():
+            return RankFailure(LAUNCHER, self.host, "", MISSED_HEARTBEATS, message)
+        known = self.seen[0].known if 0 in self.seen else Record()
+        return RankFailure(0, known.host, known.where, MISSED_HEARTBEATS, f"its process, {message}")
+
+    # --- The thread ---------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            store = self._connect()
+            next_beat_at = time.monotonic()
+            while True:
+                self.clock()
+                if time.monotonic() >= next_beat_at:
+                    self.beat(store)
+                    next_beat_at = time.monotonic() + self.interval_s
+                pause_s = min(LONGEST_PAUSE_S, next_beat_at - time.monotonic())
+                with contextlib.suppress(queue.Empty):
+                    call = self._calls.get(timeout=max(0.0, pause_s))
+                    if call is None:
+                        break
+                    function, answer = call
+                    answer.set_result(function(store))
+            if self.verdicts.get(self.path) is None:
+                self.write(store, has_ended=True, has_left=True)
+        except Exception as error:
+            if not isinstance(error, (dist.DistError, OSError)):
+                log.exception("The board between ranks has failed.")
+            first_line = next(iter(str(error).splitlines()), "")
+            self.lost = self.lost or self.lost_store(f"ended or is out of reach ({type(error).__name__}: {first_line})")
+        finally:
+            self.has_ended.set()
+            self.is_decided.set()
+            while not self._calls.empty():
+                if (call := self._calls.get()) is not None:
+                    call[1].cancel()
+
+    def _connect(self) -> dist.Store:
+        if (address := connections.store_address(self._group_store)) is not None:
+            # Raises at once if the host is gone; a client would retry for the whole timeout and more.
+            socket.create_connection(address, timeout=self.timeout_s).close()
+        store = self._group_store.clone()  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(seconds=self.timeout_s))
+        return dist.PrefixStore(self._prefix, store)
+
+
+def missed_heartbeats(rank: int, record: Record, reader: int, silent_s: float, more: str = "") -> RankFailure:
+    """The failure to report for a rank of which ``reader`` has heard nothing for ``silent_s`` seconds."""
+    message = f"rank {reader} has heard nothing of it{more} for {silent_s:.1f} s: stopped, killed or cut off"
+    return RankFailure(rank, record.host, record.where, MISSED_HEARTBEATS, message)

@@ -1,0 +1,42 @@
+"""Where the main thread is in the user's code, and whether it waits in a collective there."""
+
+import sys
+import threading
+import traceback
+from types import FrameType
+
+WAITING = ("/threading.py", "/concurrent/futures/", "/torch/_ops.py")
+COLLECTIVE = ("/torch/distributed/", "/lightning_automodel/distributed/", "/lightning_automodel/failure/")
+RUN = "/lightning_automodel/failure/supervisor.py"
+FOREIGN = ("/torch/", "/lightning/", "/lightning_utilities/", "/lightning_automodel/")
+
+
+def main_thread_position(exception: BaseException | None = None) -> tuple[bool, str]:
+    """Whether the main thread waits in a collective, and the lines of user code that it is at, in a run below it.
+
+    These are the line that Lightning called and the innermost one; without user code, the innermost of all. If an
+    ``exception`` is given, these are the lines that it came through.
+    """
+    frames = [*traceback.walk_tb(exception.__traceback__)][::-1] if exception else _main_thread_frames()
+    stack = [(each.f_code.co_filename, line, each.f_code.co_name) for each, line in frames]
+    # Innermost frame first, without frames that wait for another thread, or in C++.
+    stack = [each for each in stack if not any(part in each[0] for part in WAITING)]
+    if not stack:
+        return False, "its end"
+    file, _, name = stack[0]
+    waits = any(part in file for part in COLLECTIVE) or name == "_engine_run_backward"
+    below = max((index for index, each in enumerate(stack) if RUN in each[0]), default=len(stack))
+    own = [each for each in stack[:below] if not any(part in each[0] for part in FOREIGN)] or stack[:1]
+    at = dict.fromkeys([own[-1], own[0]])
+    return waits, ", ".join(f"{file}:{line} in {name}" for file, line, name in at)
+
+
+def _main_thread_frames() -> list[tuple[FrameType, int]]:
+    """The main thread's frames and their lines, the innermost first."""
+    interval = sys.getswitchinterval()
+    # Were it to go on meanwhile, the walk could read frames that are gone: Python 3.11 then returns other objects.
+    sys.setswitchinterval(1.0)
+    try:
+        return list(traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0)))
+    finally:
+        sys.setswitchinterval(interval)

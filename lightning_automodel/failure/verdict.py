@@ -1,0 +1,98 @@
+"""Why collectives failed: a function of what one rank has read of all records, which ends the run for all."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from lightning_automodel.distributed.board import Record, Sighting, list_ranks, missed_heartbeats
+from lightning_automodel.distributed.failures import RUN_ON_ALL_RANKS, STUCK, RankFailure
+
+SILENT_S = 3.0
+GAPS = 3
+BUSY_BEATS = 3
+MOST_NAMED = 8
+
+
+def decide(
+    seen: Mapping[int, Sighting], own: RankFailure, reading_s: float, now: float, longest_s: float
+) -> RankFailure | None:
+    """Find the rank that is at fault.
+
+    In this order: ranks that are silent; a rank that ended its run before the others; a rank that does something else
+    than to wait; else the ranks wait for each other, and the failure is ``own``, with a note of where they are.
+
+    Args:
+        seen: What the reader has seen of every rank, itself included, since its collective failed.
+        own: What the reader would report of itself.
+        reading_s: For how long it has been reading.
+        now: The time on the clock of ``seen``.
+        longest_s: After so many seconds it is decided by what is known.
+
+    Returns:
+        The verdict for all ranks; None as long as it cannot be told.
+    """
+    running = {rank: each for rank, each in seen.items() if not each.known.has_ended}
+    others = {rank: each for rank, each in running.items() if rank != own.rank}
+    is_late = reading_s > longest_s
+    # On a machine that is busy, the living are silent for long too.
+    silent_s = max(SILENT_S, 0.0 if is_late else GAPS * max(each.gap_s for each in seen.values()))
+    silent = [rank for rank, each in others.items() if each.is_silent(now, silent_s)]
+    if not is_late and any(rank not in silent and not each.beats for rank, each in others.items()):
+        return None
+    if silent := sorted(silent, key=lambda rank: seen[rank].changed_at):
+        first = seen[silent[0]]
+        more = f", nor of rank {list_ranks(silent[1:])}," if silent[1:] else ""
+        return missed_heartbeats(silent[0], first.known, own.rank, now - first.changed_at, more)
+    if failure := left_behind({rank: each.known for rank, each in seen.items()}):
+        return failure
+    busy = [rank for rank, each in others.items() if each.busy]
+    if stuck := [rank for rank in busy if seen[rank].busy >= BUSY_BEATS]:
+        record = seen[stuck[0]].known
+        cause = own.message.partition("\n")[0]
+        message = f"it is at {record.position}; rank {own.rank} waited for it in {own.where}: {cause}"
+        return RankFailure(stuck[0], record.host, record.where, STUCK, message)
+    if busy and not is_late:
+        return None
+    listed = list_positions({rank: f"{each.known.where}, at {each.known.position}" for rank, each in seen.items()})
+    note = f"All ranks are alive and wait for each other. When this was raised on rank {own.rank}:\n{listed}"
+    return replace(own, message=f"{own.message}\n{note}")
+
+
+def left_behind(records: Mapping[int, Record]) -> RankFailure | None:
+    """The failure of a rank that ended its run before a training step that others take."""
+    running = {rank: record.step for rank, record in records.items() if not record.has_ended}
+    ended = {rank: record.step for rank, record in records.items() if record.has_ended}
+    if not running or not ended:
+        return None
+    (rank, last_step), (other, step) = min(ended.items(), key=_second), max(running.items(), key=_second)
+    if step <= last_step:
+        return None
+    message = (
+        f"it ended its run after training step {last_step}, but rank {other} is in step {step}: give all ranks equally"
+        " many batches, and set trainer.should_stop on all of them or on none"
+    )
+    return RankFailure(rank, records[rank].host, "fit", "RuntimeError", message)
+
+
+def standstill(records: Mapping[int, Record], limit_s: float) -> str | None:
+    """The positions of all ranks, if all have waited for ``limit_s`` seconds, and not in the same place."""
+    if not all(record.waits and record.stood_s >= limit_s for record in records.values()):
+        return None
+    positions = {rank: f"{record.where}, at {record.position}" for rank, record in records.items()}
+    return list_positions(positions) if len(set(positions.values())) > 1 else None
+
+
+def list_positions(positions: Mapping[int, str]) -> str:
+    """The ranks at each of several positions, a line each, and what to do about it."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, position in sorted(positions.items()):
+        ranks[position].append(rank)
+    lines = [f"  rank {list_ranks(those)}: {position}\n" for position, those in list(ranks.items())[:MOST_NAMED]]
+    return (
+        f"{''.join(lines)}One of these lines probably communicates, and the other ranks do not come to it."
+        f" {RUN_ON_ALL_RANKS}"
+    )
+
+
+def _second(pair: tuple[int, int]) -> int:
+    return pair[1]
