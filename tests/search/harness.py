@@ -32,7 +32,7 @@ REFUSALS: dict[str, Callable[[Case], Any]] = {
     r"would reduce a gradient that zero_grad has dropped within the accumulation window": lambda c: (
         c.engine == "ddp" and "sometimes" in c.parts and "zero_in_mid_window" in c.hooks
     ),
-    r"activation_checkpointing finds no repeated blocks": lambda c: c.container in ("direct", "dict"),
+    r"activation_checkpointing finds no repeated blocks": lambda c: c.container in ("direct", "dict", "dict_of_groups"),
     r"got a gradient that it does not reduce": lambda c: c.penalty == "full_tensor" and c.engine != "ddp",
     r"manual_backward is called again for the same batch": lambda c: c.manual == "chunks",
     # A policy of recomputation keeps a Sequential whole.
