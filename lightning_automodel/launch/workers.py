@@ -180,10 +180,9 @@ def _raise_failure(
     else:
         return
     index = failure.rank - first_rank
-    # Torch has terminated those that did not end by themselves after the first.
-    ended_by_itself = failed_first in (None, index)
-    if index in unexplained and ended_by_itself and failure.error in (PROCESS_ENDED, MISSED_HEARTBEATS):
-        # The other ranks may know no more than that it is silent.
-        how = describe_exit(context.processes[index].exitcode or 0)
-        failure = replace(failure, error=PROCESS_ENDED, message=f"its process {how}")
+    if index in unexplained and failure.error in (PROCESS_ENDED, MISSED_HEARTBEATS):
+        status = context.processes[index].exitcode or 0
+        # The other ranks may know no more than that it is silent. Torch ends those that are left after the first.
+        if failed_first in (None, index) or status not in (-signal.SIGTERM, -signal.SIGKILL):
+            failure = replace(failure, error=PROCESS_ENDED, message=f"its process {describe_exit(status)}")
     raise RankFailedError(failure) from cause
