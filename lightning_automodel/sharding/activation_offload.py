@@ -1,7 +1,7 @@
 """Activations that wait for the backward in pinned host memory: copied there and back while the device computes.
 
 ``torch.autograd.graph.save_on_cpu`` copies on the stream that computes, and waits for each copy on devices other than
-CUDA. Here copies have a stream of their own, and a tensor is on its way back while what needs the one behind it computes.
+CUDA. Here copies have a stream of their own, and a tensor is on its way back while the block behind it computes.
 """
 
 import functools

@@ -42,7 +42,6 @@ def an_event_waits_for_what_came_before_it() -> None:
 
 def streams_wait_for_each_other() -> None:
     """Or reading what the other writes raises; a copy back reads what has not arrived yet."""
-    torch.accelerator.set_device_index(0)
     tensor, side = torch.ones(4, device=HERE), torch.Stream(HERE)
     with side, pytest.raises(RuntimeError, match="without having waited for it"):
         tensor + 1
@@ -57,7 +56,6 @@ def streams_wait_for_each_other() -> None:
 
 def memory_that_a_copy_reads_must_live() -> None:
     """What was freed before the other stream has copied it may hold anything, unless that stream was recorded."""
-    torch.accelerator.set_device_index(0)
     for recorded in (False, True):
         tensor, side, pinned = torch.ones(4, device=HERE), torch.Stream(HERE), torch.zeros(4, pin_memory=True)
         side.wait_stream(torch.accelerator.current_stream())
@@ -88,12 +86,13 @@ def waits_are_told() -> None:
     for name, call in calls.items():
         with device.recorded_waits() as waits:
             call()
-        assert [what for what, _ in waits] == [name]
-        assert all("behaviour.py:" in line for _, line in waits)
+        assert [what for what, _ in waits] == [name], (name, waits)
+        assert all("behaviour.py:" in line for _, line in waits), (name, waits)
+    pinned, positions = page.pin_memory(), torch.tensor([0, 1], device=HERE)
     with device.recorded_waits() as waits:
-        page.pin_memory().to(HERE, non_blocking=True)
+        pinned.to(HERE, non_blocking=True)
         (tensor * 2).softmax(0).sort()
-        tensor[torch.tensor([0, 1], device=HERE)] = 3.0
+        tensor[positions] = 3.0
     assert not waits
 
 
@@ -165,7 +164,6 @@ def random_numbers_are_its_own() -> None:
 
 def activations_leave_and_come_back() -> None:
     """Without a wait, with the same gradients, and two at most are on the device between forward and backward."""
-    torch.accelerator.set_device_index(0)
     torch.manual_seed(0)
     layers = [torch.nn.Linear(64, 64).to(HERE) for _ in range(8)]
     start = torch.randn(1024, 64, device=HERE)
@@ -184,4 +182,3 @@ def activations_leave_and_come_back() -> None:
     assert not waits
     assert all(map(torch.equal, found, expected))
     assert kept <= 3 * start.nbytes + 1024
-

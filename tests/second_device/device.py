@@ -95,15 +95,15 @@ def _device_module() -> types.ModuleType:
     return module
 
 
-# --- Autocast, by the lists of ATen/autocast_mode.h --------------------------------------------------------------------
+# --- Autocast, by the lists of ATen/autocast_mode.h -------------------------------------------------------------------
 
 _LOWER = """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input
 convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul
 linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention"""
 _FLOAT32 = """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
 pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
-nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div
-l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
+kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
 triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp norm.Scalar
 norm.ScalarOpt_dim"""
 _FLOAT32_RESULT = """prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
@@ -173,7 +173,7 @@ def _register_autocast() -> torch.library.Library:
     return library
 
 
-# --- Lightning and torch.distributed -----------------------------------------------------------------------------------
+# --- Lightning and torch.distributed ----------------------------------------------------------------------------------
 
 
 class HostDeviceAccelerator(Accelerator):
@@ -213,7 +213,7 @@ def _make_backend(store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
     return extension.backend(dist.ProcessGroupGloo(store, rank, size, timeout))
 
 
-# --- Waits -------------------------------------------------------------------------------------------------------------
+# --- Waits ------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What makes the host wait for the device in the steady state of a fit: by feature, for each micro-batch, with its line.
+"""What makes the host wait for the device in the steady state of a fit, by feature, and the line that does.
 
 A GPU computes behind the host. Whatever needs a number on the host (`.item()`, a copy that blocks) stops the host until
 the device has caught up, and then the device waits for the host.

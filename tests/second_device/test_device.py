@@ -1,4 +1,4 @@
-"""The second device computes what the CPU computes, and does what an accelerator does to code that was written on one."""
+"""The second device computes what the CPU computes, and behaves as an accelerator does."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import sys
 
 import pytest
+import torch
 
 from tests.processes import ROOT, run_anew
 from tests.rank_pool import RankPool
@@ -28,6 +29,7 @@ SHARES = 8
 def _call(name: str) -> None:
     from tests.second_device import behaviour  # registers the device, in a rank's process alone
 
+    torch.accelerator.set_device_index(0)
     getattr(behaviour, name)()
 
 

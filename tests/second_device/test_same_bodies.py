@@ -1,24 +1,34 @@
 """Fits on the second device: the bodies that run on the CPU, with ranks that have another device (`conftest.py`).
 
 What is imported here is collected here. One set of parameters of each runs by default, the others in the sweep.
+`-k test_cell -m "sweep or not sweep" --support-table docs/support.md` writes how much of the matrix of support has run.
 """
 
 from __future__ import annotations
 
-
+import datetime
+import re
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.checkpoint.test_fits import test_a_missing_checkpoint_raises_on_every_rank, test_resumes_where_it_stopped
 from tests.data.test_padded_training import test_equals_one_process
 from tests.failure.test_supervisor import test_nothing_is_left_after_a_failure_that_was_caught
-from tests.gradients.test_final_gradients import test_a_failed_backward_leaves_what_stood_there, test_what_users_write
+from tests.gradients.test_final_gradients import (
+    test_a_failed_backward_leaves_what_stood_there,
+    test_misuse_raises,
+    test_plain_backward_is_averaged_by_fsdp2,
+    test_what_users_write,
+)
 from tests.processes import run_anew
 from tests.rank_pool import RankPool
 from tests.resume.test_fit import test_from_everywhere
-from tests.trainer.support import CELLS, LAYOUTS, Cell
+from tests.trainer.support import CELLS, FEATURES, LAYOUTS, PRECISIONS, Cell
 from tests.trainer.test_evaluation import test_around_a_fit
 from tests.trainer.test_exactness import pool, test_weights_equal_one_process, test_weights_equal_one_process_everywhere
 from tests.trainer.test_lightning_callbacks import test_early_stopping, test_on_exception_checkpoint, test_watchers
@@ -32,8 +42,10 @@ __all__ = [
     "test_early_stopping",
     "test_equals_one_process",
     "test_from_everywhere",
+    "test_misuse_raises",
     "test_nothing_is_left_after_a_failure_that_was_caught",
     "test_on_exception_checkpoint",
+    "test_plain_backward_is_averaged_by_fsdp2",
     "test_resumes_where_it_stopped",
     "test_watchers",
     "test_weights_equal_one_process",
@@ -77,10 +89,43 @@ print(f"rank {trainer.global_rank} on {weights.device}, sum {weights.double().su
     [pytest.param(cell, marks=[] if cell in BY_DEFAULT else [pytest.mark.sweep]) for cell in CELLS],
     ids=str,
 )
-def test_cell(cell: Cell, request: pytest.FixtureRequest) -> None:
+def test_cell(cell: Cell, request: pytest.FixtureRequest, table: dict[Cell, str]) -> None:
     """The matrix of support; float16 trains here, too."""
     ranks: RankPool = request.getfixturevalue(f"pool{LAYOUTS[cell.layout].world_size}")
-    check(cell, ranks)
+    table[cell] = "failed"
+    table[cell], _ = check(cell, ranks)
+
+
+@pytest.fixture(scope="module")
+def table(request: pytest.FixtureRequest) -> Iterator[dict[Cell, str]]:
+    """How each cell went; with --support-table, it is written at the end."""
+    found: dict[Cell, str] = {}
+    yield found
+    if (path := request.config.getoption("--support-table")) and found:
+        written = "<!-- second device -->\n" + as_markdown(found) + "<!-- /second device -->"
+        pattern = "<!-- second device -->.*<!-- /second device -->"
+        Path(path).write_text(re.sub(pattern, lambda _: written, Path(path).read_text(), flags=re.DOTALL))
+
+
+def as_markdown(found: dict[Cell, str]) -> str:
+    """How many features passed or were refused, by precision and layout."""
+    layouts = [layout for layout in LAYOUTS if any(cell.layout == layout for cell in found)]
+    lines = [
+        f"{datetime.date.today()}, torch {torch.__version__}: of the {len(FEATURES)} features of each cell, those that"
+        " trained on the second device of `tests/second_device` as the tables above demand, and those that were refused"
+        " as there.",
+        "",
+        f"|  | {' | '.join(layouts)} |",
+        "| --- " * (len(layouts) + 1) + "|",
+    ]
+    for precision in PRECISIONS:
+        counts = [
+            Counter(status for cell, status in found.items() if (cell.layout, cell.precision) == (layout, precision))
+            for layout in layouts
+        ]
+        cells = [", ".join(f"{number} {word}" for word, number in count.items()) or "not selected" for count in counts]
+        lines.append(f"| {precision} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 @pytest.mark.every_case

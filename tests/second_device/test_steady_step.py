@@ -1,6 +1,6 @@
 """In the steady state of a fit the host waits for nothing, but for what is named here.
 
-`pytest tests/second_device/test_steady_step.py -m "sweep or not sweep" --support-table docs/support.md` writes the table.
+`-m "sweep or not sweep" --support-table docs/support.md` writes the table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import torch
 
 from tests.second_device.steady import ACCUMULATE, FIRST, LAST, STEADY, STEADY_LAYOUTS, Waits, measure
 
-COMMAND = 'python -m pytest tests/second_device/test_steady_step.py -m "sweep or not sweep" --support-table docs/support.md'
+COMMAND = (
+    'python -m pytest tests/second_device/test_steady_step.py -m "sweep or not sweep" --support-table docs/support.md'
+)
 BY_DEFAULT = {
     ("FSDP2", "window counted ahead"),
     ("FSDP2", "activations in host memory"),
@@ -54,7 +56,7 @@ NAMED = [
         "TP",
         ".*",
         r"_index_put_impl_ at ",
-        "torch's vocabulary-parallel embedding writes zero through a mask: CUDA does not wait for that, other devices do.",
+        "torch's vocabulary-parallel embedding writes zero through a mask; CUDA does not wait for that.",
     ),
 ]
 """What may wait: layout, feature, what and where, and why."""
@@ -82,9 +84,7 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
         for feature in STEADY
     ],
 )
-def test_the_host_waits_for_nothing(
-    request: pytest.FixtureRequest, layout: str, feature: str, table: Table
-) -> None:
+def test_the_host_waits_for_nothing(request: pytest.FixtureRequest, layout: str, feature: str, table: Table) -> None:
     """But for what is named, and it copies nothing from pageable memory but the batch. What is named does wait."""
     pool = request.getfixturevalue(f"pool{STEADY_LAYOUTS[layout].world_size}")
     found = pool.run(measure, layout, feature, timeout_s=120)
@@ -115,8 +115,8 @@ def as_markdown(found: Table) -> str:
     lines = [
         f"{datetime.date.today()}, torch {torch.__version__}, written by `{COMMAND}`: how often the host waits for the"
         f" device, a micro-batch, in micro-batches {FIRST} to {LAST - 1} of a fit that accumulates {ACCUMULATE}, on the"
-        " second device of `tests/second_device`, which is a CPU's memory behind the interface of an accelerator. Copies"
-        " from pageable memory: those of the batch alone.",
+        " second device of `tests/second_device`, which is a CPU's memory behind the interface of an accelerator."
+        " Copies from pageable memory: those of the batch alone.",
         "",
         f"|  | {' | '.join(STEADY_LAYOUTS)} |",
         "| --- " * (len(STEADY_LAYOUTS) + 1) + "|",
