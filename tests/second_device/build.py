@@ -30,7 +30,7 @@ def compiler() -> str | None:
 
 def _folder() -> Path:
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = caches / "lightning_automodel_tests"
+    folder = caches / "lightning_automodel_tests" / torch.__version__
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
