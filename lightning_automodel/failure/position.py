@@ -22,7 +22,7 @@ def main_thread_position(exception: BaseException | None = None) -> tuple[bool, 
     # Innermost frame first, without frames that wait for another thread, or in C++.
     stack = [each for each in stack if not any(part in each[0] for part in WAITING)]
     if not stack:
-        return False, "its end"
+        return False, "its end" if frames else "an unknown line"
     file, _, name = stack[0]
     waits = any(part in file for part in COLLECTIVE) or name == "_engine_run_backward"
     below = max((index for index, each in enumerate(stack) if RUN in each[0]), default=len(stack))
@@ -38,5 +38,7 @@ def _main_thread_frames() -> list[tuple[FrameType, int]]:
     sys.setswitchinterval(1.0)
     try:
         return list(traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0)))
+    except AttributeError:  # another object, on a machine that is so busy that it has gone on
+        return []
     finally:
         sys.setswitchinterval(interval)
