@@ -1,5 +1,8 @@
 """Every private name of torch that the package uses, each with its reason."""
 
+import functools
+import gc
+import sys
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,9 +16,6 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, _redistribute
-from torch.distributed.tensor._collective_utils import MeshTopoInfo
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_sharding_caches
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -67,11 +67,30 @@ def forget_meshes() -> None:
     A mesh holds its groups, and a group that is held keeps its threads and connections, destroyed or not. A later mesh
     over a new default group may equal an old one, and would get the old groups from the caches.
     """
-    clear_sharding_caches()
+    of_modules = _caches(_module_and_class_attributes("torch.distributed"))
+    # Before the first computation with a DTensor, these are empty: there is no mesh to search the whole process for.
+    if any(cache.cache_info().currsize for cache in of_modules):
+        # The garbage collector lists caches that instances hold, but none from before a gc.freeze().
+        for cache in (*of_modules, *_caches(gc.get_objects())):
+            cache.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
-    ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
-    MeshTopoInfo.build_from_mesh.cache_clear()
-    _redistribute._gen_transform_infos.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def _caches(objects: Iterable[Any]) -> list[Any]:
+    cache_type = type(functools.lru_cache(_caches))
+    # Not isinstance: it reads __class__ of proxies, some of which then warn that they are deprecated.
+    return [
+        each for each in objects if type(each) is cache_type and str(each.__module__).startswith("torch.distributed")
+    ]
+
+
+def _module_and_class_attributes(package: str) -> Iterator[Any]:
+    for name, module in sys.modules.copy().items():
+        for value in list(vars(module).values()) if name.startswith(package) else []:
+            yield value
+            if issubclass(type(value), type):
+                yield from (getattr(each, "__func__", each) for each in list(vars(value).values()))
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
@@ -549,9 +568,8 @@ def _probe() -> None:
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
     )
-    check(ShardingPropagator, "_propagate_tensor_meta_cached")
-    check(MeshTopoInfo, "build_from_mesh")
-    check(_redistribute, "_gen_transform_infos", "clear_redistribute_planner_cache")
+    check(_redistribute, "clear_redistribute_planner_cache")
+    check(torch._C, "_clear_DTensor_sharding_propagator_cache")
     check(dist.distributed_c10d, "_world")
     check(DeviceMesh, "_flatten")
     check(GradScaler, "_per_optimizer_states", "_unscale_grads_")

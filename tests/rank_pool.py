@@ -335,7 +335,7 @@ class _Pickler(pickle.Pickler):
     """Takes tensors to the host: the parent need not have their device."""
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
             return value.cpu().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
         return NotImplemented
 

@@ -71,8 +71,8 @@ class TrackedLoader(Iterator[Any]):
         vars(self).update(
             {"loader": loader, "pads": pads, "count": None, "handed_out": deque(), "num_handed_out": 0},
             _group=group,
-            _rank_lengths=rank_lengths,
-            _empty=empty,
+            rank_lengths=rank_lengths,
+            if_empty=empty,
             _ahead=deque(),
             _source=iter(()),
         )
@@ -93,9 +93,9 @@ class TrackedLoader(Iterator[Any]):
     def __len__(self) -> int:
         if not self.pads:
             return len(self.loader)
-        if self._rank_lengths is None:
+        if self.rank_lengths is None:
             raise TypeError(f"The number of batches of {type(self.loader).__name__} is not known on all ranks.")
-        return max(self._rank_lengths)
+        return max(self.rank_lengths)
 
     def __iter__(self) -> "TrackedLoader":
         """Begin an epoch, with an iterator of the loader that is made now, as Lightning and resuming expect."""
@@ -105,8 +105,8 @@ class TrackedLoader(Iterator[Any]):
         batches = iter(self.loader)
         source = self._padded(batches) if self.pads else ((BatchHandle(batch is None), batch) for batch in batches)
         self._source = map(self._counted, source)
-        if self._empty is not None and not self.ahead(1):
-            raise ValueError(self._empty)
+        if self.if_empty is not None and not self.ahead(1):
+            raise ValueError(self.if_empty)
         return self
 
     def __next__(self) -> Any:
