@@ -1,15 +1,16 @@
 """DDP: the whole model on every rank."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_automodel import torch_internals
@@ -34,6 +35,9 @@ class DDPEngine(Engine):
         self._options, self._ddp_kwargs = options, options.ddp_kwargs or {}
         self._ddp: DistributedDataParallel | None = None
         self._reduced: dict[int, str] = {}
+        self._tracked: dict[nn.Parameter, RemovableHandle] = {}
+        self._used: set[nn.Parameter] = set()
+        self._counts = True
 
     @override
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
@@ -65,6 +69,29 @@ class DDPEngine(Engine):
             self._ddp.register_comm_hook(self._options.ddp_comm_state, hook if wrapper is None else wrapper(hook))
         return self._ddp
 
+    def _track_use(self, module: nn.Module) -> None:
+        """Note what backwards use: DDP gives a zero gradient to what a padding batch alone has used."""
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter not in self._tracked:
+                self._tracked[parameter] = parameter.register_post_accumulate_grad_hook(self._mark_used)
+
+    def _mark_used(self, parameter: Tensor) -> None:
+        if self._counts:
+            self._used.add(cast(nn.Parameter, parameter))
+
+    @override
+    def followed(self, parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
+        return [(parameter, parameter in self._used) for parameter in parameters if parameter in self._tracked]
+
+    @override
+    def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        self._used.difference_update(self._tracked if parameters is None else parameters)
+
+    @override
+    def close(self) -> None:
+        for handle in self._tracked.values():
+            handle.remove()
+
     @override
     def state(self) -> dict[str, Any]:
         """Whether the next forward broadcasts rank 0's buffers: not after a micro-batch without synchronisation."""
@@ -91,6 +118,9 @@ class DDPEngine(Engine):
 
     @override
     def start_backward(self, loss: Tensor, counts: bool = True) -> None:
+        self._counts = counts
+        if self._ddp is not None and self._ddp.find_unused_parameters and self._options.uneven_inputs == "pad":
+            self._track_use(self._ddp)
         if self._ddp is not None and not self._ddp.module.automatic_optimization:
             prepare_for_backward(self._ddp, loss)
 

@@ -32,6 +32,14 @@ FOUND = {
     "lightning_zeroes_a_manual_window_before_it_validates": Case(
         num_batches=4, accumulation=(3,), manual="window", callbacks=("validate",)
     ),
+    "used_by_a_padding_batch_alone_under_ddp": Case(
+        seed=482179,
+        engine="ddp",
+        parts=("sometimes",),
+        num_batches=2,
+        more_batches=2,
+        strategy=(("uneven_inputs", "pad"), ("ddp_kwargs", (("find_unused_parameters", True),))),
+    ),
     "average_of_a_module_with_two_names": Case(container="reused", callbacks=("ema", "save_in_mid_window")),
 }
 """What the search has found, and is mended."""
