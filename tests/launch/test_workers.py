@@ -196,7 +196,8 @@ def raises_and_cannot_leave(folder: Path, local_rank: int) -> None:
 
 
 def loses_the_store(folder: Path, local_rank: int) -> None:
-    """Report what a rank knows of one that hosted the store and is silent."""
+    """Report what a rank knows of one that hosted the store and is silent, which it notices some time later."""
+    time.sleep(1.0)
     failure = RankFailure(4, "here", "backward", MISSED_HEARTBEATS, "which holds the store, does not answer")
     write_report(folder, local_rank, failure=failure, traceback="Traceback of rank 5")
     sys.exit(1)
