@@ -180,6 +180,7 @@ def test_waiting_has_a_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
 
 def is_killed(folder: Path, local_rank: int) -> None:
     """End without a report."""
+    (folder / "pid").write_text(str(os.getpid()))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -196,8 +197,9 @@ def raises_and_cannot_leave(folder: Path, local_rank: int) -> None:
 
 
 def loses_the_store(folder: Path, local_rank: int) -> None:
-    """Report what a rank knows of one that hosted the store and is silent, which it notices some time later."""
-    time.sleep(1.0)
+    """Report what a rank knows of one that hosted the store and is silent, once the launching process knows its end."""
+    wait_until((folder / "pid").exists)
+    wait_until(lambda: not Path("/proc", (folder / "pid").read_text()).exists())
     failure = RankFailure(4, "here", "backward", MISSED_HEARTBEATS, "which holds the store, does not answer")
     write_report(folder, local_rank, failure=failure, traceback="Traceback of rank 5")
     sys.exit(1)
@@ -215,7 +217,7 @@ def test_who_knows_the_cause_says_it(
     workers: tuple[Callable[[Path, int], None], ...], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A rank knows what it raised, the others where it was, and the launching process how it ended."""
-    monkeypatch.setattr("lightning_automodel.launch.workers.TIME_TO_END_S", 2.0)
+    monkeypatch.setattr("lightning_automodel.launch.workers.TIME_TO_END_S", 4.0)
     with pytest.raises(RankFailedError, match=message):
         wait_for(tmp_path, *workers)
 
