@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 from torchmetrics import MeanMetric
 
@@ -387,7 +388,12 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
         "epoch": trainer.current_epoch,
         "random": [torch.rand(2).tolist(), random.random(), np.random.rand()],
         "metrics": {n: float(value) for n, value in sorted(trainer.callback_metrics.items()) if n not in EPOCH_MEANS},
-        "callbacks": [callback.state_dict() for callback in trainer.callbacks if isinstance(callback, COUNTING)],
+        # Callbacks keep what they load on the host (EarlyStopping's best score), and what they compute on the device.
+        "callbacks": [
+            tree_map_only(Tensor, Tensor.cpu, callback.state_dict())
+            for callback in trainer.callbacks
+            if isinstance(callback, COUNTING)
+        ],
     }
 
 

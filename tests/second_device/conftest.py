@@ -13,6 +13,9 @@ import pytest
 from tests.rank_pool import RankPool
 from tests.second_device import build
 
+LONG = ("test_from_everywhere",)
+"""Tests of other rooms that take longer than the default run has."""
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if own or item.get_closest_marker("sweep"):
             continue
         name = item.nodeid.split("[")[0]
-        if name in seen or not _is_chosen(item):
+        if name in seen or name.endswith(LONG) or not _is_chosen(item):
             item.add_marker(pytest.mark.sweep)
         else:
             seen.add(name)

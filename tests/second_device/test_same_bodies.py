@@ -27,6 +27,7 @@ from tests.gradients.test_final_gradients import (
 )
 from tests.processes import run_anew
 from tests.rank_pool import RankPool
+from tests.resume.test_fit import test_from_everywhere
 from tests.trainer.support import CELLS, FEATURES, LAYOUTS, PRECISIONS, Cell
 from tests.trainer.test_evaluation import test_around_a_fit
 from tests.trainer.test_exactness import pool, test_weights_equal_one_process, test_weights_equal_one_process_everywhere
@@ -40,6 +41,7 @@ __all__ = [
     "test_around_a_fit",
     "test_early_stopping",
     "test_equals_one_process",
+    "test_from_everywhere",
     "test_misuse_raises",
     "test_nothing_is_left_after_a_failure_that_was_caught",
     "test_on_exception_checkpoint",
