@@ -6,6 +6,7 @@ or runs out of time is reported, and the next goes on. `report.md` holds all of 
     python benchmarks/gpu.py --output benchmarks/results/gpu            # Llama 3 8B's shape in bfloat16: an hour or two
     python benchmarks/gpu.py --output folder --stages waits trace       # some of it
     python benchmarks/gpu.py --output folder --device cpu               # a small model, to try the script itself
+    python benchmarks/gpu.py --output folder --device hostdev           # the same on the device of tests/second_device
 
 Stages: `tests` (those that need CUDA), `one-device` (beside a plain loop and Lightning's strategy), `waits` (where the
 host waits for the device in the steady step), `trace` (of one step: how long the device idles, and before what), `long`
@@ -24,6 +25,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,31 +37,40 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).parents[1]
-TESTS = (
-    "tests/sharding/test_causal_attention.py",
-    "tests/distributed/test_process_group_alone.py",
-    "tests/distributed/test_caller_mesh.py",
-    "tests/gradients/test_gradient_scaler.py",
-    "tests/trainer/test_support.py",
-)
+TESTS = {
+    "cuda": (
+        "tests/sharding/test_causal_attention.py",
+        "tests/distributed/test_process_group_alone.py",
+        "tests/distributed/test_caller_mesh.py",
+        "tests/gradients/test_gradient_scaler.py",
+        "tests/trainer/test_support.py",
+    ),
+    "cpu": ("tests/sharding/test_causal_attention.py",),
+    "hostdev": ("tests/second_device/test_device.py",),
+}
 LONGEST_GAPS = 8
 
 
 class WaitsMeter(Meter):
-    """Notes where the host waits for a CUDA device in the measured steps, as torch itself tells it."""
+    """Notes where the host waits for the device in the measured steps, as torch or the second device itself tells it."""
 
     def start(self) -> None:
-        self._catch = warnings.catch_warnings(record=True)
-        self._caught = self._catch.__enter__()
+        self._recording = ExitStack()
+        if self.case.device == "hostdev":
+            from tests.second_device.device import recorded_waits
+
+            self._waits = self._recording.enter_context(recorded_waits())
+        self._caught = self._recording.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         if self.case.device == "cuda":
             torch.cuda.set_sync_debug_mode("warn")
+            self._recording.callback(torch.cuda.set_sync_debug_mode, "default")
 
     def stop(self) -> None:
-        if self.case.device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-        self._catch.__exit__(None, None, None)
+        self._recording.close()
         sites = [f"{w.filename}:{w.lineno}" for w in self._caught if "synchronizing" in str(w.message)]
+        if self.case.device == "hostdev":
+            sites = [f"{where}, {what}" for (what, where), n in self._waits.items() for _ in range(n)]
         print(json.dumps(Counter(sites)), flush=True)
 
 
@@ -121,8 +132,8 @@ def result(process: subprocess.Popen[str], timeout: float) -> Any:
 
 
 def run_tests(args: argparse.Namespace, case: Case) -> str:
-    chosen = TESTS if case.device == "cuda" else TESTS[:1]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "sweep or not sweep", *chosen]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "sweep or not sweep"]
+    command += TESTS[case.device]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=args.timeout, check=False)
     (args.output / "tests.log").write_text(done.stdout + done.stderr)
     failed = re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.MULTILINE)
@@ -149,7 +160,7 @@ def waits(args: argparse.Namespace, case: Case) -> str:
         sites = result(child("waits", replace(case, **options)), args.timeout)
         rows += [[title, where.replace(str(ROOT), "."), f"{n / steps:g}"] for where, n in sites.items()]
         rows += [] if sites else [[title, "nowhere", "0"]]
-    told = "" if case.device == "cuda" else f"\n\nOn {case.device} torch does not tell: the rows say nothing."
+    told = "\n\nOn a CPU nothing waits: the rows say nothing." if case.device == "cpu" else ""
     return table(["option", "where the host waits", "times a micro-batch"], rows) + told
 
 
@@ -191,7 +202,7 @@ def long(args: argparse.Namespace, case: Case) -> str:
 
 def two_ranks(args: argparse.Namespace, case: Case) -> str:
     rows = []
-    for backend in ("nccl", "gloo") if case.device == "cuda" else ("gloo",):
+    for backend in ("nccl", "gloo") if case.device == "cuda" else (None,):
         shared = replace(case, ranks=2, shares_device=True, options=(("process_group_backend", backend),))
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = str(server.getsockname()[1])
@@ -199,10 +210,10 @@ def two_ranks(args: argparse.Namespace, case: Case) -> str:
         ranks = [child("time", shared, NODE_RANK=rank, **nodes) for rank in "01"]
         try:
             # Only the first rank prints.
-            rows.append([backend, f"{result(ranks[0], args.timeout)['seconds']:.2f} seconds a step"])
+            rows.append([backend or "default", f"{result(ranks[0], args.timeout)['seconds']:.2f} seconds a step"])
             break
         except RuntimeError as error:
-            rows.append([backend, str(error).strip().splitlines()[-1].replace("|", "/")[:300]])
+            rows.append([backend or "default", str(error).strip().splitlines()[-1].replace("|", "/")[:300]])
         finally:
             for rank in ranks:
                 rank.kill()
@@ -263,7 +274,7 @@ def proven(environment: dict[str, str], results: dict[str, str]) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="(%(default)s)")
+    parser.add_argument("--device", default="cuda", choices=TESTS, help="(%(default)s)")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES), help="in this order")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds of one run (%(default)s)")
     return parser.parse_args()

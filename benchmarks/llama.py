@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
@@ -52,7 +53,7 @@ class Case:
     Attributes:
         way: "automodel", "model-parallel" (Lightning's strategy) or "loop" (FSDP2 by hand).
         shape: Shape of the model, a key of `SHAPES`.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda", or "hostdev", the device of `tests/second_device`.
         length: Tokens of a row, s.
         rows: Rows of a micro-batch, b.
         accumulate: Micro-batches of an optimizer step, of each rank.
@@ -257,16 +258,28 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else device
 
 
+def accelerator(device: str) -> Any:
+    """For `Trainer(accelerator=...)`; it registers the second device."""
+    if device == "hostdev":
+        sys.path.append(str(Path(__file__).parents[1]))
+        from tests.second_device.device import HostDeviceAccelerator
+
+        return HostDeviceAccelerator()
+    return "gpu" if device == "cuda" else "cpu"
+
+
 def run(case: Case, meter: type[Meter] = Meter) -> None:
     """Trains the case in this process, and those that the Trainer starts, and prints the measurements."""
     warnings.filterwarnings("ignore")
+    accelerator(case.device)
     if case.device == "cpu":
         torch.set_num_threads(1)
     {"loop": _run_loop, "automodel": _run_trainer, "model-parallel": _run_trainer}[case.way](case, meter(case))
 
 
 def _run_trainer(case: Case, meter: Meter) -> None:
-    strategy: Any = ModelParallelStrategy(data_parallel_size=case.ranks, tensor_parallel_size=1)
+    backend = dist.get_default_backend_for_device(case.device)
+    strategy: Any = ModelParallelStrategy(case.ranks, tensor_parallel_size=1, process_group_backend=backend)
     if case.way == "automodel":
         strategy = AutomodelStrategy(
             context_parallel_size=case.context,
@@ -275,7 +288,7 @@ def _run_trainer(case: Case, meter: Meter) -> None:
             **dict(case.options),
         )
     trainer = L.Trainer(
-        accelerator="gpu" if case.device == "cuda" else "cpu",
+        accelerator=accelerator(case.device),
         devices=1 if case.shares_device else case.ranks,
         num_nodes=case.ranks if case.shares_device else 1,
         strategy=strategy,
@@ -292,7 +305,8 @@ def _run_trainer(case: Case, meter: Meter) -> None:
 def _run_loop(case: Case, meter: Meter) -> None:
     """FSDP2 by hand on one rank: gradients are reduced, and parameters gathered, once a window."""
     store = dist.HashStore()
-    dist.init_process_group("nccl" if case.device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    backend = dist.get_default_backend_for_device(case.device)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     model = build_model(case)
     shard_by_hand(model, case, init_device_mesh(case.device, (1,)))
     fsdp: Any = model

@@ -1,4 +1,4 @@
-"""Peak memory of a process: on a CPU from `/proc` (Linux), on CUDA from torch's allocator.
+"""Peak memory of a process: on CUDA from torch's allocator, else from `/proc` (Linux).
 
 `MALLOC` in the environment of the process makes blocks of a megabyte go back to the system when they are freed, so that
 what the process holds is what its tensors hold.
@@ -14,7 +14,7 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(MEBIBYTE)}
 
 def start_peak(device: str) -> int:
     """Starts a new high-water mark, and returns the bytes held now."""
-    if device != "cpu":
+    if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
     Path("/proc/self/clear_refs").write_text("5")
@@ -23,7 +23,7 @@ def start_peak(device: str) -> int:
 
 def peak(device: str) -> int:
     """Bytes of the high-water mark."""
-    return _status("VmHWM") if device == "cpu" else torch.cuda.max_memory_allocated()
+    return torch.cuda.max_memory_allocated() if device == "cuda" else _status("VmHWM")
 
 
 def _status(name: str) -> int:

@@ -111,6 +111,8 @@ def flops_per_token(case: Case) -> float:
 def add_switches(case: Case, peak_tflops: float) -> str:
     rows = []
     for title, switch in SWITCHES.items():
+        if "compile" in switch and case.device == "hostdev":
+            continue  # torch.compile has no backend for it
         case = replace(case, **switch)
         measured = case.measure(__file__)
         rows.append([title, *(figures(case, measured, peak_tflops) if measured else ["out of memory", "", "", ""])])
@@ -120,7 +122,7 @@ def add_switches(case: Case, peak_tflops: float) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(%(default)s)")
+    parser.add_argument("--device", choices=["cpu", "cuda", "hostdev"], default="cpu", help="(%(default)s)")
     parser.add_argument("--shape", choices=SHAPES, help="of the model (tiny on a CPU, else llama3-8b)")
     parser.add_argument("--length", type=int, help="tokens of a sequence (1024 on a CPU, else 4096)")
     parser.add_argument("--rows", type=int, help="sequences of a micro-batch (1 on a CPU, else 4)")

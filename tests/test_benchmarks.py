@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import fresh_environment
+from tests.second_device import build
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -25,16 +26,20 @@ def test_idle_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(1000)
-def test_all_that_a_gpu_is_for(tmp_path: Path) -> None:
-    """Every stage at toy size on the CPU; one that fails is in the report, and ends the script with 1."""
-    command = [sys.executable, BENCHMARKS / "gpu.py", "--device", "cpu", "--output", tmp_path]
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("hostdev", marks=pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler"))],
+)
+def test_all_that_a_gpu_is_for(tmp_path: Path, device: str) -> None:
+    """Every stage at toy size; one that fails is in the report, and ends the script with 1."""
+    command = [sys.executable, BENCHMARKS / "gpu.py", "--device", device, "--output", tmp_path]
     done = subprocess.run(command, env=fresh_environment(), capture_output=True, text=True, check=False)
     report = (tmp_path / "report.md").read_text()
     assert done.returncode == 0, report
     stages = ["tests", "one-device", "waits", "trace", "long", "two-ranks"]
     assert done.stdout.split("\n") == [f"{stage}: done" for stage in stages] + [""]
-    assert f"Run on cpu, {report.partition('date: ')[2][:10]}" in report
+    assert f"Run on {device}, {report.partition('date: ')[2][:10]}" in report
 
     done = subprocess.run([*command, "--stages", "trace", "--timeout", "0.1"], env=fresh_environment(), check=False)
     assert done.returncode == 1

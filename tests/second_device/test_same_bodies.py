@@ -17,6 +17,10 @@ import pytest
 import torch
 
 from tests.checkpoint.test_fits import test_a_missing_checkpoint_raises_on_every_rank, test_resumes_where_it_stopped
+from tests.checkpoint.test_saving import (
+    test_failure_in_the_background,
+    test_training_goes_on_while_a_checkpoint_is_written,
+)
 from tests.data.test_padded_training import test_equals_one_process
 from tests.failure.test_supervisor import test_nothing_is_left_after_a_failure_that_was_caught
 from tests.gradients.test_final_gradients import (
@@ -41,12 +45,14 @@ __all__ = [
     "test_around_a_fit",
     "test_early_stopping",
     "test_equals_one_process",
+    "test_failure_in_the_background",
     "test_from_everywhere",
     "test_misuse_raises",
     "test_nothing_is_left_after_a_failure_that_was_caught",
     "test_on_exception_checkpoint",
     "test_plain_backward_is_averaged_by_fsdp2",
     "test_resumes_where_it_stopped",
+    "test_training_goes_on_while_a_checkpoint_is_written",
     "test_watchers",
     "test_weights_equal_one_process",
     "test_weights_equal_one_process_everywhere",
