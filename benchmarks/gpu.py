@@ -52,7 +52,7 @@ LONGEST_GAPS = 8
 
 
 class WaitsMeter(Meter):
-    """Notes where the host waits for the device in the measured steps, as torch or the second device itself tells it."""
+    """Notes where the host waits for the device in the measured steps, as torch or the second device tells it."""
 
     def start(self) -> None:
         self._recording = ExitStack()
