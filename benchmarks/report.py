@@ -8,14 +8,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 
-def describe_environment() -> dict[str, str]:
-    """Date, machine and versions. The load average shows what else the machine was doing."""
+def describe_environment(*packages: str) -> dict[str, str]:
+    """Date, machine and versions, those of further packages, too. The load average shows what else the machine did."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "CPU": f"{_cpu_model()}, {os.cpu_count()} cores, 1 thread per rank",
         "load average at the end (1, 5, 15 minutes)": ", ".join(f"{load:.1f}" for load in os.getloadavg()),
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-        "versions": ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning")),
+        "versions": ", ".join(f"{name} {version(name)}" for name in dict.fromkeys(("torch", "lightning", *packages))),
     }
 
 

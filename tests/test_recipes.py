@@ -1,0 +1,191 @@
+"""docs/recipes.md: each of its modules, on two ranks with unequal batches, has the weights of one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L  # noqa: N812
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from tests.doc_blocks import BLOCK
+from tests.processes import ROOT
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import SILENT, full_weights, relative_error
+from tests.trainer.runs import TOLERANCE, make_trainer
+
+VOCABULARY, WIDTH, LENGTH = 7, 6, 9
+SIZES = [[3, 1, 2, 2], [2, 4, 1, 3]]
+"""Samples of each micro-batch, by rank."""
+Rows = dict[str, Tensor]
+
+
+def language_model() -> nn.Module:
+    """Ids [b, s] to logits [b, s, v]."""
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Tanh(), nn.Linear(WIDTH, VOCABULARY))
+
+
+class Rewards(nn.Module):
+    """Ids [b, s] to one number each, [b]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embedding(ids).tanh().mean(1)).squeeze(-1)
+
+
+class Boxes(nn.Module):
+    """An image [3, h, w] to a box for each of its targets, [n, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, image: Tensor, target: Tensor) -> Tensor:
+        return self.linear(image.mean((1, 2))).expand(len(target), 4)
+
+
+def ids(rows: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(VOCABULARY, (rows, LENGTH), generator=generator)
+
+
+def ragged(rows: int, generator: torch.Generator) -> Tensor:
+    """Whether each position counts: 1 to 8 of a row."""
+    return torch.arange(LENGTH) < torch.randint(1, LENGTH, (rows, 1), generator=generator)
+
+
+def pairs(rows: int, generator: torch.Generator) -> Rows:
+    return {
+        name: value
+        for answer in ("better", "worse")
+        for name, value in (
+            (answer, ids(rows, generator)),
+            (f"{answer}_is_answer", ragged(rows, generator).double()),
+        )
+    }
+
+
+def labelled(rows: int, generator: torch.Generator) -> Rows:
+    return {
+        "input_ids": ids(rows, generator),
+        "labels": ids(rows, generator).masked_fill(~ragged(rows, generator), -100),
+    }
+
+
+def pictures(rows: int, generator: torch.Generator) -> Rows:
+    mask = torch.randint(4, (rows, 5, 5), generator=generator)
+    is_outside = torch.rand(rows, 5, 5, generator=generator) < torch.rand(rows, 1, 1, generator=generator)
+    return {"image": random(rows, 3, 5, 5, generator=generator), "mask": mask.masked_fill(is_outside, 255)}
+
+
+def boxes(rows: int, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
+    numbers = torch.randint(0, 4, (rows,), generator=generator).tolist()
+    images = [random(3, 4 + row % 2, 5, generator=generator) for row in range(rows)]
+    return images, [random(number, 4, generator=generator) for number in numbers]
+
+
+def graphs(rows: int, generator: torch.Generator) -> Rows:
+    sizes = torch.randint(1, 6, (rows,), generator=generator)
+    x = random(int(sizes.sum()), WIDTH, generator=generator)
+    return {"x": x, "batch": torch.arange(rows).repeat_interleave(sizes), "y": random(rows, generator=generator)}
+
+
+def rollout(rows: int, generator: torch.Generator) -> Rows:
+    numbers = {name: random(rows, generator=generator) for name in ("log_prob", "advantage", "return")}
+    action = torch.randint(3, (rows,), generator=generator)
+    return {"state": random(rows, WIDTH, generator=generator), "action": action, **numbers}
+
+
+def random(*shape: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def merged(batches: list[Any]) -> Any:
+    """One batch of all of their samples."""
+    if isinstance(batches[0], tuple):
+        return tuple([each for part in parts for each in part] for parts in zip(*batches, strict=True))
+    whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    if "batch" in whole:
+        first = torch.tensor([0, *(len(batch["y"]) for batch in batches)]).cumsum(0)
+        whole["batch"] = torch.cat([batch["batch"] + start for batch, start in zip(batches, first, strict=False)])
+    return whole
+
+
+RECIPES: dict[str, tuple[Callable[[type], L.LightningModule], Callable[..., Any]]] = {
+    "Preferences": (lambda module: module(language_model(), language_model()), pairs),
+    "Reward": (lambda module: module(Rewards()), pairs),
+    "Student": (lambda module: module(language_model(), language_model()), labelled),
+    "Segmentation": (lambda module: module(nn.Conv2d(3, 4, 1)), pictures),
+    "Detector": (lambda module: module(Boxes()), boxes),
+    "Graphs": (lambda module: module(WIDTH, 5), graphs),
+    "ActorCritic": (lambda module: module(nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 1)), rollout),
+    "Truncated": (lambda module: module(VOCABULARY, WIDTH, 4), labelled),
+}
+
+
+def recipe(name: str) -> tuple[L.LightningModule, dict[str, Any]]:
+    """The module as the page has it, but for its optimizer, and the strategy's options; float64."""
+    (text,) = [
+        m["text"] for m in BLOCK.finditer((ROOT / "docs/recipes.md").read_text()) if f"class {name}(" in m["text"]
+    ]
+    # Adam would hide a factor; a small rate, everything.
+    text = re.sub(r"AdamW\((.+), lr=.+?\)", r"SGD(\1, lr=0.5)", text)
+    given: dict[str, Any] = {}
+    scope = {"L": L, "torch": torch, "F": F, "AutomodelStrategy": lambda **options: given.update(options)}
+    exec(text, scope)
+    torch.manual_seed(0)
+    return RECIPES[name][0](scope[name]).double(), given
+
+
+def batches(name: str) -> list[list[Any]]:
+    """Of both ranks."""
+    generator = torch.Generator().manual_seed(1)
+    return [[RECIPES[name][1](size, generator) for size in sizes] for sizes in SIZES]
+
+
+def train(name: str, options: dict[str, Any], accumulate: int) -> dict[str, Tensor]:
+    module, given = recipe(name)
+    trainer = make_trainer(AutomodelStrategy(**given, **options), accumulate_grad_batches=accumulate)
+    trainer.fit(module, DataLoader(batches(name)[dist.get_rank()], batch_size=None))
+    return full_weights(module)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [(name, "fsdp2") for name in RECIPES] + [pytest.param(name, "ddp", marks=pytest.mark.sweep) for name in RECIPES],
+)
+def test_trains_like_one_process(pool2: RankPool, name: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes all batches of a step as one, under Lightning alone."""
+    monkeypatch.setattr(L.LightningModule, "backward", lambda self, loss, **count: loss.backward())
+    module, _ = recipe(name)
+    before = full_weights(module)
+    accumulate = 2 if module.automatic_optimization else 1
+    first, second = batches(name)
+    steps = range(0, len(first), accumulate)
+    whole = [merged([*first[at : at + accumulate], *second[at : at + accumulate]]) for at in steps]
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, **SILENT)
+    trainer.fit(module, DataLoader(whole, batch_size=None))
+    expected = full_weights(module)
+    assert max(relative_error(before[key], expected[key]) for key in expected) > 1e-3
+    options: dict[str, Any] = {"data_parallel": engine}
+    if engine == "ddp" and not module.automatic_optimization:
+        options["ddp_kwargs"] = {"find_unused_parameters": True}
+    for weights in pool2.run(train, name, options, accumulate):
+        assert max(relative_error(weights[key], expected[key]) for key in expected) < TOLERANCE
+
+
+def test_another_count_is_seen(pool2: RankPool) -> None:
+    """What the comparison above would say of a recipe that does not count."""
+    counted, _ = pool2.run(train, "Student", {}, 2)
+    plain, _ = pool2.run(train, "Student", {"per_token_loss": False}, 2)
+    assert max(relative_error(counted[key], plain[key]) for key in counted) > 1e-3
