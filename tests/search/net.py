@@ -299,7 +299,7 @@ def edit_before_step(hooks: tuple[str, ...], module: nn.Module) -> None:
                 parameter.grad = parameter.grad + 0.1 * parameter
             if "clamp_before_step" in hooks:
                 parameter.grad.clamp_(-0.02, 0.02)
-            if "penalty_before_step" in hooks:
+            if "penalty_before_step" in hooks and parameter.requires_grad:
                 with torch.enable_grad():
                     added = torch.autograd.grad(weight_penalty(parameter), parameter)[0]
                 if isinstance(added, DTensor):  # a shard of one element comes back replicated
