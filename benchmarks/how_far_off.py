@@ -1,7 +1,7 @@
 """How far weights are from those of one process, by kind of training: Lightning's `ddp` and this strategy.
 
-Two ranks, accumulation 4, one epoch of eleven micro-batches (the last window has three), plain SGD, float64. One process takes
-each window of all ranks as one batch. Distances are a share of how far its weights have moved.
+Two ranks, accumulation 4, one epoch of eleven micro-batches (the last window has three), plain SGD, float64. One
+process takes each window of all ranks as one batch. Distances are a share of how far its weights have moved.
 
     python benchmarks/how_far_off.py
 """
