@@ -39,6 +39,10 @@ REFUSALS: dict[str, Callable[[Case], Any]] = {
     r"is an FSDP unit, whose parameters are gathered when it is called": lambda c: (
         c.container in ("iterated", "indexed") and has(c, "activation_checkpointing", "selective")
     ),
+    # Torch's own: the option leaves what an evaluation in mid-window has gathered, and the hook writes to that.
+    r"copy_.default got mixed torch.Tensor and DTensor": lambda c: (
+        "swap_in_mid_window" in c.hooks and has(c, "reshard_after_forward")
+    ),
     # Lightning's own.
     r"Skipping the `training_step` by returning None in distributed": lambda c: c.skip,
 }
