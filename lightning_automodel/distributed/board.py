@@ -239,11 +239,6 @@ class Board:
         # The store often ends because of a failure that this rank knows already.
         raise RankFailedError(next((failure for failure in self.verdicts.values() if failure), self.lost))
 
-    def raise_verdict(self, path: str) -> None:
-        """Raise ``RankFailedError`` if a failure was posted at ``path`` or for all, or the store is lost."""
-        self.call(self.read)
-        self._raise_known(path)
-
     def wait_for(
         self,
         keys: Sequence[str],
@@ -396,7 +391,8 @@ class Board:
             # Should that rank have died, the others look for themselves the next time.
             store.set(f"{at}/lease", own)
             return None
-        missing = [rank for rank in ranks if not store.check([f"{at}/{rank}"])]
+        keys = {rank: f"{at}/{rank}" for rank in ranks}
+        missing = [rank for rank, key in keys.items() if not store.check([key]) or store.get(key) == NONE]
         if not missing:
             return None
         self.read_records(store, missing[:LONGEST_LIST], self.seen)
