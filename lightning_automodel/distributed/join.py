@@ -21,7 +21,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed.board import LINGER_S, list_ranks, pause_s
+from lightning_automodel.distributed.board import LINGER_S, LONGEST_PAUSE_S, list_ranks, pause_s
 from lightning_automodel.distributed.rendezvous import Rendezvous, no_store, open_store, run_secret
 
 KEYS = "lightning_automodel/joining"
@@ -51,10 +51,11 @@ class JoinRound:
                 _wait(self.keys, [f"left/{rank}" for rank in came], time.monotonic() + linger_s, len(came))
 
 
-def meet(found: Rendezvous, backend: str, timeout: timedelta) -> JoinRound:
+def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[], None]) -> JoinRound:
     """Wait until every rank has joined. A collective over the world, through the store alone.
 
-    It runs in a thread, as a call to a store whose host is stopped, or to something else than a store, never returns.
+    ``check`` is called now and then, and may raise. The rest runs in a thread: a call to a store whose host is stopped,
+    or to something else than a store, never returns.
 
     Raises:
         RuntimeError: On every rank that has arrived, with the same message: if ranks did not arrive within
@@ -73,12 +74,14 @@ def meet(found: Rendezvous, backend: str, timeout: timedelta) -> JoinRound:
             outcome.set_exception(error)
 
     threading.Thread(target=run, name="lightning_automodel join", daemon=True).start()
-    with contextlib.suppress(TimeoutError):
-        return outcome.result(timeout.total_seconds())
-    if has_store.is_set() or outcome.done():
-        # The ranks that arrived are about to agree on the missing ones.
+    give_up_at, is_late = time.monotonic() + timeout.total_seconds(), False
+    while time.monotonic() < give_up_at:
+        check()
         with contextlib.suppress(TimeoutError):
-            return outcome.result(2 * LINGER_S)
+            return outcome.result(min(LONGEST_PAUSE_S, timeout.total_seconds()))
+        if time.monotonic() > give_up_at and (has_store.is_set() or outcome.done()) and not is_late:
+            # The ranks that arrived are about to agree on the missing ones.
+            give_up_at, is_late = give_up_at + 2 * LINGER_S, True
     raise RuntimeError(no_store(found, timeout, "what listens there does not answer as a store"))
 
 

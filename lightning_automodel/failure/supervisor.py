@@ -3,9 +3,9 @@
 import contextlib
 import faulthandler
 import logging
-import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.distributed import first_rank, process_group
-from lightning_automodel.distributed.failures import RankFailedError
+from lightning_automodel.distributed.failures import PROCESS_ENDED, RankFailedError, RankFailure
 from lightning_automodel.failure.coordinated_stop import REQUEUE
 from lightning_automodel.failure.position import main_thread_position
 from lightning_automodel.failure.watchdog import Watchdog, end_process
@@ -97,12 +97,10 @@ class Supervisor:
             with contextlib.suppress(Exception):
                 faulthandler.enable()
         self._timeout_s = timeout.total_seconds()
-        self._watchdog = Watchdog(timeout, where, raises_on_sigterm=self._patch_sigterm())
+        self._watchdog = Watchdog(timeout, where, self._patch_sigterm(), _process.find_ended)
         _process.watchdogs.append(self._watchdog)
-        _process.has_joined, first_rank.run_board = True, self._watchdog.board
+        first_rank.run_board = self._watchdog.board
         self._watchdog.start()
-        if _process.ended is not None:
-            self._watchdog.report_end(*_process.ended)
 
     def begin_step(self, step: int, is_training: bool) -> bool:
         """Begin a step that every rank takes; return whether all stop after it, since one received SIGTERM.
@@ -197,12 +195,6 @@ class Supervisor:
                 # rank's interrupt. On both it is the user's wish, not a failure with a traceback.
                 raise KeyboardInterrupt from exception
             raise RankFailedError(failure) from exception
-        if watchdog.failed_alike and multiprocessing.parent_process() is None:
-            # The mistake is in the code or in all data, and one traceback is enough. Workers send theirs to the
-            # launching process, which chooses one.
-            exception.add_note("Another rank raised the same before, in the same line: its traceback is printed whole.")
-            exception.__cause__, exception.__suppress_context__ = None, True
-            raise exception.with_traceback(None)
 
     # --- SIGTERM ------------------------------------------------------------------------------------------------------
 
@@ -250,35 +242,25 @@ class _Process:
 
     Attributes:
         watchdogs: Watchdogs of the current runs, innermost last.
-        has_joined: Whether this process has ever joined the others.
-        ended: The first process that ended between two runs, and how.
         unclosed: Supervisor of a run that failed and was not closed yet.
+        find_ended: Returns ranks whose processes, which this one has started, have ended since the last call, and how.
     """
 
     watchdogs: list[Watchdog] = field(default_factory=list)
-    has_joined: bool = False
-    ended: tuple[int, str] | None = None
     unclosed: Supervisor | None = None
+    find_ended: Callable[[], list[tuple[int, str]]] = list
 
 
 _process = _Process()
 
 
-def report_end(rank: int, how: str) -> bool:
-    """Post, when a run begins or at once, how ``rank`` or ``LAUNCHER`` ended; return whether this rank has joined."""
-    if _process.watchdogs:
-        _process.watchdogs[-1].report_end(rank, how)
-    elif _process.ended is None:
-        _process.ended = rank, how
-    return _process.has_joined
+def watch_processes(find_ended: Callable[[], list[tuple[int, str]]]) -> None:
+    """Have ``find_ended`` called while this process joins the others, and in its runs."""
+    _process.find_ended = find_ended
 
 
-def has_joined() -> bool:
-    """Whether this process has ever joined the others."""
-    return _process.has_joined
-
-
-def forget_inherited_runs() -> None:
-    """In a forked process, forget the runs of its parent."""
-    global _process
-    _process, first_rank.run_board = _Process(), None
+def check_processes() -> None:
+    """While joining: raise RankFailedError if a process that this one has started has ended."""
+    for rank, how in _process.find_ended():
+        message = f"its process {how} before all ranks had joined"
+        raise RankFailedError(RankFailure(rank, socket.gethostname(), "", PROCESS_ENDED, message))

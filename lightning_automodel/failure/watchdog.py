@@ -27,8 +27,6 @@ from lightning_automodel.distributed.board import (
     Sighting,
 )
 from lightning_automodel.distributed.failures import (
-    LAUNCHER,
-    MISSED_HEARTBEATS,
     PROCESS_ENDED,
     RankFailedError,
     RankFailure,
@@ -68,20 +66,26 @@ class Watchdog:
         timeout: Time within which this rank leaves when another misses its heartbeats, for at least half of it.
         where: Returns the hook that this rank is in; called by a thread.
         raises_on_sigterm: Whether the main thread has a SIGTERM handler that raises after a failure.
+        find_ended: Called by a thread; returns ranks whose processes have ended since the last call, and how.
 
     Attributes:
         board: The run's board.
         stop: Decides after which step all ranks stop.
         training_step: Number of the newest training step that this rank began; all ranks take the same ones.
-        failed_alike: Whether another rank had raised the same error before, in the same line.
         raised_at: Where this rank raised an exception: from then on, its main thread is in this package.
     """
 
-    def __init__(self, timeout: timedelta, where: Callable[[], str], raises_on_sigterm: bool) -> None:
+    def __init__(
+        self,
+        timeout: timedelta,
+        where: Callable[[], str],
+        raises_on_sigterm: bool,
+        find_ended: Callable[[], list[tuple[int, str]]] = list,
+    ) -> None:
         world = dist.group.WORLD
         assert world is not None
         self._timeout_s = timeout.total_seconds()
-        self._where, self._raises_on_sigterm = where, raises_on_sigterm
+        self._where, self._raises_on_sigterm, self._find_ended = where, raises_on_sigterm, find_ended
         self._rank, self._ranks = dist.get_rank(), range(dist.get_world_size())
         self._is_noticed, self._is_closed = threading.Event(), threading.Event()
         self._failure: RankFailure | None = None
@@ -89,7 +93,6 @@ class Watchdog:
         self.stop = StopAgreement(self._rank, len(self._ranks), lambda store: self.board.write(store), self._read_all)
         self.raised_at: tuple[bool, str] | None = None
         self.training_step = 0
-        self.failed_alike = False
         # What this rank would report of itself, once its collective has failed; and what it has seen of all since.
         self._own: RankFailure | None = None
         self._seen: dict[int, Sighting] = {}
@@ -136,22 +139,6 @@ class Watchdog:
     def failure(self) -> RankFailure | None:
         """Another rank's failure, once this rank knows of it."""
         return self._failure or self.board.verdicts[RUN]
-
-    def report_end(self, rank: int, how: str) -> None:
-        """Post that the process of ``rank``, or of ``LAUNCHER``, ended, unless it had finished or posted why."""
-
-        def post(store: dist.Store) -> None:
-            failure = RankFailure(LAUNCHER, self.board.host, "", MISSED_HEARTBEATS, how)
-            if rank != LAUNCHER:
-                self.board.read_records(store, [rank], self.board.seen)
-                record = self.board.seen[rank].known
-                if record.has_left:
-                    return
-                failure = RankFailure(rank, record.host, record.where, PROCESS_ENDED, f"its process {how}")
-            self.board.post(store, RUN, failure)
-
-        with contextlib.suppress(RankFailedError):
-            self.board.call(post)
 
     def wait_for_all(self) -> int | None:
         """Wait until every rank has left its last hook, or one has failed. A collective, only through the store.
@@ -206,8 +193,7 @@ class Watchdog:
             own = RankFailure.from_exception(exception, self._rank, hook or self._where())
             self._has_posted_own = True
             if not is_communication_error(exception):
-                first = self._post(own)
-                self.failed_alike = first.rank != self._rank and first.is_like(own)
+                self._post(own)
                 return None
             culprit = self.failure or self._await_verdict(own)
             if culprit.rank != self._rank:
@@ -267,6 +253,12 @@ class Watchdog:
         self.stop.exchange(store, stop)
         if self._is_closed.is_set() or self.failure is not None:
             return
+        for rank, how in self._find_ended():
+            self.board.read_records(store, [rank], self.board.seen)
+            record = self.board.seen[rank].known
+            if not record.has_left:
+                ended = RankFailure(rank, record.host, record.where, PROCESS_ENDED, f"its process {how}")
+                self.board.post(store, RUN, ended)
         own = self.board.own
         if failure := left_behind({self._rank: own} | {r: each.known for r, each in self.board.seen.items()}):
             self.board.post(store, RUN, failure)
