@@ -23,20 +23,15 @@ COMMUNICATION = ("gloo", "NCCL", "XCCL", "monitoredBarrier")
 class RankFailure:
     """What went wrong on one rank, as every other rank reports it.
 
-    Attributes:
-        rank: Rank in the default group; ``LAUNCHER`` for the process that started the ranks.
-        host: Host name of the rank.
-        where: The hook or block that the rank was in.
-        error: Type of the exception; ``PROCESS_ENDED`` if another process saw this one end; ``MISSED_HEARTBEATS``; or
-            ``STUCK`` for a rank that is alive but does not go on.
-        message: The exception's message, cut after some thousand characters.
+    ``error`` is the type of an exception; ``PROCESS_ENDED`` if another process saw this one end; ``MISSED_HEARTBEATS``;
+    or ``STUCK`` for a rank that is alive but does not go on.
     """
 
-    rank: int
+    rank: int  # in the default group; LAUNCHER for the process that started the ranks
     host: str
-    where: str
+    where: str  # the hook or block that the rank was in
     error: str
-    message: str
+    message: str  # that of the exception, cut after some thousand characters
 
     @classmethod
     def from_exception(cls, exception: BaseException, rank: int, where: str) -> "RankFailure":

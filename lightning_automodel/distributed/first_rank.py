@@ -14,7 +14,6 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Sequence
 from contextlib import ContextDecorator
 from datetime import timedelta
 from functools import partial
@@ -24,7 +23,7 @@ from typing import Literal, get_args
 import torch.distributed as dist
 
 from lightning_automodel.distributed import process_group, rendezvous
-from lightning_automodel.distributed.board import LINGER_S, NONE, Board
+from lightning_automodel.distributed.board import LINGER_S, Board
 from lightning_automodel.distributed.failures import RankFailedError, failure_of
 from lightning_automodel.distributed.process_group import parse_timeout
 
@@ -226,7 +225,7 @@ class _Block:
         self.is_first = board.rank == first
         if not self.is_first:
             explain = partial(board.explain_missing, f"{self._path}/left", [first])
-            board.wait_for([f"{self._path}/left/{first}"], _has_value, self._path, LONGEST_WORK_S, explain)
+            board.wait_for(f"{self._path}/left/{first}", self._path, LONGEST_WORK_S, explain)
         return self.is_first
 
     def leave(self, error: BaseException | None) -> None:
@@ -260,7 +259,3 @@ class _Block:
                 del board.verdicts[self._path]
             if self._made_group:
                 process_group.destroy_global_state()
-
-
-def _has_value(values: Sequence[bytes]) -> bool | None:
-    return None if values[0] == NONE else True

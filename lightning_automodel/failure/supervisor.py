@@ -10,12 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.distributed import first_rank, process_group
+from lightning_automodel.distributed.board import Board
 from lightning_automodel.distributed.failures import PROCESS_ENDED, RankFailedError, RankFailure
 from lightning_automodel.failure.coordinated_stop import REQUEUE
 from lightning_automodel.failure.position import main_thread_position
@@ -58,9 +58,9 @@ class Supervisor:
         Raises:
             RankFailedError: If another rank failed; its cause is what that raised on this rank, if anything.
         """
-        if _process.unclosed is not None:
+        for each in [each for each in _current if each.has_failed]:
             # A callback's `on_exception` raised in an earlier run, so that Lightning did not tear it down.
-            _process.unclosed.close()
+            each.close()
         self._is_running, self._failed_at = True, None
         self.weights_only = lightning_internals.told_weights_only(function, args, kwargs)
         try:
@@ -72,7 +72,6 @@ class Supervisor:
             raise
         except BaseException as exception:
             self._failed_at = time.monotonic()
-            _process.unclosed = self
             if self._watchdog is not None and self._watchdog.failure is None:
                 self._watchdog.raised_at = main_thread_position(exception)
                 self._before_telling()
@@ -97,8 +96,8 @@ class Supervisor:
             with contextlib.suppress(Exception):
                 faulthandler.enable()
         self._timeout_s = timeout.total_seconds()
-        self._watchdog = Watchdog(timeout, where, self._patch_sigterm(), _process.find_ended)
-        _process.watchdogs.append(self._watchdog)
+        self._watchdog = Watchdog(timeout, where, self._patch_sigterm(), _find_ended)
+        _current.append(self)
         first_rank.run_board = self._watchdog.board
         self._watchdog.start()
 
@@ -135,6 +134,11 @@ class Supervisor:
             self._watchdog.stop.ask(REQUEUE)
 
     @property
+    def board(self) -> Board | None:
+        """The run's board; None where there are no other ranks."""
+        return None if self._watchdog is None else self._watchdog.board
+
+    @property
     def has_failed(self) -> bool:
         """Whether this rank is leaving after a failure of its own or of another rank."""
         return self._failed_at is not None
@@ -146,8 +150,6 @@ class Supervisor:
         if self.has_failed and self._watchdog is not None:
             self._watchdog.wait_until_failure_is_known(LINGER_AFTER_FAILURE_S)
         self._end()
-        if _process.unclosed is self:
-            _process.unclosed = None
         if self.has_failed and process_group.group_size() > 1:
             process_group.call_leaving_hooks()
             cause = sys.exc_info()[1]
@@ -161,9 +163,9 @@ class Supervisor:
     def _end(self) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
-            _process.watchdogs.remove(self._watchdog)
-            first_rank.run_board = _process.watchdogs[-1].board if _process.watchdogs else None
             self._watchdog = None
+            _current.remove(self)
+            first_rank.run_board = _current[-1].board if _current else None
         self._restore_sigterm()
 
     def _raise_what_came_late(self) -> None:
@@ -236,31 +238,23 @@ class Supervisor:
 # --- This process, which may have several runs, also one inside another -----------------------------------------------
 
 
-@dataclass
-class _Process:
-    """State of this process that outlives a run.
+_current: list[Supervisor] = []
+"""Supervisors that watch the other ranks, the innermost run's last."""
 
-    Attributes:
-        watchdogs: Watchdogs of the current runs, innermost last.
-        unclosed: Supervisor of a run that failed and was not closed yet.
-        find_ended: Returns ranks whose processes, which this one has started, have ended since the last call, and how.
-    """
-
-    watchdogs: list[Watchdog] = field(default_factory=list)
-    unclosed: Supervisor | None = None
-    find_ended: Callable[[], list[tuple[int, str]]] = list
-
-
-_process = _Process()
+_find_ended: Callable[[], list[tuple[int, str]]] = list
 
 
 def watch_processes(find_ended: Callable[[], list[tuple[int, str]]]) -> None:
-    """Have ``find_ended`` called while this process joins the others, and in its runs."""
-    _process.find_ended = find_ended
+    """Have ``find_ended`` called while this process joins the others, and in its runs.
+
+    It returns ranks whose processes, which this one has started, have ended since the last call, and how.
+    """
+    global _find_ended
+    _find_ended = find_ended
 
 
 def check_processes() -> None:
     """While joining: raise RankFailedError if a process that this one has started has ended."""
-    for rank, how in _process.find_ended():
+    for rank, how in _find_ended():
         message = f"its process {how} before all ranks had joined"
         raise RankFailedError(RankFailure(rank, socket.gethostname(), "", PROCESS_ENDED, message))

@@ -23,7 +23,6 @@ from lightning_automodel.distributed.board import (
     NONE,
     AwakeClock,
     Board,
-    Record,
     Sighting,
 )
 from lightning_automodel.distributed.failures import (
@@ -32,7 +31,7 @@ from lightning_automodel.distributed.failures import (
     RankFailure,
     is_communication_error,
 )
-from lightning_automodel.failure.coordinated_stop import STOP, StopAgreement
+from lightning_automodel.failure.coordinated_stop import STEPS, STOP, StopAgreement
 from lightning_automodel.failure.position import main_thread_position
 from lightning_automodel.failure.verdict import decide, left_behind, standstill
 
@@ -90,7 +89,7 @@ class Watchdog:
         self._is_noticed, self._is_closed = threading.Event(), threading.Event()
         self._failure: RankFailure | None = None
         self._has_posted_own = self._has_ended = self._has_warned = False
-        self.stop = StopAgreement(self._rank, len(self._ranks), lambda store: self.board.write(store), self._read_all)
+        self.stop = StopAgreement(self._rank, lambda store, step: self.board.arrive(store, STOP, self._ranks, step))
         self.raised_at: tuple[bool, str] | None = None
         self.training_step = 0
         # What this rank would report of itself, once its collective has failed; and what it has seen of all since.
@@ -106,7 +105,7 @@ class Watchdog:
             self._ranks,
             silence_s,
             self._describe,
-            (STOP, LEASE),
+            (STOP, STEPS, LEASE),
             self._exchange,
         )
         self._longest_search_s = LONGEST_SEARCH_BEATS * max(self.board.interval_s, BEAT_S)
@@ -239,18 +238,12 @@ class Watchdog:
             "waits": position[0],
             "stood_s": now - self._standing_since_s,
             "has_failed": self._own is not None,
-            "promise": self.stop.promise,
             "has_ended": self._has_ended,
         }
 
-    def _read_all(self, store: dist.Store) -> list[Record]:
-        seen: dict[int, Sighting] = {}
-        self.board.read_records(store, self._ranks, seen)
-        return [seen[rank].known for rank in self._ranks]
-
     def _exchange(self, store: dist.Store, values: Sequence[bytes]) -> None:
-        stop, lease = values
-        self.stop.exchange(store, stop)
+        *stop, lease = values
+        self.stop.exchange(store, *stop)
         if self._is_closed.is_set() or self.failure is not None:
             return
         for rank, how in self._find_ended():
@@ -266,8 +259,9 @@ class Watchdog:
             self._seek(store, self._own)
         limit_s = min(STANDSTILL_S, self._timeout_s / 2)
         if self._rank == 0 and not self._has_warned and own.waits and own.stood_s >= limit_s:
-            positions = standstill(dict(enumerate(self._read_all(store))), limit_s)
-            if positions is not None:
+            seen: dict[int, Sighting] = {}
+            self.board.read_records(store, self._ranks, seen)
+            if positions := standstill({rank: each.known for rank, each in seen.items()}, limit_s):
                 self._has_warned = True
                 log.warning(
                     f"All ranks have waited for {limit_s:g} s, in different places:\n{positions} The wait ends after"

@@ -103,6 +103,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
     ) -> None:
         super().__init__(strategy, start_method)
         self._num_processes, self._num_nodes, self._supervisor = num_processes, num_nodes, supervisor
+        self.environment, self.method = strategy.cluster_environment, start_method
         self.folder: Path | None = None
 
     @override
@@ -114,10 +115,10 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
             return self._run_in_worker(self.folder, trainer, function, args, kwargs)
         if self._already_fit and trainer.state.fn == TrainerFn.FITTING:
             raise NotImplementedError(
-                f"trainer.fit() ran already, in workers of start_method={self._start_method!r} that have ended, with"
+                f"trainer.fit() ran already, in workers of start_method={self.method!r} that have ended, with"
                 " their optimizer states and loops. To go on, make a new Trainer and call fit(ckpt_path=...)."
             )
-        if self._start_method == "fork" and dist.is_initialized():
+        if self.method == "fork" and dist.is_initialized():
             raise RuntimeError(
                 "start_method='fork' copies this process, which is in a process group, from a run on one device or one"
                 " of your own: save what you need of the model there, call lightning_automodel.destroy_global_state()"
@@ -126,8 +127,8 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         folder = Path(tempfile.mkdtemp(prefix="lightning_automodel-"))
         try:
             started = self._start(trainer, partial(function, *args, **kwargs), folder)
-            environment: Any = self._strategy.cluster_environment
-            results = wait_for_workers(started, folder, environment.node_rank() * self._num_processes)
+            assert self.environment is not None
+            results = wait_for_workers(started, folder, self.environment.node_rank() * self._num_processes)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -150,7 +151,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         except BaseException as exception:
             if isinstance(exception, lightning_internals.TunerExitException):
                 exception = RuntimeError(
-                    f"the Tuner ran in workers of start_method={self._start_method!r}, which do not send its value"
+                    f"the Tuner ran in workers of start_method={self.method!r}, which do not send its value"
                     " back: pass start_method='popen', or for a learning rate call fit with the callback"
                     " LearningRateFinder()."
                 )
@@ -159,14 +160,14 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
             raise
 
     def _start(self, trainer: "pl.Trainer", function: partial[Any], folder: Path) -> ProcessContext:
-        environment = self._strategy.cluster_environment
+        environment = self.environment
         assert environment is not None
         environment.validate_settings(num_devices=self._num_processes, num_nodes=self._num_nodes)
         variables = {"MASTER_PORT": str(environment.main_port)}
         if self._num_nodes == 1:
             variables |= rendezvous.shared_secret()
         run: tuple[Any, ...] | None = self, trainer, function, None
-        if self._start_method == "spawn":
+        if self.method == "spawn":
             # Global state that affects results, which a process that is not a fork does not inherit.
             random_states = lightning_internals.collect_rng_states(include_cuda=False)
             global_state = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, random_states
@@ -182,7 +183,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
             _run_worker,
             args=(folder, variables, run),
             nprocs=self._num_processes,
-            start_method=self._start_method,
+            start_method=self.method,
             join=False,
         )
 
