@@ -253,11 +253,21 @@ class Board:
         if failure := self.call(lambda store: self._missing(store, at, ranks, waited_s)):
             raise RankFailedError(failure)
 
-    def wait_until_known(self, path: str, num_ranks: int, limit_s: float = LINGER_S) -> None:
-        """Wait at most ``limit_s`` until ``num_ranks`` know how ``path`` ended: the store may end with this process."""
+    def conclude(self, path: str, num_ranks: int, limit_s: float = LINGER_S) -> None:
+        """Note that this rank knows how ``path`` ended. Rank 0, the store's host, waits until ``num_ranks`` know."""
         clock, limit_s = AwakeClock(), min(limit_s, self.timeout_s)
-        while clock() < limit_s and self.call(lambda store: store.add(f"{path}/known", 0), limit_s) < num_ranks:
-            time.sleep(pause_s(clock(), num_ranks))
+
+        def acknowledge(store: dist.Store) -> None:
+            self.read(store)
+            if self.verdicts.get(path) is None:
+                store.add(f"{path}/known", 1)
+
+        with contextlib.suppress(RankFailedError):
+            self.call(acknowledge, limit_s)
+            if self.rank != 0:
+                return
+            while clock() < limit_s and self.call(lambda store: store.add(f"{path}/known", 0), limit_s) < num_ranks:
+                time.sleep(pause_s(clock(), num_ranks))
 
     # --- For functions that the thread runs ---------------------------------------------------------------------------
 

@@ -232,7 +232,8 @@ class _Block:
         """Wait until the block has ended on all ranks, unless it ended with an ``error`` here, and end it."""
         try:
             if error is None:
-                self._board.gather(f"{self._path}/left", self.members, "", self._path, LONGEST_WORK_S)
+                # Not an empty value, which a rank that makes the key in order to wait for it would replace.
+                self._board.gather(f"{self._path}/left", self.members, "left", self._path, LONGEST_WORK_S)
         except BaseException as raised:
             error = raised
             raise
@@ -243,15 +244,11 @@ class _Block:
         """Report how the block ended on this rank, and free what was made for it. Rank 0, the store's host, waits."""
         board = self._board
         try:
-            with contextlib.suppress(RankFailedError):
-                if error is None:
-                    board.call(lambda store: store.add(f"{self._path}/known", 1), LINGER_S)
-                else:
-                    failure = failure_of(error, board.rank, self._where)
+            if error is not None:
+                failure = failure_of(error, board.rank, self._where)
+                with contextlib.suppress(RankFailedError):
                     board.call(lambda store: board.post(store, self._path, failure), LINGER_S)
-                    board.call(board.read, LINGER_S)
-                if board.rank == 0:
-                    board.wait_until_known(self._path, len(self.members))
+            board.conclude(self._path, len(self.members))
         finally:
             if self._own_board is not None:
                 self._own_board.close()

@@ -19,7 +19,7 @@ from lightning_automodel.distributed.board import Board
 from lightning_automodel.distributed.failures import PROCESS_ENDED, RankFailedError, RankFailure
 from lightning_automodel.failure.coordinated_stop import REQUEUE
 from lightning_automodel.failure.position import main_thread_position
-from lightning_automodel.failure.watchdog import Watchdog, end_process
+from lightning_automodel.failure.watchdog import RUN, Watchdog, end_process
 
 log = logging.getLogger(__name__)
 
@@ -147,8 +147,8 @@ class Supervisor:
         """After a failure, end the watch and destroy this package's process groups, in half a minute at most."""
         if self._is_running and not self.has_failed:
             return
-        if self.has_failed and self._watchdog is not None:
-            self._watchdog.wait_until_failure_is_known(LINGER_AFTER_FAILURE_S)
+        if self.has_failed and self.board is not None:
+            self.board.conclude(RUN, process_group.group_size(), LINGER_AFTER_FAILURE_S)
         self._end()
         if self.has_failed and process_group.group_size() > 1:
             process_group.call_leaving_hooks()

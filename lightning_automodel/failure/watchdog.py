@@ -157,20 +157,9 @@ class Watchdog:
         except RankFailedError as error:
             self._failure = self.failure or self._post(error.failure)
             return None
-        # Rank 0 may host the store, so it stays some seconds until the others know that they may leave.
         self._is_closed.set()
-        with contextlib.suppress(RankFailedError):
-            board.call(lambda store: store.add(f"{END}/known", 1), LINGER_S)
-            if self._rank == 0:
-                board.wait_until_known(END, len(self._ranks))
+        board.conclude(END, len(self._ranks))
         return next((int(rank) for rank in told if rank), None)
-
-    def wait_until_failure_is_known(self, limit_s: float) -> None:
-        """Acknowledge the failure in the store. Rank 0, which may host it, stays until all ranks have done so."""
-        with contextlib.suppress(RankFailedError):
-            self.board.call(self.board.read, limit_s)
-            if self._rank == 0:
-                self.board.wait_until_known(RUN, len(self._ranks), limit_s)
 
     def acknowledge(self) -> None:
         """Note that the main thread is leaving, so that nothing interrupts it."""
