@@ -16,21 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_automodel.distributed import connections
-from lightning_automodel.distributed.board import (
-    BEAT_S,
-    LINGER_S,
-    LONGEST_PAUSE_S,
-    NONE,
-    AwakeClock,
-    Board,
-    Sighting,
-)
-from lightning_automodel.distributed.failures import (
-    PROCESS_ENDED,
-    RankFailedError,
-    RankFailure,
-    is_communication_error,
-)
+from lightning_automodel.distributed.board import BEAT_S, LINGER_S, LONGEST_PAUSE_S, NONE, AwakeClock, Board, Sighting
+from lightning_automodel.distributed.failures import PROCESS_ENDED, RankFailedError, RankFailure, is_communication_error
 from lightning_automodel.failure.coordinated_stop import STEPS, STOP, StopAgreement
 from lightning_automodel.failure.position import main_thread_position
 from lightning_automodel.failure.verdict import decide, left_behind, standstill
@@ -98,16 +85,9 @@ class Watchdog:
         self._reading_since_s = self._standing_since_s = 0.0
         self._position: tuple[bool, str] = (False, "")
         _runs[world] = _runs.get(world, 0) + 1
+        prefix, keys = f"lightning_automodel/run/{_runs[world]}", (STOP, STEPS, LEASE)
         silence_s = max(self._timeout_s / 2, self._timeout_s - TIME_TO_LEAVE_S)
-        self.board = Board(
-            f"lightning_automodel/run/{_runs[world]}",
-            RUN,
-            self._ranks,
-            silence_s,
-            self._describe,
-            (STOP, STEPS, LEASE),
-            self._exchange,
-        )
+        self.board = Board(prefix, RUN, self._ranks, silence_s, self._describe, keys, self._exchange)
         self._longest_search_s = LONGEST_SEARCH_BEATS * max(self.board.interval_s, BEAT_S)
         self._thread = threading.Thread(target=self._watch, name="lightning_automodel watchdog", daemon=True)
 

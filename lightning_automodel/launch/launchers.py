@@ -103,6 +103,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
     ) -> None:
         super().__init__(strategy, start_method)
         self._num_processes, self._num_nodes, self._supervisor = num_processes, num_nodes, supervisor
+        assert strategy.cluster_environment is not None
         self.environment, self.method = strategy.cluster_environment, start_method
         self.folder: Path | None = None
 
@@ -127,7 +128,6 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         folder = Path(tempfile.mkdtemp(prefix="lightning_automodel-"))
         try:
             started = self._start(trainer, partial(function, *args, **kwargs), folder)
-            assert self.environment is not None
             results = wait_for_workers(started, folder, self.environment.node_rank() * self._num_processes)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -160,10 +160,8 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
             raise
 
     def _start(self, trainer: "pl.Trainer", function: partial[Any], folder: Path) -> ProcessContext:
-        environment = self.environment
-        assert environment is not None
-        environment.validate_settings(num_devices=self._num_processes, num_nodes=self._num_nodes)
-        variables = {"MASTER_PORT": str(environment.main_port)}
+        self.environment.validate_settings(num_devices=self._num_processes, num_nodes=self._num_nodes)
+        variables = {"MASTER_PORT": str(self.environment.main_port)}
         if self._num_nodes == 1:
             variables |= rendezvous.shared_secret()
         run: tuple[Any, ...] | None = self, trainer, function, None
