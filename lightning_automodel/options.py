@@ -1,6 +1,5 @@
 """Checking the strategy's keywords before anything runs."""
 
-import multiprocessing
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -70,7 +69,7 @@ class StrategyOptions:
     process_group_backend: str | None = None
     init_method: str | None = None
     timeout: timedelta | float = 30
-    start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
+    start_method: Literal["popen", "spawn", "fork"] = "popen"
     first_rank_setup: bool = False
     save_distributed_checkpoint: bool | None = None
     uneven_inputs: Literal["error", "pad"] = "error"
@@ -82,7 +81,6 @@ class StrategyOptions:
             if field.type is bool or get_origin(field.type) is Literal:
                 self._check_choice(field.name, *(get_args(field.type) or (True, False)))
         self._check_choice("count", None, "tokens", "samples")
-        self._check_choice("start_method", "popen", *multiprocessing.get_all_start_methods())
         self._check_choice("reshard_during_accumulation", True, False, "auto")
         check_deferral(self.defer_fsdp_grad_sync)
         for name in ("data_parallel_size", "data_parallel_replicate_size"):

@@ -41,7 +41,7 @@ from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.caller_mesh import adopt_mesh
 from lightning_automodel.distributed.first_rank import FirstRankPerNode
 from lightning_automodel.distributed.mesh import RunMesh, build_mesh, resolve_sizes
-from lightning_automodel.failure.supervisor import Supervisor
+from lightning_automodel.failure.supervisor import Supervisor, check_processes
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.gradients.windows import unwrap
 from lightning_automodel.launch.launchers import make_launcher
@@ -112,8 +112,8 @@ class AutomodelStrategy(ParallelStrategy):
         process_group_backend: Backend of the default process group. None: gloo for CPU, nccl for CUDA.
         init_method: Where the ranks meet: ``"tcp://host:port"`` or ``"file:///path"``. None: as the environment says.
         start_method: How the ranks of a node are started, if no launcher has started them. ``"popen"``: this process
-            is rank 0 and runs the script again for each other rank. ``"fork"`` (also in notebooks), ``"spawn"`` and
-            ``"forkserver"``: as workers, which end with the run; trained weights and metrics come back. A forked rank
+            is rank 0 and runs the script again for each other rank. ``"fork"`` (also in notebooks) and
+            ``"spawn"``: as workers, which end with the run; trained weights and metrics come back. A forked rank
             computes with one CPU thread.
         timeout: How long a collective may wait, and how long a rank may miss its heartbeats: ``timedelta`` or minutes.
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
@@ -176,7 +176,7 @@ class AutomodelStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         init_method: str | None = None,
         timeout: timedelta | float = 30,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: Literal["popen", "spawn", "fork"] = "popen",
         first_rank_setup: bool = False,
         save_distributed_checkpoint: bool | None = None,
         uneven_inputs: Literal["error", "pad"] = "error",
@@ -364,7 +364,12 @@ class AutomodelStrategy(ParallelStrategy):
         self.set_world_ranks()
         timeout = process_group.parse_timeout(self._options.timeout)
         process_group.join_process_group(
-            self._environment, self.process_group_backend, timeout, self.root_device, self._options.init_method
+            self._environment,
+            self.process_group_backend,
+            timeout,
+            self.root_device,
+            self._options.init_method,
+            check_processes,
         )
         self._evaluation_steps = 0
         self._supervisor.watch(timeout, self._where)

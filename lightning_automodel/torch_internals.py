@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,22 +42,6 @@ ACCUMULATES_IN_LEAF = hasattr(FSDPModule, "set_keep_unsharded_storage")
 def not_compiled(function: F) -> F:
     """``torch.compiler.disable``, which is public but not annotated: decorated functions would lose their types."""
     return cast(F, torch.compiler.disable(function))
-
-
-def forget_process_groups() -> list[Any]:
-    """Reset torch's state as if no process group existed. Returns the groups, which would otherwise be destroyed.
-
-    ``destroy_process_group`` shuts groups down, which in a forked process waits for threads of its parent.
-    """
-    world = dist.distributed_c10d._world
-    kept = [*world.pg_map.items()]
-    dist.distributed_c10d._update_default_pg(None)
-    registries: list[dict[Any, Any]] = [world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config]
-    for registry in (*registries, world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state):
-        registry.clear()
-    torch._C._distributed_c10d._unregister_all_process_groups()
-    world.group_count = 0
-    return kept
 
 
 def forget_meshes() -> None:
@@ -570,7 +553,6 @@ def _probe() -> None:
     )
     check(_redistribute, "clear_redistribute_planner_cache")
     check(torch._C, "_clear_DTensor_sharding_propagator_cache")
-    check(dist.distributed_c10d, "_world")
     check(DeviceMesh, "_flatten")
     check(GradScaler, "_per_optimizer_states", "_unscale_grads_")
     check(DistributedDataParallel, "_check_reducer_finalized")

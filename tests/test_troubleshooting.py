@@ -45,7 +45,7 @@ NOT_MESSAGES = {
     "an import (…)": "of `lightning_automodel needs …`",
     "nowhere (a single process)": "a place to join at",
     "at … within … s: …; check that": "of `could not use the store`",
-    "joined with world size … and backend …": "of `give every rank the same WORLD_SIZE and backend`",
+    "world size … and backend …": "of `give every rank the same WORLD_SIZE and backend`",
     "was told to save and requeue": "of `all ranks stop after this step`",
     "(… frozen since set-up, or not toggled)": "of `took no part in its last micro-batch`",
     "the num_label_tokens that … returned": "of `must be finite`",

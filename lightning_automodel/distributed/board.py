@@ -7,8 +7,8 @@ Below the board's prefix the store holds
     <at>/<rank>, <at>/arrived, <at>/result, <at>/lease    ranks that wait for each other, and which one reads for all
     <path>/known        how many ranks know how the run or a block ended
 
-and, for a run, `lease` (`failure.watchdog`) and `stop` (`failure.coordinated_stop`). With each heartbeat a rank writes
-its record and reads a few keys: two operations. Only one rank ever reads all records.
+and, for a run, `lease` (`failure.watchdog`), `stop` and what lies below it (`failure.coordinated_stop`). With each
+heartbeat a rank writes its record and reads a few keys: two operations. Only one rank ever reads all records.
 """
 
 import contextlib
@@ -80,60 +80,35 @@ class AwakeClock:
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank tells of itself.
+    """What a rank tells of itself."""
 
-    Attributes:
-        beat: Number of the heartbeat.
-        host: Host name.
-        where: The hook or block that it is in.
-        step: The newest training step that it began.
-        position: Lines of user code that its main thread is at; where its collective failed, those that called it.
-        waits: Whether the main thread is in a collective there.
-        stood_s: For how long it has been.
-        has_failed: Whether its collective failed, so that it waits for the verdict.
-        promise: The step that it promises not to pass, if all ranks are to stop.
-        has_ended: Whether it has come to the end of its run, where it waits for the others.
-        has_left: Whether it needs the board no more.
-    """
-
-    beat: int = 0
+    beat: int = 0  # number of the heartbeat
     host: str = "an unknown host"
-    where: str = "set-up"
-    step: int = 0
-    position: str = ""
-    waits: bool = False
-    stood_s: float = 0.0
-    has_failed: bool = False
-    promise: int | None = None
-    has_ended: bool = False
-    has_left: bool = False
+    where: str = "set-up"  # the hook or block that it is in
+    step: int = 0  # the newest training step that it began
+    position: str = ""  # lines of user code that its main thread is at, or that called the collective that failed
+    waits: bool = False  # whether the main thread is in a collective there
+    stood_s: float = 0.0  # for how long it has been there
+    has_failed: bool = False  # whether its collective failed, so that it waits for the verdict
+    has_ended: bool = False  # whether it has come to the end of its run, where it waits for the others
+    has_left: bool = False  # whether it needs the board no more
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """What a reader has seen of a rank.
+    """What a reader has seen of a rank."""
 
-    Attributes:
-        record: Its newest record; None if it has written none.
-        changed_at: When the reader first saw that record, on the reader's clock.
-        missed: How often the reader has found it unchanged since.
-        beats: How many records the reader has seen after the first.
-        busy: How many of them in a row, up to the newest, showed the rank outside of a collective.
-        gap_s: The longest time between two of them.
-    """
-
-    record: Record | None
-    changed_at: float
-    missed: int = 0
-    beats: int = 0
-    busy: int = 0
-    gap_s: float = 0.0
+    record: Record | None  # its newest one; None if it has written none
+    changed_at: float  # when the reader first saw that, on the reader's clock
+    missed: int = 0  # how often the reader has found it unchanged since
+    beats: int = 0  # how many records the reader has seen after the first
+    busy: int = 0  # how many of them in a row, up to the newest, showed the rank outside of a collective
+    gap_s: float = 0.0  # the longest time between two of them
 
     def then(self, record: Record | None, now: float) -> "Sighting":
         """What is seen after ``record`` was read."""
-        if record == self.record:
+        if record is None or record == self.record:
             return replace(self, missed=self.missed + 1)
-        assert record is not None
         busy = 0 if record.waits or record.has_failed or record.has_ended else self.busy + 1
         gap_s = max(self.gap_s, now - self.changed_at)
         return Sighting(record, now, 0, self.beats + 1, busy, gap_s)
@@ -145,9 +120,9 @@ class Sighting:
 
     def is_silent(self, now: float, limit_s: float) -> bool:
         """Whether the rank has sent no heartbeat for ``limit_s`` seconds, nor for several of the reader's."""
-        is_over = not self.known.has_ended and now - self.changed_at > limit_s
         # Where the machine is so busy that the reader itself hardly gets its turn, seconds say little.
-        return is_over and self.missed >= MISSED_BEATS
+        has_missed = self.missed >= MISSED_BEATS and now - self.changed_at > limit_s
+        return has_missed and not self.known.has_ended
 
 
 class Board:
@@ -168,8 +143,7 @@ class Board:
 
     Attributes:
         interval_s: Seconds between two heartbeats.
-        beats: Number of heartbeats written.
-        own: The newest record of this rank.
+        own: The newest record of this rank; ``beats`` is how many it has written.
         is_open: Set once the store has answered.
         has_ended: Set once the thread has ended.
         is_decided: Set once a failure was read at ``path``, or the thread has ended.
@@ -239,20 +213,8 @@ class Board:
         # The store often ends because of a failure that this rank knows already.
         raise RankFailedError(next((failure for failure in self.verdicts.values() if failure), self.lost))
 
-    def raise_verdict(self, path: str) -> None:
-        """Raise ``RankFailedError`` if a failure was posted at ``path`` or for all, or the store is lost."""
-        self.call(self.read)
-        self._raise_known(path)
-
-    def wait_for(
-        self,
-        keys: Sequence[str],
-        find: Callable[[Sequence[bytes]], T | None],
-        path: str,
-        limit_s: float,
-        explain: Callable[[float], None],
-    ) -> T:
-        """Read ``keys`` until ``find`` finds something in their values.
+    def wait_for(self, key: str, path: str, limit_s: float, explain: Callable[[float], None]) -> bytes:
+        """Wait for the value of ``key``.
 
         After ``limit_s`` seconds it calls ``explain`` now and then, with the seconds waited, which raises why.
 
@@ -261,10 +223,12 @@ class Board:
         """
         clock, late_s = AwakeClock(), limit_s
         while True:
-            values = self.call(lambda store: self.read(store, keys))
-            self._raise_known(path)
-            if (found := find(values)) is not None:
-                return found
+            (value,) = self.call(lambda store: self.read(store, [key]))
+            for failure in (self.verdicts.get(path), self.verdicts[self.path]):
+                if failure is not None:
+                    raise RankFailedError(failure)
+            if value != NONE:
+                return value
             if (waited_s := clock()) > late_s:
                 late_s += LINGER_S
                 explain(waited_s)
@@ -279,43 +243,31 @@ class Board:
         limit_s: float,
         explain: Callable[[float], None] | None = None,
     ) -> list[str]:
-        """Wait like :meth:`wait_for` until all of ``ranks`` have posted a value below the key ``at``.
-
-        Returns the values in the order of ``ranks``, the same on all of them.
-        """
-
-        def arrive(store: dist.Store) -> None:
-            store.set(f"{at}/{self.rank}", value)
-            if store.add(f"{at}/arrived", 1) == len(ranks):
-                # The last rank collects the values, so that each rank reads one key.
-                values = store.multi_get([f"{at}/{rank}" for rank in ranks])
-                store.set(f"{at}/result", json.dumps([each.decode() for each in values]))
-
-        self.call(arrive)
-        found = self.wait_for(
-            [f"{at}/result"],
-            lambda values: None if values[0] == NONE else values[0],
-            path,
-            limit_s,
-            explain or partial(self.explain_missing, at, ranks),
-        )
-        return list(json.loads(found))
+        """Wait like :meth:`wait_for` until all of ``ranks`` have posted below ``at``; returns all their values."""
+        self.call(lambda store: self.arrive(store, at, ranks, value))
+        explain = explain or partial(self.explain_missing, at, ranks)
+        return list(json.loads(self.wait_for(f"{at}/result", path, limit_s, explain)))
 
     def explain_missing(self, at: str, ranks: Sequence[int], waited_s: float) -> None:
         """Raise ``RankFailedError`` for those of ``ranks`` that have posted nothing below ``at``; one rank looks."""
         if failure := self.call(lambda store: self._missing(store, at, ranks, waited_s)):
             raise RankFailedError(failure)
 
-    def wait_until_known(self, path: str, num_ranks: int, limit_s: float = LINGER_S) -> None:
-        """Wait at most ``limit_s`` until ``num_ranks`` know how ``path`` ended: the store may end with this process."""
+    def conclude(self, path: str, num_ranks: int, limit_s: float = LINGER_S) -> None:
+        """Note that this rank knows how ``path`` ended. Rank 0, the store's host, waits until ``num_ranks`` know."""
         clock, limit_s = AwakeClock(), min(limit_s, self.timeout_s)
-        while clock() < limit_s and self.call(lambda store: store.add(f"{path}/known", 0), limit_s) < num_ranks:
-            time.sleep(pause_s(clock(), num_ranks))
 
-    def _raise_known(self, path: str) -> None:
-        for each in (path, self.path):
-            if (failure := self.verdicts.get(each)) is not None:
-                raise RankFailedError(failure)
+        def acknowledge(store: dist.Store) -> None:
+            self.read(store)
+            if self.verdicts.get(path) is None:
+                store.add(f"{path}/known", 1)
+
+        with contextlib.suppress(RankFailedError):
+            self.call(acknowledge, limit_s)
+            if self.rank != 0:
+                return
+            while clock() < limit_s and self.call(lambda store: store.add(f"{path}/known", 0), limit_s) < num_ranks:
+                time.sleep(pause_s(clock(), num_ranks))
 
     # --- For functions that the thread runs ---------------------------------------------------------------------------
 
@@ -333,6 +285,13 @@ class Board:
                     self.is_decided.set()
                 store.add(f"{path}/known", 1)
         return values[len(paths) :]
+
+    def arrive(self, store: dist.Store, at: str, ranks: Sequence[int], value: str) -> None:
+        """Post ``value`` below the key ``at``. The last of ``ranks`` collects all, so that each rank reads one key."""
+        store.set(f"{at}/{self.rank}", value)
+        if store.add(f"{at}/arrived", 1) == len(ranks):
+            values = store.multi_get([f"{at}/{rank}" for rank in ranks])
+            store.set(f"{at}/result", json.dumps([each.decode() for each in values]))
 
     def post(self, store: dist.Store, path: str, failure: RankFailure) -> RankFailure:
         """Post ``failure`` at ``path`` unless there is one already; returns the first one."""
@@ -358,13 +317,13 @@ class Board:
         self.is_open.set()
 
     def write(self, store: dist.Store, **changes: Any) -> None:
-        """Write this rank's record."""
+        """Write this rank's record, with ``changes``."""
         self.own = Record(self.beats, self.host, **{**self._describe(), **changes})
         store.set(f"record/{self.rank}", json.dumps(asdict(self.own)))
         self.beats += 1
 
     def read_records(self, store: dist.Store, ranks: Sequence[int], seen: dict[int, Sighting]) -> None:
-        """Add the records of ``ranks`` to what was ``seen``, in one operation once they were read before."""
+        """Add the records of ``ranks`` to what was ``seen``."""
         keys = [f"record/{rank}" for rank in ranks]
         self._make(store, keys)
         self._see(seen, ranks, store.multi_get(keys))
@@ -396,7 +355,8 @@ class Board:
             # Should that rank have died, the others look for themselves the next time.
             store.set(f"{at}/lease", own)
             return None
-        missing = [rank for rank in ranks if not store.check([f"{at}/{rank}"])]
+        keys = {rank: f"{at}/{rank}" for rank in ranks}
+        missing = [rank for rank, key in keys.items() if not store.check([key]) or store.get(key) == NONE]
         if not missing:
             return None
         self.read_records(store, missing[:LONGEST_LIST], self.seen)

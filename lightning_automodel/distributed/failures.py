@@ -2,7 +2,6 @@
 
 import json
 import socket
-import traceback
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
@@ -24,30 +23,21 @@ COMMUNICATION = ("gloo", "NCCL", "XCCL", "monitoredBarrier")
 class RankFailure:
     """What went wrong on one rank, as every other rank reports it.
 
-    Attributes:
-        rank: Rank in the default group; ``LAUNCHER`` for the process that started the ranks.
-        host: Host name of the rank.
-        where: The hook or block that the rank was in.
-        error: Type of the exception; ``PROCESS_ENDED`` if another process saw this one end; ``MISSED_HEARTBEATS``; or
-            ``STUCK`` for a rank that is alive but does not go on.
-        message: The exception's message, cut after some thousand characters.
-        line: File and number of the line that raised it; shows whether ranks failed with the same error.
+    ``error`` is the type of an exception; ``PROCESS_ENDED`` if another process saw this one end; ``MISSED_HEARTBEATS``;
+    or ``STUCK`` for a rank that is alive but does not go on.
     """
 
-    rank: int
+    rank: int  # in the default group; LAUNCHER for the process that started the ranks
     host: str
-    where: str
+    where: str  # the hook or block that the rank was in
     error: str
-    message: str
-    line: str = ""
+    message: str  # that of the exception, cut after some thousand characters
 
     @classmethod
     def from_exception(cls, exception: BaseException, rank: int, where: str) -> "RankFailure":
         """Describe ``exception``, which this process, rank ``rank``, raised in ``where``."""
         message = f"exit status {exception.code}" if isinstance(exception, SystemExit) else _text(exception)
-        frames = traceback.extract_tb(exception.__traceback__)
-        line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        return cls(rank, socket.gethostname(), where, type(exception).__name__, message[:MAX_MESSAGE_CHARACTERS], line)
+        return cls(rank, socket.gethostname(), where, type(exception).__name__, message[:MAX_MESSAGE_CHARACTERS])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "RankFailure":
@@ -57,10 +47,6 @@ class RankFailure:
     def to_bytes(self) -> bytes:
         """Encode the failure for the store."""
         return json.dumps(asdict(self)).encode()
-
-    def is_like(self, other: "RankFailure") -> bool:
-        """Whether both ranks raised the same error in the same line, as for a mistake in the code or the data."""
-        return (self.error, self.message, self.line) == (other.error, other.message, other.line)
 
     def __str__(self) -> str:
         ending = f": {self.message}" if self.message else ""

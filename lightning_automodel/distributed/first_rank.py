@@ -1,16 +1,12 @@
 """First-rank blocks: the first rank of each node runs a block before the others, and a failure reaches every rank.
 
 The ranks communicate through the board: no group is made and no collective is called, so nothing is created late and
-no collective's timeout applies. Within a run it is the run's board, else one made for the outermost block. Below
+no collective's timeout applies. Within a run it is the run's board, else one made for the block. Below
 ``first_rank/<group>/<number of the block>`` the store holds
 
     node/...          the node of each rank
-    outcome/<rank>    how the block ended on the rank; an inner block's key is below the inner block's number
-    left/...          the ranks that left the block without an error
+    left/...          the ranks that left the block without an error, for which others wait at the entry
     verdict, known    the first failure that left the block, and how many ranks know of it or of the good end
-
-At an entry a rank waits only for a lower rank. Only outermost blocks wait at their exit, where no rank waits for this
-one at an entry any more. So blocks that all ranks enter in the same order cannot deadlock, whatever their scopes.
 """
 
 import contextlib
@@ -18,9 +14,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Sequence
 from contextlib import ContextDecorator
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -29,14 +23,13 @@ from typing import Literal, get_args
 import torch.distributed as dist
 
 from lightning_automodel.distributed import process_group, rendezvous
-from lightning_automodel.distributed.board import LINGER_S, NONE, Board
-from lightning_automodel.distributed.failures import RankFailedError, RankFailure, failure_of
+from lightning_automodel.distributed.board import LINGER_S, Board
+from lightning_automodel.distributed.failures import RankFailedError, failure_of
 from lightning_automodel.distributed.process_group import parse_timeout
 
 Scope = Literal["node", "global"]
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-DONE = b"done"
 LONGEST_WORK_S = 24 * 3600.0
 
 
@@ -44,22 +37,22 @@ class FirstRankPerNode(ContextDecorator):
     """Run a block on the first rank of each node, then on its other ranks, which find the work done.
 
     A context manager and a decorator. ``with ... as is_first`` tells whether this rank goes first. One object serves
-    any number of blocks, also nested ones. All ranks of the group must enter the same blocks in the same order, from
-    one thread. Ranks outside the group take no part. It calls no collective.
+    any number of blocks. All ranks of the group must enter the same blocks in the same order, from one thread. Ranks
+    outside the group take no part. It calls no collective.
 
-    An outermost block starts when all ranks have entered it, and ends when it has ended on all ranks. An inner block
-    waits only at its entry, for its first rank. An exception leaves the block unchanged on the rank that raised it.
-    Every other rank raises ``RankFailedError``: at the entry, without running the block, if it waits there, else at the
-    exit of the outermost block.
+    A block starts when all ranks have entered it, and ends when it has ended on all ranks. An exception leaves the
+    block unchanged on the rank that raised it. Every other rank raises ``RankFailedError``: at the entry, without
+    running the block, if it waits there, else at the exit. A block inside another one, of the same group and scope, is
+    a part of that: it waits for nobody.
 
     Without a process group the block just runs. With ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in
     the environment and more than one rank, a gloo group is made for the block and destroyed after it.
 
     Args:
-        group: Group of the ranks that take part; None is the default group. An inner block has the outer one's group.
+        group: Group of the ranks that take part; None is the default group.
         scope: Who goes first: the lowest rank of the group on each ``"node"`` (for local disks), or the lowest rank of
             the group, ``"global"`` (for a shared file system).
-        timeout: Within which all ranks must enter an outermost block, and how long a rank that others wait for may miss
+        timeout: Within which all ranks must enter a block, and how long a rank that others wait for may miss
             heartbeats: a ``timedelta`` or minutes. It does not limit the work, for which the others wait up to a day.
 
     Raises:
@@ -89,26 +82,27 @@ class FirstRankPerNode(ContextDecorator):
 
         Raises:
             RankFailedError: If another rank failed, a rank that is waited for was silent, or the store was lost.
-            RuntimeError: If the first rank left an outer block without entering this one, or ranks did not join the
-                group that is made from the environment: the message names ranks, address and waiting time.
-            ValueError: If the group was destroyed, or is not the enclosing block's group.
+            RuntimeError: If ranks did not join the group that is made from the environment: the message names ranks,
+                address and waiting time.
+            ValueError: If the group was destroyed, or the block around this one has another group or scope.
         """
-        block = self._open()
         stack = _active_blocks()
+        outer = next((block for block in stack if block is not None), None)
+        block = None if outer is not None and self._is_part_of(outer) else self._open()
         stack.append(block)
         if block is None:
-            return True
+            return outer is None or outer.is_first
         try:
             return block.enter()
         except BaseException as error:
             stack.pop()
-            block.leave(error)
+            block.end(error)
             raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Report how the block ended; after an outermost one, wait until it has ended on all ranks, or one failed."""
+        """Report how the block ended, and wait until it has ended on all ranks, or one failed."""
         block = _active_blocks().pop()
         if block is not None:
             block.leave(error)
@@ -119,18 +113,21 @@ class FirstRankPerNode(ContextDecorator):
         group = self._find_group()
         if group is None or group.size() == 1:
             return None
-        where = f"FirstRankPerNode(scope={self._scope!r})"
-        outer = next((block for block in reversed(_active_blocks()) if block is not None), None)
-        if outer is None:
-            meeting = _Meeting(group, self._timeout.total_seconds(), where, made_group)
-            return _Block(meeting, self._scope, where, [meeting.path])
-        if group is not outer.meeting.group:
+        return _Block(group, self._scope, self._timeout.total_seconds(), made_group)
+
+    def _is_part_of(self, outer: "_Block") -> bool:
+        """True, unless it raises: ranks that wait at the outer block's entry cannot take part in another order."""
+        if self._find_group() is not outer.group:
             raise ValueError(
-                f"A FirstRankPerNode block for ranks {dist.get_process_group_ranks(group)} cannot be inside a block of "
-                f"another group, for ranks {outer.meeting.members}; leave that one first, or give both the same group."
+                "A FirstRankPerNode block cannot be inside a block of another group, for ranks"
+                f" {outer.members}: leave that one first, or give both the same group."
             )
-        outer.num_inner += 1
-        return _Block(outer.meeting, self._scope, where, [f"{outer.paths[0]}/{outer.num_inner}", *outer.paths])
+        if self._scope != outer.scope:
+            raise ValueError(
+                f"A FirstRankPerNode block with scope={self._scope!r} cannot be inside a block with"
+                f" scope={outer.scope!r}: leave that one first, or give both the same scope."
+            )
+        return True
 
     def _find_group(self) -> dist.ProcessGroup | None:
         if self._group is None:
@@ -192,112 +189,70 @@ def first_rank(rank: int, nodes: dict[int, str], scope: Scope) -> int:
 # --- Blocks -----------------------------------------------------------------------------------------------------------
 
 
-class _Meeting:
-    """The ranks of a group in an outermost block, and what they share until it has ended on all of them."""
+class _Block:
+    """One use of :class:`FirstRankPerNode`, as this rank sees it.
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, where: str, made_group: bool) -> None:
-        self.group, self.members = group, dist.get_process_group_ranks(group)
-        self._where, self._made_group = where, made_group
+    Attributes:
+        group: The ranks that take part.
+        members: The same, as ranks of the default group.
+        scope: Who goes first.
+        is_first: Whether this rank does.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, scope: Scope, timeout_s: float, made_group: bool) -> None:
+        self.group, self.members, self.scope, self.is_first = group, dist.get_process_group_ranks(group), scope, False
+        self._timeout_s, self._made_group = timeout_s, made_group
+        self._where = f"FirstRankPerNode(scope={scope!r})"
         # Each member counts its blocks on this group; all enter the same blocks, so the numbers agree. The lowest rank
         # is in the path, as torch may give one name to groups that share no rank.
         _num_blocks[group] = _num_blocks.get(group, 0) + 1
-        self.path = f"first_rank/{group.group_name}.{min(self.members)}/{_num_blocks[group]}"
+        self._path = f"first_rank/{group.group_name}.{min(self.members)}/{_num_blocks[group]}"
         self._own_board = None
         if run_board is None or run_board.has_ended.is_set():
-            prefix, describe = f"lightning_automodel/{self.path}", {"where": where}
-            self._own_board = Board(prefix, self.path, self.members, timeout_s, lambda: describe)
+            prefix, describe = f"lightning_automodel/{self._path}", {"where": self._where}
+            self._own_board = Board(prefix, self._path, self.members, timeout_s, lambda: describe)
             self._own_board.start()
         board = self._own_board or run_board
         assert board is not None
-        self.board = board
-        board.verdicts[self.path] = None
-        try:
-            mine = node_of(board.rank)
-            nodes = board.gather(f"{self.path}/node", self.members, mine, self.path, timeout_s)
-        except BaseException as error:
-            # A rank that comes too late then reads the failure, and does not wait for ranks that have left.
-            self.end(error, 2 * board.interval_s)
-            raise
-        self.nodes = dict(zip(self.members, nodes, strict=True))
-
-    def end(self, error: BaseException | None, linger_s: float = LINGER_S) -> None:
-        """Report how the block ended on this rank, and free what was made for it. Rank 0, the store's host, waits."""
-        board = self.board
-        try:
-            with contextlib.suppress(RankFailedError):
-                if error is None:
-                    board.call(lambda store: store.add(f"{self.path}/known", 1), LINGER_S)
-                else:
-                    failure = failure_of(error, board.rank, self._where)
-                    board.call(lambda store: board.post(store, self.path, failure), LINGER_S)
-                    board.call(board.read, LINGER_S)
-                if board.rank == 0:
-                    board.wait_until_known(self.path, len(self.members), linger_s)
-        finally:
-            if self._own_board is not None:
-                self._own_board.close()
-            else:
-                del board.verdicts[self.path]
-            if self._made_group:
-                process_group.destroy_global_state()
-
-
-@dataclass
-class _Block:
-    """One use of :class:`FirstRankPerNode`, as this rank sees it; ``paths`` has its key prefix and those around it."""
-
-    meeting: _Meeting
-    scope: Scope
-    where: str
-    paths: list[str]
-    num_inner: int = 0
+        self._board = board
+        board.verdicts[self._path] = None
 
     def enter(self) -> bool:
-        """Wait until the first rank has left the block, and return False; on that rank return True at once."""
-        meeting, board = self.meeting, self.meeting.board
-        first = first_rank(board.rank, meeting.nodes, self.scope)
-        if board.rank == first:
-            board.raise_verdict(meeting.path)
-            return True
-        # The first rank posts inner outcomes first. Inner keys are read last, so none is missed in between.
-        keys = [f"{path}/outcome/{first}" for path in reversed(self.paths)]
-
-        def find(values: Sequence[bytes]) -> tuple[bytes, bool] | None:
-            """How the first rank left this block, or else a block around it; and whether it was this one."""
-            posted = [index for index, value in enumerate(values) if value != NONE]
-            return (values[posted[-1]], posted[-1] == len(keys) - 1) if posted else None
-
-        explain = partial(board.explain_missing, f"{self.paths[0]}/outcome", [first])
-        outcome, was_inside = board.wait_for(keys, find, meeting.path, LONGEST_WORK_S, explain)
-        if outcome != DONE:
-            raise RankFailedError(RankFailure.from_bytes(outcome))
-        if not was_inside:
-            raise RuntimeError(
-                f"Rank {first} has left a block around this {self.where} without entering it; all ranks must enter the "
-                "same blocks in the same order."
-            )
-        return False
+        """Wait until all ranks have come, and until the first one has left the block, unless this is it."""
+        board, mine = self._board, node_of(self._board.rank)
+        nodes = board.gather(f"{self._path}/node", self.members, mine, self._path, self._timeout_s)
+        first = first_rank(board.rank, dict(zip(self.members, nodes, strict=True)), self.scope)
+        self.is_first = board.rank == first
+        if not self.is_first:
+            explain = partial(board.explain_missing, f"{self._path}/left", [first])
+            board.wait_for(f"{self._path}/left/{first}", self._path, LONGEST_WORK_S, explain)
+        return self.is_first
 
     def leave(self, error: BaseException | None) -> None:
-        """Post how the block ended on this rank; if it is the outermost, wait until it has ended on all ranks."""
-        meeting, board = self.meeting, self.meeting.board
-        is_outermost = len(self.paths) == 1
-        outcome = DONE if error is None else failure_of(error, board.rank, self.where).to_bytes()
-
-        def post(store: dist.Store) -> None:
-            store.set(f"{self.paths[0]}/outcome/{board.rank}", outcome.decode())
-
+        """Wait until the block has ended on all ranks, unless it ended with an ``error`` here, and end it."""
         try:
             if error is None:
-                board.call(post)
-            elif not is_outermost:
-                with contextlib.suppress(RankFailedError):
-                    board.call(post, LINGER_S)
-            if error is None and is_outermost:
-                board.gather(f"{meeting.path}/left", meeting.members, "", meeting.path, LONGEST_WORK_S)
+                # Not an empty value, which a rank that makes the key in order to wait for it would replace.
+                self._board.gather(f"{self._path}/left", self.members, "left", self._path, LONGEST_WORK_S)
         except BaseException as raised:
             error = raised
             raise
         finally:
-            if is_outermost:
-                meeting.end(error)
+            self.end(error)
+
+    def end(self, error: BaseException | None) -> None:
+        """Report how the block ended on this rank, and free what was made for it. Rank 0, the store's host, waits."""
+        board = self._board
+        try:
+            if error is not None:
+                failure = failure_of(error, board.rank, self._where)
+                with contextlib.suppress(RankFailedError):
+                    board.call(lambda store: board.post(store, self._path, failure), LINGER_S)
+            board.conclude(self._path, len(self.members))
+        finally:
+            if self._own_board is not None:
+                self._own_board.close()
+            else:
+                del board.verdicts[self._path]
+            if self._made_group:
+                process_group.destroy_global_state()

@@ -21,7 +21,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed.board import LINGER_S, list_ranks, pause_s
+from lightning_automodel.distributed.board import LINGER_S, LONGEST_PAUSE_S, list_ranks, pause_s
 from lightning_automodel.distributed.rendezvous import Rendezvous, no_store, open_store, run_secret
 
 KEYS = "lightning_automodel/joining"
@@ -51,10 +51,11 @@ class JoinRound:
                 _wait(self.keys, [f"left/{rank}" for rank in came], time.monotonic() + linger_s, len(came))
 
 
-def meet(found: Rendezvous, backend: str, timeout: timedelta) -> JoinRound:
+def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[], None]) -> JoinRound:
     """Wait until every rank has joined. A collective over the world, through the store alone.
 
-    It runs in a thread, as a call to a store whose host is stopped, or to something else than a store, never returns.
+    ``check`` is called now and then, and may raise. The rest runs in a thread: a call to a store whose host is stopped,
+    or to something else than a store, never returns.
 
     Raises:
         RuntimeError: On every rank that has arrived, with the same message: if ranks did not arrive within
@@ -73,12 +74,14 @@ def meet(found: Rendezvous, backend: str, timeout: timedelta) -> JoinRound:
             outcome.set_exception(error)
 
     threading.Thread(target=run, name="lightning_automodel join", daemon=True).start()
-    with contextlib.suppress(TimeoutError):
-        return outcome.result(timeout.total_seconds())
-    if has_store.is_set() or outcome.done():
-        # The ranks that arrived are about to agree on the missing ones.
+    give_up_at, is_late = time.monotonic() + timeout.total_seconds(), False
+    while time.monotonic() < give_up_at:
+        check()
         with contextlib.suppress(TimeoutError):
-            return outcome.result(2 * LINGER_S)
+            return outcome.result(min(LONGEST_PAUSE_S, timeout.total_seconds()))
+        if time.monotonic() > give_up_at and (has_store.is_set() or outcome.done()) and not is_late:
+            # The ranks that arrived are about to agree on the missing ones.
+            give_up_at, is_late = give_up_at + 2 * LINGER_S, True
     raise RuntimeError(no_store(found, timeout, "what listens there does not answer as a store"))
 
 
@@ -102,55 +105,46 @@ def _take_part(found: Rendezvous, backend: str, store: dist.Store, timeout: time
     """Enter this rank into the store's newest round, and wait until all have arrived or something is wrong."""
     counter = dist.PrefixStore(KEYS, store)
     keys = dist.PrefixStore(str(counter.add("round", 0)), counter)
-    join_round, me = JoinRound(found, keys), f"{socket.gethostname()} pid {os.getpid()}"
-
-    def settle(describe: Callable[[], str]) -> None:
-        """End the round, unless another rank does; ranks that arrive later are in the next one."""
-        if keys.compare_set("lease", "", me).decode() == me:
-            problem = describe()
-            counter.add("round", 1)
-            keys.set("result", f"={problem}")
-
-    def missing() -> str:
-        ranks = [rank for rank in range(found.world_size) if not keys.check([f"rank/{rank}"])]
-        return (
-            f"{'Ranks' if len(ranks) > 1 else 'Rank'} {list_ranks(ranks)} of {found.world_size} did not join at"
-            f" {found.place} (backend {backend}) within {timeout.total_seconds():g} s, for which rank {found.rank}"
-            " waited: check that each process runs and has the same address, or raise the timeout."
-        )
-
+    me, terms = f"{socket.gethostname()} pid {os.getpid()}", f"world size {found.world_size} and backend {backend}"
     came = keys.compare_set(f"rank/{found.rank}", "", me).decode()
+    first = keys.compare_set("terms", "", f"Rank {found.rank} joined with {terms}").decode()
+    problem = None
     if came != me:
-        settle(
-            lambda: (
-                f"Two processes joined at {found.place} as rank {found.rank} of {found.world_size} (backend {backend}):"
-                f" {came}, and {me}; give each process a RANK of its own, and each job a port or file. Where one of"
-                " them was killed and started again: start all ranks again."
-            )
+        problem = (
+            f"Two processes joined at {found.place} as rank {found.rank} of {found.world_size} (backend {backend}):"
+            f" {came}, and {me}; give each process a RANK of its own, and each job a port or file. Where one of them"
+            " was killed and started again: start all ranks again."
         )
-    else:
-        terms = f"joined with world size {found.world_size} and backend {backend}"
-        first = keys.compare_set("terms", "", f"Rank {found.rank} {terms}").decode()
-        arrived = keys.add("arrived", 1)
-        if not first.endswith(terms):
-            settle(
-                lambda: (
-                    f"{first}, but rank {found.rank} {terms}, at {found.place}: give every rank the same WORLD_SIZE and"
-                    " backend."
-                )
-            )
-        elif arrived == found.world_size:
-            settle(str)
-        elif not _wait(keys, ["result"], deadline, found.world_size):
-            settle(missing)
+    elif not first.endswith(terms):
+        problem = (
+            f"{first}, but rank {found.rank} joined with {terms}, at {found.place}: give every rank the same WORLD_SIZE"
+            " and backend."
+        )
+    elif keys.add("arrived", 1) == found.world_size:
+        problem = ""
+    is_settled = problem is None and _wait(keys, ["result"], deadline, found.world_size)
+    if not is_settled and keys.compare_set("lease", "", me).decode() == me:
+        problem = _missing(keys, found, backend, timeout) if problem is None else problem
+        counter.add("round", 1)  # ranks that arrive later are in the next one
+        keys.set("result", f"={problem}")
     if not _wait(keys, ["result"], time.monotonic() + LINGER_S, found.world_size):
         raise TimeoutError("the result of joining is missing")
+    join_round = JoinRound(found, keys)
     if problem := keys.get("result").decode().removeprefix("="):
         if came == me:
             # Not for a duplicate: the store's host must wait for the first process, which may still have to read it.
             join_round.leave()
         raise RuntimeError(problem)
     return join_round
+
+
+def _missing(keys: dist.Store, found: Rendezvous, backend: str, timeout: timedelta) -> str:
+    ranks = [rank for rank in range(found.world_size) if not keys.check([f"rank/{rank}"])]
+    return (
+        f"{'Ranks' if len(ranks) > 1 else 'Rank'} {list_ranks(ranks)} of {found.world_size} did not join at"
+        f" {found.place} (backend {backend}) within {timeout.total_seconds():g} s, for which rank {found.rank}"
+        " waited: check that each process runs and has the same address, or raise the timeout."
+    )
 
 
 def _wait(store: dist.Store, keys: list[str], deadline: float, num_ranks: int) -> bool:

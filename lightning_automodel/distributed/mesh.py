@@ -21,19 +21,12 @@ TOKENS = "data_parallel_context"
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Number of ranks along each dimension.
+    """Number of ranks along each dimension."""
 
-    Attributes:
-        replicate: Ranks that hold copies of the same shard.
-        shard: Ranks that one copy of the parameters is sharded over.
-        tensor: Ranks that compute one micro-batch together.
-        context: Ranks that share each batch and hold a slice of its sequence each.
-    """
-
-    replicate: int
-    shard: int
-    tensor: int = 1
-    context: int = 1
+    replicate: int  # ranks that hold copies of the same shard
+    shard: int  # ranks that one copy of the parameters is sharded over
+    tensor: int = 1  # ranks that compute one micro-batch together
+    context: int = 1  # ranks that share each batch and hold a slice of its sequence each
 
     @property
     def data_parallel(self) -> int:
@@ -107,24 +100,17 @@ def _divisors(size: int) -> str:
 class RunMesh:
     """The mesh of a run and the views of it that other modules use.
 
-    Attributes:
-        mesh: All dimensions.
-        sizes: Number of ranks along each.
-        data_parallel: 1-D view over the ranks that are given different batches.
-        tokens: 1-D view over the ranks that hold different tokens: data-parallel ranks times context peers.
-        fsdp: What ``fully_shard`` takes: 1-D, or 2-D (replicate, shard) where there are replicas. Parameters are
-            sharded over context peers too.
-        tensor_parallel: 1-D view over the ranks that compute one micro-batch together; None without that dimension.
-        context_parallel: 1-D view over the ranks that share a batch; None where each has batches of its own.
+    ``fsdp`` is what ``fully_shard`` takes: 1-D, or 2-D (replicate, shard) where there are replicas. Parameters are
+    sharded over context peers too. All other views are 1-D.
     """
 
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # all dimensions
     sizes: MeshSizes
-    data_parallel: DeviceMesh
-    tokens: DeviceMesh
+    data_parallel: DeviceMesh  # ranks that are given different batches
+    tokens: DeviceMesh  # ranks that hold different tokens: data-parallel ranks times context peers
     fsdp: DeviceMesh
-    tensor_parallel: DeviceMesh | None
-    context_parallel: DeviceMesh | None = None
+    tensor_parallel: DeviceMesh | None  # ranks that compute one micro-batch together; None without that dimension
+    context_parallel: DeviceMesh | None = None  # ranks that share a batch; None where each has batches of its own
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -187,7 +187,6 @@ class _Membership:
 _membership: _Membership | None = None
 _leaves_at_exit: int | None = None
 _leaving_hooks: list[Callable[[], None]] = []
-_inherited: list[Any] = []
 
 
 def initialize_distributed(
@@ -243,11 +242,12 @@ def join_process_group(
     timeout: timedelta,
     device: torch.device,
     init_method: str | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Join the default process group, or use the one that exists; bind ``device`` to it where it communicates by NCCL.
 
     Like :func:`initialize_distributed`, but rank, world size and, without ``init_method``, the address come from
-    Lightning's cluster environment.
+    Lightning's cluster environment. ``check`` is called now and then meanwhile, and may raise.
     """
     lightning_internals.reset_seed()
     check_backend(backend)
@@ -257,7 +257,7 @@ def join_process_group(
     address, port = cluster_environment.main_address, cluster_environment.main_port
     url = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
     rank, world_size = cluster_environment.global_rank(), cluster_environment.world_size()
-    _join(rendezvous.locate(init_method or url, None, rank, world_size), backend, timeout, device)
+    _join(rendezvous.locate(init_method or url, None, rank, world_size), backend, timeout, device, check)
 
 
 def _use_existing(backend: str, device: torch.device) -> DistInfo:
@@ -273,7 +273,13 @@ def _use_existing(backend: str, device: torch.device) -> DistInfo:
     return DistInfo(actual, rank, dist.get_world_size(), device, rank == 0)
 
 
-def _join(found: rendezvous.Rendezvous, backend: str, timeout: timedelta, device: torch.device | None) -> None:
+def _join(
+    found: rendezvous.Rendezvous,
+    backend: str,
+    timeout: timedelta,
+    device: torch.device | None,
+    check: Callable[[], None] = lambda: None,
+) -> None:
     global _membership, _leaves_at_exit
     destroy_global_state()
     if _leaves_at_exit != os.getpid():
@@ -281,7 +287,7 @@ def _join(found: rendezvous.Rendezvous, backend: str, timeout: timedelta, device
         _leaves_at_exit = os.getpid()
         at_exit = {"is_exiting": True}
         multiprocessing.util.Finalize(None, _leave, kwargs=at_exit, exitpriority=BEFORE_CHILDREN_ARE_JOINED)
-    join_round = join.meet(found, backend, timeout)
+    join_round = join.meet(found, backend, timeout, check)
     try:
         dist.init_process_group(
             backend,
@@ -313,17 +319,6 @@ def is_bindable(backend: str, device: torch.device) -> bool:
 
 
 # --- Leaving ----------------------------------------------------------------------------------------------------------
-
-
-def forget_inherited_groups() -> None:
-    """In a forked process: leave the parent's groups, for instance those of an earlier run. Not a collective.
-
-    The objects are kept, unused, since destroying them would wait for threads that a fork does not copy.
-    """
-    global _membership
-    _inherited.extend((_membership, torch_internals.forget_process_groups()))
-    _membership = None
-    call_leaving_hooks()
 
 
 def at_leaving(hook: Callable[[], None]) -> Callable[[], None]:

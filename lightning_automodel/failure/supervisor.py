@@ -3,23 +3,23 @@
 import contextlib
 import faulthandler
 import logging
-import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.distributed import first_rank, process_group
-from lightning_automodel.distributed.failures import RankFailedError
+from lightning_automodel.distributed.board import Board
+from lightning_automodel.distributed.failures import PROCESS_ENDED, RankFailedError, RankFailure
 from lightning_automodel.failure.coordinated_stop import REQUEUE
 from lightning_automodel.failure.position import main_thread_position
-from lightning_automodel.failure.watchdog import Watchdog, end_process
+from lightning_automodel.failure.watchdog import RUN, Watchdog, end_process
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +58,9 @@ class Supervisor:
         Raises:
             RankFailedError: If another rank failed; its cause is what that raised on this rank, if anything.
         """
-        if _process.unclosed is not None:
+        for each in [each for each in _current if each.has_failed]:
             # A callback's `on_exception` raised in an earlier run, so that Lightning did not tear it down.
-            _process.unclosed.close()
+            each.close()
         self._is_running, self._failed_at = True, None
         self.weights_only = lightning_internals.told_weights_only(function, args, kwargs)
         try:
@@ -72,7 +72,6 @@ class Supervisor:
             raise
         except BaseException as exception:
             self._failed_at = time.monotonic()
-            _process.unclosed = self
             if self._watchdog is not None and self._watchdog.failure is None:
                 self._watchdog.raised_at = main_thread_position(exception)
                 self._before_telling()
@@ -97,12 +96,10 @@ class Supervisor:
             with contextlib.suppress(Exception):
                 faulthandler.enable()
         self._timeout_s = timeout.total_seconds()
-        self._watchdog = Watchdog(timeout, where, raises_on_sigterm=self._patch_sigterm())
-        _process.watchdogs.append(self._watchdog)
-        _process.has_joined, first_rank.run_board = True, self._watchdog.board
+        self._watchdog = Watchdog(timeout, where, self._patch_sigterm(), _find_ended)
+        _current.append(self)
+        first_rank.run_board = self._watchdog.board
         self._watchdog.start()
-        if _process.ended is not None:
-            self._watchdog.report_end(*_process.ended)
 
     def begin_step(self, step: int, is_training: bool) -> bool:
         """Begin a step that every rank takes; return whether all stop after it, since one received SIGTERM.
@@ -137,6 +134,11 @@ class Supervisor:
             self._watchdog.stop.ask(REQUEUE)
 
     @property
+    def board(self) -> Board | None:
+        """The run's board; None where there are no other ranks."""
+        return None if self._watchdog is None else self._watchdog.board
+
+    @property
     def has_failed(self) -> bool:
         """Whether this rank is leaving after a failure of its own or of another rank."""
         return self._failed_at is not None
@@ -145,11 +147,9 @@ class Supervisor:
         """After a failure, end the watch and destroy this package's process groups, in half a minute at most."""
         if self._is_running and not self.has_failed:
             return
-        if self.has_failed and self._watchdog is not None:
-            self._watchdog.wait_until_failure_is_known(LINGER_AFTER_FAILURE_S)
+        if self.has_failed and self.board is not None:
+            self.board.conclude(RUN, process_group.group_size(), LINGER_AFTER_FAILURE_S)
         self._end()
-        if _process.unclosed is self:
-            _process.unclosed = None
         if self.has_failed and process_group.group_size() > 1:
             process_group.call_leaving_hooks()
             cause = sys.exc_info()[1]
@@ -163,9 +163,9 @@ class Supervisor:
     def _end(self) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
-            _process.watchdogs.remove(self._watchdog)
-            first_rank.run_board = _process.watchdogs[-1].board if _process.watchdogs else None
             self._watchdog = None
+            _current.remove(self)
+            first_rank.run_board = _current[-1].board if _current else None
         self._restore_sigterm()
 
     def _raise_what_came_late(self) -> None:
@@ -197,12 +197,6 @@ class Supervisor:
                 # rank's interrupt. On both it is the user's wish, not a failure with a traceback.
                 raise KeyboardInterrupt from exception
             raise RankFailedError(failure) from exception
-        if watchdog.failed_alike and multiprocessing.parent_process() is None:
-            # The mistake is in the code or in all data, and one traceback is enough. Workers send theirs to the
-            # launching process, which chooses one.
-            exception.add_note("Another rank raised the same before, in the same line: its traceback is printed whole.")
-            exception.__cause__, exception.__suppress_context__ = None, True
-            raise exception.with_traceback(None)
 
     # --- SIGTERM ------------------------------------------------------------------------------------------------------
 
@@ -244,41 +238,23 @@ class Supervisor:
 # --- This process, which may have several runs, also one inside another -----------------------------------------------
 
 
-@dataclass
-class _Process:
-    """State of this process that outlives a run.
+_current: list[Supervisor] = []
+"""Supervisors that watch the other ranks, the innermost run's last."""
 
-    Attributes:
-        watchdogs: Watchdogs of the current runs, innermost last.
-        has_joined: Whether this process has ever joined the others.
-        ended: The first process that ended between two runs, and how.
-        unclosed: Supervisor of a run that failed and was not closed yet.
+_find_ended: Callable[[], list[tuple[int, str]]] = list
+
+
+def watch_processes(find_ended: Callable[[], list[tuple[int, str]]]) -> None:
+    """Have ``find_ended`` called while this process joins the others, and in its runs.
+
+    It returns ranks whose processes, which this one has started, have ended since the last call, and how.
     """
-
-    watchdogs: list[Watchdog] = field(default_factory=list)
-    has_joined: bool = False
-    ended: tuple[int, str] | None = None
-    unclosed: Supervisor | None = None
+    global _find_ended
+    _find_ended = find_ended
 
 
-_process = _Process()
-
-
-def report_end(rank: int, how: str) -> bool:
-    """Post, when a run begins or at once, how ``rank`` or ``LAUNCHER`` ended; return whether this rank has joined."""
-    if _process.watchdogs:
-        _process.watchdogs[-1].report_end(rank, how)
-    elif _process.ended is None:
-        _process.ended = rank, how
-    return _process.has_joined
-
-
-def has_joined() -> bool:
-    """Whether this process has ever joined the others."""
-    return _process.has_joined
-
-
-def forget_inherited_runs() -> None:
-    """In a forked process, forget the runs of its parent."""
-    global _process
-    _process, first_rank.run_board = _Process(), None
+def check_processes() -> None:
+    """While joining: raise RankFailedError if a process that this one has started has ended."""
+    for rank, how in _find_ended():
+        message = f"its process {how} before all ranks had joined"
+        raise RankFailedError(RankFailure(rank, socket.gethostname(), "", PROCESS_ENDED, message))

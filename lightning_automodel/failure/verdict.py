@@ -64,7 +64,8 @@ def left_behind(records: Mapping[int, Record]) -> RankFailure | None:
     ended = {rank: record.step for rank, record in records.items() if record.has_ended}
     if not running or not ended:
         return None
-    (rank, last_step), (other, step) = min(ended.items(), key=_second), max(running.items(), key=_second)
+    rank, other = min(ended, key=ended.__getitem__), max(running, key=running.__getitem__)
+    last_step, step = ended[rank], running[other]
     if step <= last_step:
         return None
     message = (
@@ -92,7 +93,3 @@ def list_positions(positions: Mapping[int, str]) -> str:
         f"{''.join(lines)}One of these lines probably communicates, and the other ranks do not come to it."
         f" {RUN_ON_ALL_RANKS}"
     )
-
-
-def _second(pair: tuple[int, int]) -> int:
-    return pair[1]

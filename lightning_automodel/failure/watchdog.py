@@ -16,25 +16,9 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_automodel.distributed import connections
-from lightning_automodel.distributed.board import (
-    BEAT_S,
-    LINGER_S,
-    LONGEST_PAUSE_S,
-    NONE,
-    AwakeClock,
-    Board,
-    Record,
-    Sighting,
-)
-from lightning_automodel.distributed.failures import (
-    LAUNCHER,
-    MISSED_HEARTBEATS,
-    PROCESS_ENDED,
-    RankFailedError,
-    RankFailure,
-    is_communication_error,
-)
-from lightning_automodel.failure.coordinated_stop import STOP, StopAgreement
+from lightning_automodel.distributed.board import BEAT_S, LINGER_S, LONGEST_PAUSE_S, NONE, AwakeClock, Board, Sighting
+from lightning_automodel.distributed.failures import PROCESS_ENDED, RankFailedError, RankFailure, is_communication_error
+from lightning_automodel.failure.coordinated_stop import STEPS, STOP, StopAgreement
 from lightning_automodel.failure.position import main_thread_position
 from lightning_automodel.failure.verdict import decide, left_behind, standstill
 
@@ -68,44 +52,42 @@ class Watchdog:
         timeout: Time within which this rank leaves when another misses its heartbeats, for at least half of it.
         where: Returns the hook that this rank is in; called by a thread.
         raises_on_sigterm: Whether the main thread has a SIGTERM handler that raises after a failure.
+        find_ended: Called by a thread; returns ranks whose processes have ended since the last call, and how.
 
     Attributes:
         board: The run's board.
         stop: Decides after which step all ranks stop.
         training_step: Number of the newest training step that this rank began; all ranks take the same ones.
-        failed_alike: Whether another rank had raised the same error before, in the same line.
         raised_at: Where this rank raised an exception: from then on, its main thread is in this package.
     """
 
-    def __init__(self, timeout: timedelta, where: Callable[[], str], raises_on_sigterm: bool) -> None:
+    def __init__(
+        self,
+        timeout: timedelta,
+        where: Callable[[], str],
+        raises_on_sigterm: bool,
+        find_ended: Callable[[], list[tuple[int, str]]] = list,
+    ) -> None:
         world = dist.group.WORLD
         assert world is not None
         self._timeout_s = timeout.total_seconds()
-        self._where, self._raises_on_sigterm = where, raises_on_sigterm
+        self._where, self._raises_on_sigterm, self._find_ended = where, raises_on_sigterm, find_ended
         self._rank, self._ranks = dist.get_rank(), range(dist.get_world_size())
         self._is_noticed, self._is_closed = threading.Event(), threading.Event()
         self._failure: RankFailure | None = None
         self._has_posted_own = self._has_ended = self._has_warned = False
-        self.stop = StopAgreement(self._rank, len(self._ranks), lambda store: self.board.write(store), self._read_all)
+        self.stop = StopAgreement(self._rank, lambda store, step: self.board.arrive(store, STOP, self._ranks, step))
         self.raised_at: tuple[bool, str] | None = None
         self.training_step = 0
-        self.failed_alike = False
         # What this rank would report of itself, once its collective has failed; and what it has seen of all since.
         self._own: RankFailure | None = None
         self._seen: dict[int, Sighting] = {}
         self._reading_since_s = self._standing_since_s = 0.0
         self._position: tuple[bool, str] = (False, "")
         _runs[world] = _runs.get(world, 0) + 1
+        prefix, keys = f"lightning_automodel/run/{_runs[world]}", (STOP, STEPS, LEASE)
         silence_s = max(self._timeout_s / 2, self._timeout_s - TIME_TO_LEAVE_S)
-        self.board = Board(
-            f"lightning_automodel/run/{_runs[world]}",
-            RUN,
-            self._ranks,
-            silence_s,
-            self._describe,
-            (STOP, LEASE),
-            self._exchange,
-        )
+        self.board = Board(prefix, RUN, self._ranks, silence_s, self._describe, keys, self._exchange)
         self._longest_search_s = LONGEST_SEARCH_BEATS * max(self.board.interval_s, BEAT_S)
         self._thread = threading.Thread(target=self._watch, name="lightning_automodel watchdog", daemon=True)
 
@@ -137,22 +119,6 @@ class Watchdog:
         """Another rank's failure, once this rank knows of it."""
         return self._failure or self.board.verdicts[RUN]
 
-    def report_end(self, rank: int, how: str) -> None:
-        """Post that the process of ``rank``, or of ``LAUNCHER``, ended, unless it had finished or posted why."""
-
-        def post(store: dist.Store) -> None:
-            failure = RankFailure(LAUNCHER, self.board.host, "", MISSED_HEARTBEATS, how)
-            if rank != LAUNCHER:
-                self.board.read_records(store, [rank], self.board.seen)
-                record = self.board.seen[rank].known
-                if record.has_left:
-                    return
-                failure = RankFailure(rank, record.host, record.where, PROCESS_ENDED, f"its process {how}")
-            self.board.post(store, RUN, failure)
-
-        with contextlib.suppress(RankFailedError):
-            self.board.call(post)
-
     def wait_for_all(self) -> int | None:
         """Wait until every rank has left its last hook, or one has failed. A collective, only through the store.
 
@@ -171,20 +137,9 @@ class Watchdog:
         except RankFailedError as error:
             self._failure = self.failure or self._post(error.failure)
             return None
-        # Rank 0 may host the store, so it stays some seconds until the others know that they may leave.
         self._is_closed.set()
-        with contextlib.suppress(RankFailedError):
-            board.call(lambda store: store.add(f"{END}/known", 1), LINGER_S)
-            if self._rank == 0:
-                board.wait_until_known(END, len(self._ranks))
+        board.conclude(END, len(self._ranks))
         return next((int(rank) for rank in told if rank), None)
-
-    def wait_until_failure_is_known(self, limit_s: float) -> None:
-        """Acknowledge the failure in the store. Rank 0, which may host it, stays until all ranks have done so."""
-        with contextlib.suppress(RankFailedError):
-            self.board.call(self.board.read, limit_s)
-            if self._rank == 0:
-                self.board.wait_until_known(RUN, len(self._ranks), limit_s)
 
     def acknowledge(self) -> None:
         """Note that the main thread is leaving, so that nothing interrupts it."""
@@ -206,8 +161,7 @@ class Watchdog:
             own = RankFailure.from_exception(exception, self._rank, hook or self._where())
             self._has_posted_own = True
             if not is_communication_error(exception):
-                first = self._post(own)
-                self.failed_alike = first.rank != self._rank and first.is_like(own)
+                self._post(own)
                 return None
             culprit = self.failure or self._await_verdict(own)
             if culprit.rank != self._rank:
@@ -253,20 +207,20 @@ class Watchdog:
             "waits": position[0],
             "stood_s": now - self._standing_since_s,
             "has_failed": self._own is not None,
-            "promise": self.stop.promise,
             "has_ended": self._has_ended,
         }
 
-    def _read_all(self, store: dist.Store) -> list[Record]:
-        seen: dict[int, Sighting] = {}
-        self.board.read_records(store, self._ranks, seen)
-        return [seen[rank].known for rank in self._ranks]
-
     def _exchange(self, store: dist.Store, values: Sequence[bytes]) -> None:
-        stop, lease = values
-        self.stop.exchange(store, stop)
+        *stop, lease = values
+        self.stop.exchange(store, *stop)
         if self._is_closed.is_set() or self.failure is not None:
             return
+        for rank, how in self._find_ended():
+            self.board.read_records(store, [rank], self.board.seen)
+            record = self.board.seen[rank].known
+            if not record.has_left:
+                ended = RankFailure(rank, record.host, record.where, PROCESS_ENDED, f"its process {how}")
+                self.board.post(store, RUN, ended)
         own = self.board.own
         if failure := left_behind({self._rank: own} | {r: each.known for r, each in self.board.seen.items()}):
             self.board.post(store, RUN, failure)
@@ -274,8 +228,9 @@ class Watchdog:
             self._seek(store, self._own)
         limit_s = min(STANDSTILL_S, self._timeout_s / 2)
         if self._rank == 0 and not self._has_warned and own.waits and own.stood_s >= limit_s:
-            positions = standstill(dict(enumerate(self._read_all(store))), limit_s)
-            if positions is not None:
+            seen: dict[int, Sighting] = {}
+            self.board.read_records(store, self._ranks, seen)
+            if positions := standstill({rank: each.known for rank, each in seen.items()}, limit_s):
                 self._has_warned = True
                 log.warning(
                     f"All ranks have waited for {limit_s:g} s, in different places:\n{positions} The wait ends after"

@@ -1,14 +1,11 @@
 """Starting the ranks' processes: Lightning's launchers, with the Trainer's function run by the supervisor."""
 
-import contextlib
 import io
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 import torch.multiprocessing
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -25,20 +23,12 @@ from torch.multiprocessing import ProcessContext
 from typing_extensions import override
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.distributed import process_group, rendezvous
+from lightning_automodel.distributed import rendezvous
 from lightning_automodel.failure import supervisor
 from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.launch.results import collect, restore
-from lightning_automodel.launch.workers import (
-    describe_exit,
-    follow_launching_process,
-    tell_supervisor,
-    wait_for_workers,
-    write_failure,
-    write_report,
-)
+from lightning_automodel.launch.workers import describe_exit, wait_for_workers, write_failure, write_report
 
-POLL_S = 0.25
 _RUN = "run.pt"
 
 
@@ -46,7 +36,7 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
     """Runs this script again for every other rank of the node, unless something else starts the processes.
 
     Lightning's launcher kills this process some seconds after another one has failed, whatever this one is doing. Here
-    the supervisor is told at once, and every rank leaves with the cause.
+    the supervisor asks how they ended, and every rank leaves with the cause.
     """
 
     def __init__(
@@ -75,26 +65,23 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
             if self.num_nodes == 1:
                 os.environ.update(rendezvous.shared_secret())
             self._call_children_scripts()
-            threading.Thread(target=self._observe, name="lightning_automodel launcher", daemon=True).start()
+            first_rank = self.cluster_environment.node_rank() * self.num_processes
+            supervisor.watch_processes(partial(_find_ended, dict(enumerate(self.procs, start=first_rank + 1))))
         lightning_internals.share_cores(self.num_processes)
         try:
             return self._supervisor.run(function, *args, **kwargs)
         finally:
-            if not supervisor.has_joined():
+            if not dist.is_initialized():
                 # They would wait for this rank for their whole timeout.
                 self.kill(signal.SIGTERM)
 
-    def _observe(self) -> None:
-        """Tell the supervisor of each process that ends, until all have. It knows whether the process was done."""
-        running = dict(enumerate(self.procs, start=self.cluster_environment.node_rank() * self.num_processes + 1))
-        while running:
-            for rank, process in list(running.items()):
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    status = process.wait(POLL_S / len(running))
-                    del running[rank]
-                    if not tell_supervisor(rank, describe_exit(status)):
-                        self.kill(signal.SIGTERM)
-                        os.kill(os.getpid(), signal.SIGTERM)
+
+def _find_ended(running: dict[int, Any]) -> list[tuple[int, str]]:
+    """Ranks whose processes have ended since the last call, and how."""
+    ended = {rank: process.returncode for rank, process in running.items() if process.poll() is not None}
+    for rank in ended:
+        del running[rank]
+    return [(rank, describe_exit(status)) for rank, status in ended.items()]
 
 
 class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
@@ -109,13 +96,15 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
     def __init__(
         self,
         strategy: ParallelStrategy,
-        start_method: Literal["spawn", "fork", "forkserver"],
+        start_method: Literal["spawn", "fork"],
         num_processes: int,
         num_nodes: int,
         supervisor: Supervisor,
     ) -> None:
         super().__init__(strategy, start_method)
         self._num_processes, self._num_nodes, self._supervisor = num_processes, num_nodes, supervisor
+        assert strategy.cluster_environment is not None
+        self.environment, self.method = strategy.cluster_environment, start_method
         self.folder: Path | None = None
 
     @override
@@ -127,20 +116,22 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
             return self._run_in_worker(self.folder, trainer, function, args, kwargs)
         if self._already_fit and trainer.state.fn == TrainerFn.FITTING:
             raise NotImplementedError(
-                f"trainer.fit() ran already, in workers of start_method={self._start_method!r} that have ended, with"
+                f"trainer.fit() ran already, in workers of start_method={self.method!r} that have ended, with"
                 " their optimizer states and loops. To go on, make a new Trainer and call fit(ckpt_path=...)."
+            )
+        if self.method == "fork" and dist.is_initialized():
+            raise RuntimeError(
+                "start_method='fork' copies this process, which is in a process group, from a run on one device or one"
+                " of your own: save what you need of the model there, call lightning_automodel.destroy_global_state()"
+                " (for your own, torch.distributed.destroy_process_group()), and start again."
             )
         folder = Path(tempfile.mkdtemp(prefix="lightning_automodel-"))
         try:
             started = self._start(trainer, partial(function, *args, **kwargs), folder)
-            self.procs = list(started.processes)
-            environment: Any = self._strategy.cluster_environment
-            results = wait_for_workers(started, folder, environment.node_rank() * self._num_processes)
+            results = wait_for_workers(started, folder, self.environment.node_rank() * self._num_processes)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        finally:
-            self.procs = []
         # Raises if the module lacks trained weights, and their file is kept.
         restore(results, trainer, folder)
         shutil.rmtree(folder, ignore_errors=True)
@@ -160,7 +151,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         except BaseException as exception:
             if isinstance(exception, lightning_internals.TunerExitException):
                 exception = RuntimeError(
-                    f"the Tuner ran in workers of start_method={self._start_method!r}, which do not send its value"
+                    f"the Tuner ran in workers of start_method={self.method!r}, which do not send its value"
                     " back: pass start_method='popen', or for a learning rate call fit with the callback"
                     " LearningRateFinder()."
                 )
@@ -169,15 +160,12 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
             raise
 
     def _start(self, trainer: "pl.Trainer", function: partial[Any], folder: Path) -> ProcessContext:
-        environment = self._strategy.cluster_environment
-        assert environment is not None
-        environment.validate_settings(num_devices=self._num_processes, num_nodes=self._num_nodes)
-        # A fork server has the environment variables from when it was started.
-        variables = {**os.environ, "MASTER_PORT": str(environment.main_port)}
+        self.environment.validate_settings(num_devices=self._num_processes, num_nodes=self._num_nodes)
+        variables = {"MASTER_PORT": str(self.environment.main_port)}
         if self._num_nodes == 1:
             variables |= rendezvous.shared_secret()
         run: tuple[Any, ...] | None = self, trainer, function, None
-        if self._start_method != "fork":
+        if self.method == "spawn":
             # Global state that affects results, which a process that is not a fork does not inherit.
             random_states = lightning_internals.collect_rng_states(include_cuda=False)
             global_state = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, random_states
@@ -190,42 +178,36 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
                 raise
             run = None
         return torch.multiprocessing.start_processes(
-            _be_worker,
+            _run_worker,
             args=(folder, variables, run),
             nprocs=self._num_processes,
-            start_method=self._start_method,
+            start_method=self.method,
             join=False,
         )
 
     def _explain(self, trainer: "pl.Trainer", function: partial[Any], error: Exception) -> None:
         """Raise a TypeError that names the part of the run that cannot be pickled, if there is one."""
-        data = [*function.args, *function.keywords.values()]
-        parts = [("the module" if isinstance(value, pl.LightningModule) else "the data", value) for value in data]
-        parts += [(f"the callback {type(callback).__name__}", callback) for callback in trainer.callbacks]  # type: ignore[attr-defined]
-        parts += [(f"the logger {type(logger).__name__}", logger) for logger in trainer.loggers]
-        for where, value in (*parts, ("the strategy", trainer.strategy), ("the Trainer", trainer)):
+        parts = [*function.args, *function.keywords.values(), *trainer.callbacks, *trainer.loggers]  # type: ignore[attr-defined]
+        for part in (*parts, trainer.strategy, trainer):
             try:
-                torch.save(value, io.BytesIO())
+                torch.save(part, io.BytesIO())
             except Exception as cause:
                 raise TypeError(
-                    f"start_method={self._start_method!r} sends the Trainer, the module and its data to new processes,"
-                    f" but {where} ({type(value).__name__}) cannot be pickled: {str(cause).rstrip('.')}. Define that at"
-                    " the top level of a module that can be imported, make it in setup(), or pass start_method='fork',"
-                    " or 'popen' in a script."
+                    "start_method='spawn' sends the Trainer, the module and its data to new processes, but"
+                    f" {type(part).__name__} cannot be pickled: {str(cause).rstrip('.')}. Define that at the top level"
+                    " of a module that can be imported, make it in setup(), or pass start_method='fork', or 'popen' in"
+                    " a script."
                 ) from error
 
 
-def _be_worker(local_rank: int, folder: Path, variables: Mapping[str, str], run: tuple[Any, ...] | None) -> None:
-    """Run the Trainer's function as a rank. On Linux, torch interrupts it if the process that has forked it ends."""
+def _run_worker(local_rank: int, folder: Path, variables: Mapping[str, str], run: tuple[Any, ...] | None) -> None:
+    """Run the Trainer's function as a rank. On Linux, torch interrupts it if the launching process ends."""
     launcher, trainer, function, global_state = run or torch.load(folder / _RUN, weights_only=False)
     launcher.folder = folder
-    threading.Thread(target=follow_launching_process, daemon=True).start()
     os.environ.update(variables, LOCAL_RANK=str(local_rank))
-    # The signal handler, runs and groups that a fork inherits are those of the launching process.
+    # The signal handler that a fork inherits is that of the launching process.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if global_state is None:
-        process_group.forget_inherited_groups()
-        supervisor.forget_inherited_runs()
         # OpenMP's threads do not survive a fork: if the parent has used them, this process would wait for them forever.
         torch.set_num_threads(1)
     else:
@@ -243,7 +225,7 @@ def _be_worker(local_rank: int, folder: Path, variables: Mapping[str, str], run:
 
 def make_launcher(
     strategy: ParallelStrategy,
-    start_method: Literal["popen", "spawn", "fork", "forkserver"],
+    start_method: Literal["popen", "spawn", "fork"],
     num_processes: int,
     num_nodes: int,
     supervisor: Supervisor,

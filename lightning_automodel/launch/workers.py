@@ -1,26 +1,25 @@
 """Workers: ranks started by a launching process that is no rank; what they report, and waiting for all of them."""
 
-import contextlib
 import logging
-import multiprocessing
 import os
 import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.multiprocessing import ProcessContext, ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing import ProcessContext, ProcessRaisedException
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.distributed.failures import (
-    LAUNCHER,
     MISSED_HEARTBEATS,
     PROCESS_ENDED,
     RUN_ON_ALL_RANKS,
@@ -29,7 +28,6 @@ from lightning_automodel.distributed.failures import (
     failure_of,
 )
 from lightning_automodel.distributed.process_group import patched_signal
-from lightning_automodel.failure import supervisor
 from lightning_automodel.failure.supervisor import SIGTERM_STATUS
 
 log = logging.getLogger(__name__)
@@ -47,25 +45,6 @@ def describe_exit(status: int) -> str:
     if status < 0:
         return f"was ended by {names.get(-status, f'signal {-status}')}"
     return f"ended with exit status {status}"
-
-
-def tell_supervisor(rank: int, how: str) -> bool:
-    """Tell the supervisor that another rank or the ``LAUNCHER`` has ended; False if this rank has not joined."""
-    if supervisor.report_end(rank, how):
-        return True
-    who = "the launching process," if rank == LAUNCHER else f"rank {rank}"
-    with contextlib.suppress(OSError):
-        print(f"{who} {how} before this rank had joined the others.", file=sys.stderr)
-    return False
-
-
-def follow_launching_process() -> None:
-    """In a thread of a worker: leave when the launching process ends."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    if not tell_supervisor(LAUNCHER, "which started the ranks, ended"):
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def write_report(folder: Path, local_rank: int, **report: Any) -> None:
@@ -109,7 +88,7 @@ def wait_for_workers(context: ProcessContext, folder: Path, first_rank: int) -> 
         RankFailedError: If a rank failed, chained to the traceback that it reported.
         SIGTERMException: If all ranks stopped together after one of them received SIGTERM.
     """
-    failed_first, is_asked_to_stop = None, False
+    processes, is_asked_to_stop = context.processes, False
 
     def pass_sigterm_on(signum: int, frame: Any) -> None:
         """Pass on the first SIGTERM, so that the ranks agree on a last step. At the second one, leave."""
@@ -117,72 +96,73 @@ def wait_for_workers(context: ProcessContext, folder: Path, first_rank: int) -> 
         if is_asked_to_stop:
             raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
         is_asked_to_stop = True
-        _terminate(context)
+        _terminate(processes)
 
     try:
         with patched_signal(signal.SIGTERM, pass_sigterm_on):
-            _join(context, first_rank)
-    except (ProcessExitedException, ProcessRaisedException) as error:
-        failed_first = error.error_index
+            ended = _wait_for_ends(processes, first_rank)
     except BaseException:
-        _terminate(context)
-        end = time.monotonic() + TIME_TO_END_AFTER_INTERRUPT_S
-        for process in context.processes:
-            process.join(max(0.0, end - time.monotonic()))
+        _terminate(processes)
+        wait_until = time.monotonic() + TIME_TO_END_AFTER_INTERRUPT_S
+        for process in processes:
+            process.join(max(0.0, wait_until - time.monotonic()))
         raise
     finally:
-        for process in context.processes:
+        for process in processes:
             process.kill()
             process.join()
-    paths = {index: folder / f"{index}.pt" for index in range(len(context.processes))}
+    paths = {index: folder / f"{index}.pt" for index in range(len(processes))}
     reports = {index: torch.load(path, "cpu", weights_only=False) for index, path in paths.items() if path.exists()}
     for index, report in reports.items():
-        if "results" in report and (status := context.processes[index].exitcode):
+        if "results" in report and (status := processes[index].exitcode):
             log.warning("Rank %s has finished its run, but its process %s.", first_rank + index, describe_exit(status))
-    _raise_failure(context, reports, failed_first, first_rank)
+    _raise_failure(processes, reports, ended, first_rank)
     return reports[0]["results"]
 
 
-def _join(context: ProcessContext, first_rank: int) -> None:
-    """Join all workers. If one fails, torch gives the others time, then sends SIGTERM, and SIGKILL in the end."""
-    num_running = len(context.processes)
-    while not context.join(TIME_TO_END_S, TIME_TO_END_S / 2):
-        if len(context.sentinels) == num_running < len(context.processes):
-            for index in context.sentinels.values():
-                log.warning("Rank %s does not end: its process is killed.", first_rank + index)
-                context.processes[index].kill()
-        num_running = len(context.sentinels)
+def _wait_for_ends(processes: Sequence[BaseProcess], first_rank: int) -> list[int]:
+    """Wait for all workers, and return their local ranks in the order in which they ended."""
+    ended: list[int] = []
+    while running := {each.sentinel: index for index, each in enumerate(processes) if index not in ended}:
+        ready = wait(list(running), TIME_TO_END_S if ended else None)
+        for sentinel in ready:
+            index = running[sentinel]  # type: ignore[index]
+            processes[index].join()
+            ended.append(index)
+        for index in [] if ready else running.values():
+            log.warning("Rank %s does not end: its process is killed.", first_rank + index)
+            processes[index].kill()
+    return ended
 
 
-def _terminate(context: ProcessContext) -> None:
-    for process in context.processes:
+def _terminate(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
         process.terminate()
 
 
 def _raise_failure(
-    context: ProcessContext, reports: Mapping[int, Mapping[str, Any]], failed_first: int | None, first_rank: int
+    processes: Sequence[BaseProcess], reports: Mapping[int, Mapping[str, Any]], ended: list[int], first_rank: int
 ) -> None:
     """Raise why the workers failed, if one did."""
     failures = {index: report["failure"] for index, report in reports.items() if report.get("failure") is not None}
     # A process that ends without a report (`os._exit(0)`) has failed, whatever its status.
-    unexplained = [index for index in range(len(context.processes)) if index not in reports]
+    unexplained = [index for index in ended if index not in reports]
     cause: ProcessRaisedException | None = None
     if failures:
         # Prefer the report of the rank that failed to those of the ranks that left because of it.
         index = min(failures, key=lambda index: failures[index].rank != first_rank + index)
         text = f"\n\nrank {first_rank + index} left with:\n{reports[index]['traceback']}"
-        failure, cause = failures[index], ProcessRaisedException(text, index, context.processes[index].pid or 0)
+        failure, cause = failures[index], ProcessRaisedException(text, index, processes[index].pid or 0)
     elif any("traceback" in report for report in reports.values()):
         raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
     elif unexplained:
-        index = failed_first if failed_first in unexplained else unexplained[0]
-        failure = RankFailure(first_rank + index, socket.gethostname(), "", PROCESS_ENDED, "")
+        failure = RankFailure(first_rank + unexplained[0], socket.gethostname(), "", PROCESS_ENDED, "")
     else:
         return
     index = failure.rank - first_rank
     if index in unexplained and failure.error in (PROCESS_ENDED, MISSED_HEARTBEATS):
-        status = context.processes[index].exitcode or 0
-        # The other ranks may know no more than that it is silent. Torch ends those that are left after the first.
-        if failed_first in (None, index) or status not in (-signal.SIGTERM, -signal.SIGKILL):
+        status = processes[index].exitcode or 0
+        # The other ranks may know no more than that it is silent. This process has killed those that did not end.
+        if not failures or index == ended[0] or status != -signal.SIGKILL:
             failure = replace(failure, error=PROCESS_ENDED, message=f"its process {describe_exit(status)}")
     raise RankFailedError(failure) from cause

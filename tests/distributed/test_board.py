@@ -65,7 +65,14 @@ def test_keys_are_few(scale: Any, server: Any) -> None:
         rank._store._store = Noting()
     scale.inflict(world, "killed", 1, [0, 2])
     world.verdicts()
-    assert {name.rstrip("012") for name in names} == {"record/", "run/verdict", "run/known", "lease", "stop"}
+    assert {name.rstrip("012") for name in names} == {
+        "record/",
+        "run/verdict",
+        "run/known",
+        "lease",
+        "stop",
+        "stop/result",
+    }
 
 
 def test_the_right_rank_is_named(scale: Any, server: Any) -> None:

@@ -58,21 +58,6 @@ def test_exception_that_cannot_be_printed_is_told() -> None:
     assert not is_communication_error(_WordlessError())
 
 
-def test_ranks_that_fail_alike() -> None:
-    """One error, one message, one line."""
-
-    def fail(message: str) -> RankFailure:
-        try:
-            raise ValueError(message)
-        except ValueError as error:
-            return RankFailure.from_exception(error, len(message), "fit")
-
-    first, second = fail("a"), fail("a")
-    assert first.is_like(second)
-    assert not first.is_like(fail("b"))
-    assert not first.is_like(RankFailure.from_exception(ValueError("a"), 0, "fit"))
-
-
 def test_long_message_is_cut() -> None:
     """A store is no place for megabytes."""
     assert len(RankFailure.from_exception(ValueError("x" * 10**6), 0, "setup").message) == MAX_MESSAGE_CHARACTERS

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 
 import pytest
 import torch.distributed as dist
 
-from lightning_automodel.distributed.board import NONE, Record
-from lightning_automodel.failure.coordinated_stop import REQUEUE, STOP, StopAgreement
+from lightning_automodel.distributed.board import NONE
+from lightning_automodel.failure.coordinated_stop import REQUEUE, STEPS, STOP, StopAgreement
 
 WAIT_S = 10.0
 
 
 def make(world_size: int) -> tuple[dist.Store, list[StopAgreement]]:
-    """The agreements of all ranks, and a store with the key that they read; records are read from themselves."""
-    store, agreements = dist.HashStore(), list[StopAgreement]()
+    """The agreements of all ranks, and a store with the keys that they read."""
+    store, promises = dist.HashStore(), list[str]()
     store.set(STOP, NONE.decode())
+    store.set(STEPS, NONE.decode())
 
-    def read(store: dist.Store) -> list[Record]:
-        return [Record(promise=agreement.promise) for agreement in agreements]
+    def arrive(store: dist.Store, step: str) -> None:
+        promises.append(step)
+        if len(promises) == world_size:
+            store.set(STEPS, json.dumps(promises))
 
-    agreements += [StopAgreement(rank, world_size, lambda store: None, read) for rank in range(world_size)]
-    return store, agreements
+    return store, [StopAgreement(rank, arrive) for rank in range(world_size)]
 
 
 def exchange(agreements: list[StopAgreement], store: dist.Store) -> None:
     for agreement in agreements:
-        agreement.exchange(store, store.get(STOP))
+        agreement.exchange(store, store.get(STOP), store.get(STEPS))
 
 
 def test_nobody_asks() -> None:
@@ -64,7 +67,7 @@ def test_last_step_is_the_same_and_nobody_has_passed_it(seed: int) -> None:
     while any(thread.is_alive() for thread in threads):
         exchange(draw.sample(agreements, world_size), store)
     assert len(last_steps) == world_size
-    assert set(last_steps.values()) == {int(store.get(STOP).decode().rpartition("|")[2])}
+    assert set(last_steps.values()) == {1 + max(map(int, json.loads(store.get(STEPS))))}
     assert {agreement.asked_by for agreement in agreements} == {asking}
     assert {agreement.requeues for agreement in agreements} == {not agreements[asking].is_asked_here}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -26,7 +25,7 @@ from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
-from lightning_automodel import AutomodelStrategy
+from lightning_automodel import AutomodelStrategy, destroy_global_state
 from tests.processes import NOT_FROM_OUTSIDE, ROOT, forked
 from tests.trainer.exactness import Batch, TinyDecoder, full_weights, micro_batches
 from tests.trainer.plain import train_model_plainly
@@ -155,12 +154,18 @@ def _test(module: Launched, trainer: pl.Trainer) -> list[float]:
 
 
 def train_alone_before(folder: Path) -> None:
-    """Train here, on one device, and then in forked ranks; write whether this process still has its own group."""
+    """Train here, on one device, and then in forked ranks; write what is said first."""
     alone = {"accelerator": "cpu", "devices": 1, "max_steps": 1, **SILENT}
     pl.Trainer(strategy=AutomodelStrategy(), **alone).fit(Launched(folder))
     module = Launched(folder)
+    trainer = make_trainer(folder, start_method="fork")
+    try:
+        trainer.fit(module)
+    except RuntimeError as error:
+        refused = str(error)
+    destroy_global_state()
     make_trainer(folder, start_method="fork").fit(module)
-    found = {"weights": module.model.state_dict(), "world_size": torch.distributed.get_world_size()}
+    found = {"weights": module.model.state_dict(), "refused": refused}
     torch.save(found, folder / "found.pt")
 
 
@@ -214,10 +219,8 @@ def _as_program(
     os.chdir(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores it
     torch.set_num_threads(1)
-    multiprocessing.set_forkserver_preload([__name__])
     for name in NOT_FROM_OUTSIDE:
         os.environ.pop(name, None)
-    # Python 3.11 does not tell a fork server the import path, which it needs to import this module beforehand.
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     if is_script:
         # What the other ranks run anew; this one has imported everything.

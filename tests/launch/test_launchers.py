@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -31,40 +30,19 @@ from tests.launch.launched import (
     train_and_fail,
     wait_until,
 )
-from tests.processes import run_anew
 from tests.trainer.exactness import relative_error
 from tests.trainer.runs import CASE, SILENT, TOLERANCE
 
 TRAINED = [("fork", "fsdp2"), ("fork", "ddp")]
 # What these start imports everything anew; what can be sent there, test_pickling shows.
-TRAINED_IN_THE_SWEEP = [(method, engine) for method in ("forkserver", "spawn") for engine in ("fsdp2", "ddp")]
+TRAINED_IN_THE_SWEEP = [(method, engine) for method in ("spawn",) for engine in ("fsdp2", "ddp")]
 # What happens to rank 1 of a script; the status of rank 0; what is printed.
 SCRIPT_FAILS = {
     "SIGKILL": (1, "its process was ended by SIGKILL"),
     "exception": (1, "failed in training_step: ValueError: no labels here"),
     "leave": (1, "its process ended with exit status 0"),
-    "broken": (-signal.SIGTERM, "rank 1 ended with exit status 1 before this rank had joined the others."),
+    "broken": (1, "its process ended with exit status 1 before all ranks had joined"),
 }
-
-
-ALIKE_TEST = "test_one_traceback_where_all_ranks_raise_the_same"
-ALIKE = """
-import lightning.pytorch as pl
-from torch.utils.data import DataLoader
-
-from lightning_automodel import AutomodelStrategy
-from tests.failure.faults import Model, Ragged
-from tests.trainer.runs import SILENT
-
-
-class Broken(Model):
-    def training_step(self, batch, batch_idx):
-        raise ValueError("no labels here")
-
-
-trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=AutomodelStrategy(), **SILENT)
-trainer.fit(Broken(), DataLoader(Ragged(lambda: None), 2))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +53,6 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         folder = tmp_path_factory.mktemp("program")
         # Testing starts ranks just as training does.
         return run(train, folder, engines=engines, tests=method == "fork", start_method=method), folder
-
-    def fail_alike() -> tuple[int, str]:
-        folder = tmp_path_factory.mktemp("program")
-        (folder / "train.py").write_text(ALIKE)
-        return run_anew([sys.executable, "train.py"], folder, PATIENCE_S)
 
     def fail_in_script(fault: str) -> tuple[int | None, Path]:
         folder = tmp_path_factory.mktemp("program")
@@ -102,8 +75,6 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             f"ctrl-c {method}": executor.submit(_interrupt, method, folder("program"))
             for method in _all(cases, "interrupted")
         }
-        if any(item.name == ALIKE_TEST for item in request.session.items):
-            programs["alike"] = executor.submit(fail_alike)
         programs |= {method: executor.submit(train_by, method, chosen) for method, chosen in engines.items()}
         yield programs
 
@@ -139,11 +110,11 @@ def assert_exact(folder: Path, engine: str = "fsdp2") -> dict[str, Any]:
 
 
 def test_after_a_run_on_one_device(tmp_path: Path) -> None:
-    """Forked ranks are not in the group that the launching process is in since then."""
+    """Forked ranks would be in the group that the launching process is in since then: it leaves it first."""
     assert run(train_alone_before, tmp_path) == 0, (tmp_path / "log").read_text()
     found, (weights, _) = torch.load(tmp_path / "found.pt"), reference()
     assert max(relative_error(found["weights"][name], weight) for name, weight in weights.items()) < TOLERANCE
-    assert found["world_size"] == 1
+    assert "is in a process group" in found["refused"]
 
 
 @pytest.mark.parametrize(
@@ -161,18 +132,7 @@ def test_script_fails(runs: dict[str, Future], fault: str) -> None:
         assert_gone(folder)
 
 
-@pytest.mark.sweep  # three programs import everything anew
-def test_one_traceback_where_all_ranks_raise_the_same(runs: dict[str, Future]) -> None:
-    """Every rank of a script still raises it, and one says where."""
-    status, printed = runs["alike"].result()
-    assert status == 1
-    assert printed.count("ValueError: no labels here") >= 1
-    assert printed.count('raise ValueError("no labels here")') == 1, printed
-
-
-@pytest.mark.parametrize(
-    "interrupted", ["popen", *(pytest.param(method, marks=pytest.mark.sweep) for method in ("fork", "forkserver"))]
-)
+@pytest.mark.parametrize("interrupted", ["popen", pytest.param("fork", marks=pytest.mark.sweep)])
 def test_ctrl_c(runs: dict[str, Future], interrupted: str) -> None:
     """One rank waits in a collective, one sleeps: both leave at once, without a traceback, as under Lightning."""
     status, output, seconds = runs[f"ctrl-c {interrupted}"].result()
@@ -221,7 +181,7 @@ def make_trainer(start_method: Any, devices: int = 2) -> pl.Trainer:
 
 def test_launchers_in_notebooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only forked ranks know what the cells defined; no script could run again, but one device needs no other rank."""
-    launchers = {name: make_trainer(name).strategy.launcher for name in ("fork", "forkserver", "spawn")}
+    launchers = {name: make_trainer(name).strategy.launcher for name in ("fork", "spawn")}
     assert all(isinstance(launcher, WorkerLauncher) for launcher in launchers.values())
     assert {name for name, launcher in launchers.items() if launcher.is_interactive_compatible} == {"fork"}
     assert not make_trainer("popen").strategy.launcher.is_interactive_compatible

@@ -26,16 +26,15 @@ class Counts:
         self.function = function
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_unpicklable_part_is_named(start_method: str) -> None:
+def test_unpicklable_part_is_named() -> None:
     """With what pickle says of it."""
     module = LabelledModule()
     module.counts = {"words": Counts(lambda batch: 1)}
     with pytest.raises(TypeError) as raised:
-        make_trainer(start_method).fit(module, DataLoader([1]))
+        make_trainer("spawn").fit(module, DataLoader([1]))
     message = str(raised.value)
-    assert message.startswith(f"start_method='{start_method}' sends the Trainer, the module and its data")
-    assert "but the module (LabelledModule) cannot be pickled: Can't pickle local object" in message
+    assert message.startswith("start_method='spawn' sends the Trainer, the module and its data")
+    assert "but LabelledModule cannot be pickled: Can't pickle local object" in message
     assert "test_unpicklable_part_is_named.<locals>.<lambda>" in message
     assert "pass start_method='fork', or 'popen' in a script." in message
 
@@ -51,7 +50,7 @@ def test_whatever_pickling_raises_is_explained() -> None:
     """A class that refuses raises other errors than pickle's own."""
     module = LabelledModule()
     module.last = Unspeakable()
-    with pytest.raises(TypeError, match=r"but the module \(LabelledModule\) cannot be pickled: no state\. Define"):
+    with pytest.raises(TypeError, match=r"but LabelledModule cannot be pickled: no state\. Define"):
         make_trainer("spawn").fit(module, DataLoader([1]))
 
 
@@ -72,10 +71,10 @@ def test_unpicklable_class_data_and_option_are_found() -> None:
     class Local(LabelledModule):
         pass
 
-    with pytest.raises(TypeError, match=r"but the module \(Local\) cannot be pickled"):
+    with pytest.raises(TypeError, match=r"but Local cannot be pickled"):
         make_trainer("spawn").fit(Local(), DataLoader([1]))
     loader = DataLoader([1], collate_fn=lambda batch: batch)
-    with pytest.raises(TypeError, match=r"but the data \(DataLoader\) cannot be pickled: .*<lambda>"):
+    with pytest.raises(TypeError, match=r"but DataLoader cannot be pickled: .*<lambda>"):
         make_trainer("spawn").fit(LabelledModule(), loader)
-    with pytest.raises(TypeError, match=r"but the strategy \(AutomodelStrategy\) cannot be pickled: .*<lambda>"):
+    with pytest.raises(TypeError, match=r"but AutomodelStrategy cannot be pickled: .*<lambda>"):
         make_trainer("spawn", count_label_tokens=lambda batch: 1).fit(LabelledModule(), DataLoader([1]))

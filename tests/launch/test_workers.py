@@ -40,7 +40,7 @@ FAULTS = {
     "SIGTERM": (128 + signal.SIGTERM, "SIGTERMException: ", ""),
 }
 FAILED = [("fork", "exception"), ("fork", "leave"), ("fork", "SIGKILL"), ("fork", "SIGTERM")]
-FAILED_IN_THE_SWEEP = [("fork", "exit"), ("forkserver", "exception"), ("spawn", "SIGKILL")]
+FAILED_IN_THE_SWEEP = [("fork", "exit"), ("spawn", "SIGKILL")]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def end_launching_process(folder: Path, method: str, name: str) -> int | None:
 
 @pytest.mark.parametrize(
     ("method", "name"),
-    [("fork", "SIGTERM"), ("fork", "SIGKILL"), pytest.param("forkserver", "SIGKILL", marks=pytest.mark.sweep)],
+    [("fork", "SIGTERM"), ("fork", "SIGKILL")],
 )
 def test_launching_process_is_ended(runs: dict[Any, Future], method: str, name: str) -> None:
     """It is no rank, but no rank outlives it; SIGTERM stops them all after the same step."""
@@ -100,9 +100,8 @@ def test_launching_process_is_ended(runs: dict[Any, Future], method: str, name: 
         assert status == 128 + signal.SIGTERM, log
         assert "received SIGTERM: all ranks stop after this step." in log
     else:
-        # To a forked rank, torch has Linux send SIGINT as soon as its parent is gone; the other may hear of it first.
-        told = ("This rank stops: the launcher, which started the ranks, ", "KeyboardInterrupt", "was interrupted in")
-        assert any(text in log for text in told[: 3 if method == "fork" else 1])
+        # To a rank, torch has Linux send SIGINT as soon as its parent is gone; the other may hear of it first.
+        assert any(text in log for text in ("KeyboardInterrupt", "was interrupted in"))
         assert status == -signal.SIGKILL
 
 
