@@ -499,32 +499,7 @@ def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
     ddp._check_reducer_finalized()
 
 
-# --- Attention -------------------------------------------------------------------------------------------------------
-
-
-def attention_with_lse(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """``F.scaled_dot_product_attention`` on the CPU, and [b, h, s] the log-sum-exp of each row.
-
-    Inputs are [b, h, s, d] with the same ``d``, contiguous in the last dimension; keys and values may have fewer heads.
-    """
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
-
-
-def attention_backward(
-    upstream: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`attention_with_lse`."""
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(upstream, query, key, value, output, lse, 0.0, is_causal, scale=scale)
+# --- Meshes ----------------------------------------------------------------------------------------------------------
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -563,11 +538,6 @@ def _probe() -> None:
     )
     if ACCUMULATES_IN_LEAF:
         check(FSDPModule, "set_manual_backward_finalization", "finalize_backward")
-    check(
-        torch.ops.aten,
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-    )
     check(_redistribute, "clear_redistribute_planner_cache")
     check(torch._C, "_clear_DTensor_sharding_propagator_cache")
     check(dist.distributed_c10d, "_world")

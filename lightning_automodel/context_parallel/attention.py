@@ -3,15 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
-from lightning_automodel.context_parallel.causal_attention import attend_to_end
 from lightning_automodel.torch_internals import not_compiled
 
 
@@ -28,7 +27,7 @@ class Slices:
         documents: [b, w * s] the document of each position, or None: see :meth:`SequenceSlices.documents`.
         num_calls: How often attention has crossed ranks.
         is_attending: Whether attention across ranks is running now.
-        masks: Additive masks of causal attention, by first position and dtype.
+        masks: Additive masks of causal attention, by number of columns and dtype.
     """
 
     group: dist.ProcessGroup | None
@@ -55,16 +54,17 @@ class Slices:
         """[b, s] of each rank's positions to [b, w * s] of all. A collective over the ranks that share the batch."""
         return whole((attention_mask != 0).to(torch.uint8)[..., None], self)[..., 0] != 0
 
-    def causal_mask(self, start: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Additive causal mask [c, start + c] for the rows of a chunk.
+    def causal_mask(self, num_columns: int, rows: Tensor) -> Tensor:
+        """Additive causal mask [c, t] of a chunk whose last row is the last of t columns, in the dtype of ``rows``.
 
         All layers share it until their backward; from a boolean mask torch would make another one in each layer.
         """
-        if (start, dtype) not in self.masks:
-            seen = _mask(_positions(start, rows), start + self.chunk, True, None)
-            zeros = torch.zeros(seen.shape, dtype=dtype, device=rows.device)
-            self.masks[start, dtype] = zeros.masked_fill_(~seen, -torch.inf)
-        return self.masks[start, dtype]
+        key = num_columns, rows.dtype
+        if key not in self.masks:
+            seen = _mask(_positions(num_columns - self.chunk, rows), num_columns, True, None)
+            zeros = torch.zeros(seen.shape, dtype=rows.dtype, device=rows.device)
+            self.masks[key] = zeros.masked_fill_(~seen, -torch.inf)
+        return self.masks[key]
 
 
 # Slices of the running step or backward. Not a context variable: recomputation may run in an autograd thread.
@@ -169,13 +169,28 @@ def attend_across(
             if part is not None:
                 mixed = F.scaled_dot_product_attention(*seen, attn_mask=part[..., :end], **options)
             elif is_causal and start > 0:
-                mixed = attend_to_end(*seen, partial(slices.causal_mask, start, rows), options)
+                mixed = _attend_to_end(*seen, slices, options)
             else:
                 mixed = F.scaled_dot_product_attention(*seen, is_causal=is_causal, **options)
             parts.append(mixed)
         return torch.cat(parts, dim=-2)
     finally:
         slices.is_attending = False
+
+
+def _attend_to_end(query: Tensor, key: Tensor, value: Tensor, slices: Slices, options: dict[str, Any]) -> Tensor:
+    """Causal attention aligned to the end: the last row sees all columns, each row before it one column less.
+
+    Autocast would cast the mask of all layers again in each layer, so the inputs are cast before there is one.
+    """
+    device = query.device.type
+    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
+        query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
+    if device == "cuda" and query.dtype in (torch.float16, torch.bfloat16):
+        mask: Tensor = causal_lower_right(query.shape[-2], key.shape[-2])
+    else:
+        mask = slices.causal_mask(key.shape[-2], query)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
 def current() -> Slices | None:

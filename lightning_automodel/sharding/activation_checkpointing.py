@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_automodel.patching import PatchStack
-from lightning_automodel.sharding.activation_offload import OffloadedActivations
 from lightning_automodel.sharding.units import WrapPolicy, class_name, distinct, has_forward, outermost, units_of
 from lightning_automodel.torch_internals import is_compiled, uncompiled
 
@@ -45,13 +45,11 @@ class _Checkpoint:
     Args:
         module: Module whose buffers are saved.
         contexts: ``context_fn`` of ``torch.utils.checkpoint``, which decides which results are saved. None saves none.
-        offloaded: Where positional tensor arguments wait for the backward; None leaves them on the device.
+        offloads: Whether positional tensor arguments wait for the backward in host memory.
     """
 
-    def __init__(
-        self, module: nn.Module, contexts: Callable[[], Any] | None, offloaded: OffloadedActivations | None
-    ) -> None:
-        self._offloaded = offloaded
+    def __init__(self, module: nn.Module, contexts: Callable[[], Any] | None, offloads: bool) -> None:
+        self._offloads = offloads
         self._kwargs: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
         self._module = module
 
@@ -76,12 +74,27 @@ class _Checkpoint:
 
         run = _checkpoint_eagerly if buffers else checkpoint
         # Only the inputs are offloaded: inside, the saved-tensor hooks of `checkpoint` replace these.
-        with nullcontext() if self._offloaded is None else self._offloaded.hooks():
+        with saved_tensors_hooks(_to_host, _to_device) if self._offloads else nullcontext():
             return run(first_or_again, *args, use_reentrant=False, **self._kwargs, **kwargs)
 
 
 # A graph of both forwards would recompute from buffers that the first one has written. The forward itself is compiled.
 _checkpoint_eagerly = torch.compiler.disable(checkpoint, recursive=False)
+
+
+def _to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+    """Copy what autograd saves to pinned host memory; what is there already, parameters and DTensors stay.
+
+    In the order of the device's stream: the host waits for no copy, as with ``torch.autograd.graph.save_on_cpu``.
+    """
+    if type(tensor) is not Tensor or tensor.device.type == "cpu" or tensor.layout != torch.strided:
+        return tensor
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return tensor.device, host.copy_(tensor, non_blocking=True)
+
+
+def _to_device(saved: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved[1].to(saved[0], non_blocking=True)
 
 
 def _copy(buffers: _Buffers) -> _Buffers:
@@ -153,10 +166,7 @@ class CheckpointedBlocks:
             )
             if not blocks:
                 raise ValueError(_nothing_to_checkpoint(model, choice))
-        # One for all blocks: while one block's backward runs, the input of the block before it comes back.
-        make = partial(
-            _Checkpoint, contexts=contexts, offloaded=OffloadedActivations() if choice == "offload" else None
-        )
+        make = partial(_Checkpoint, contexts=contexts, offloads=choice == "offload")
         names = {id(module): name for name, module in model.named_modules()}
         self.names = [f"{names[id(block)]} ({class_name(block)})" for block in blocks]
         layers = [uncompiled(block) for block in blocks]
