@@ -680,12 +680,10 @@ class AutomodelStrategy(ParallelStrategy):
         engine = run.engine
 
         def evaluate(*args: Any) -> STEP_OUTPUT:
-            engine.start_evaluation()
-            args = run.sliced(args)
-            with checks.explained_errors(self._module), run.attention(step.__name__):
-                output = step(*args, **kwargs)
-            engine.end_evaluation()
-            return output
+            with engine.evaluation():
+                args = run.sliced(args)
+                with checks.explained_errors(self._module), run.attention(step.__name__):
+                    return step(*args, **kwargs)
 
         return run.inputs.evaluate(evaluate, args, self._begin_evaluation, engine.join_evaluation)
 

@@ -103,7 +103,7 @@ class TrainingRun:
         self._scaling = self._make_scaling()
         parameters = list(module.parameters())
         self.windows = GradientWindows(
-            self.engine,
+            self.engine.sync,
             self.weighting,
             self._scaling,
             mesh,
@@ -320,7 +320,7 @@ class TrainingRun:
         """Context for the forward and backward of one micro-batch; ``is_last``: its backward ends the window."""
         before, self._ends_window = self._ends_window, is_last
         try:
-            with self.engine.micro_batch(is_last):
+            with checks.explained_errors(self.module), self.engine.sync.micro_batch(is_last):
                 yield
         finally:
             self._ends_window = before
@@ -336,7 +336,6 @@ class TrainingRun:
         count, accumulate = self._take_count(kwargs)
         window = self.windows.open()
         window.ahead = None if self._ahead is None else self._ahead.totals()
-        self.engine.start_backward(loss, counts=not self.inputs.is_filler)
         plugin_loss = plugin.pre_backward(loss, module)
         self.advice.about_half_precision(loss)
         self.advice.about_rounded_count(count)
@@ -347,11 +346,10 @@ class TrainingRun:
         self._aux_loss = None
         if self.inputs.is_filler:
             objective = objective * 0
-        with self.windows.backward(window, ends):
-            with self.engine.micro_batch(is_last=ends), self._recomputation():
-                scaled = self._scaling.apply(objective, count, window.sums)
-                plugin.backward(scaled, module, optimizer, *args, **kwargs)
-                self.engine.end_backward()
+        counts = not self.inputs.is_filler
+        with checks.explained_errors(module), self.windows.backward(window, loss, ends, counts), self._recomputation():
+            scaled = self._scaling.apply(objective, count, window.sums)
+            plugin.backward(scaled, module, optimizer, *args, **kwargs)
             if not self.inputs.is_filler:
                 window.sums.add(reported, count)
         if self.module.automatic_optimization:
@@ -509,7 +507,7 @@ class TrainingRun:
         """Clean up after an exception: drop open windows and the data of the current step."""
         self.windows.reset()
         self._batch = self._count = self._aux_loss = None
-        self.engine.recover()
+        self.engine.sync.recover()
 
     def close(self) -> None:
         """Drop open windows, restore all patches, and release the model. Calling it again does nothing."""

@@ -1,6 +1,7 @@
 """All-gathers of a rank that has no evaluation data left, while other ranks still evaluate."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from torch.distributed.fsdp import FSDPModule
@@ -34,13 +35,12 @@ class JoinedGathers:
         """Begin an evaluation loop: earlier gathers do not apply to it."""
         self._newest, self._before = [], None
 
-    def start_step(self) -> None:
-        """Begin a step of this rank, with everything sharded."""
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Context of a step of this rank, which begins with everything sharded."""
         self._before = self._newest or None
         self._newest, self._is_noting = [], True
-
-    def end_step(self) -> None:
-        """End a step of this rank."""
+        yield
         self._is_noting = False
 
     def join(self) -> None:
