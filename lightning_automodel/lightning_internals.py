@@ -71,12 +71,7 @@ def patch_signals(trainer: Trainer, ask_to_requeue: Callable[[], None], patches:
     """Stop ``trainer`` from broadcasting SIGTERM in each micro-batch, and from communicating in a signal handler.
 
     Lightning has no setting for either. On SLURM's signal to requeue it saves at once. But saving is a collective under
-    FSDP2, and no two ranks receive a signal at the same point of a step.
-
-    Args:
-        trainer: The Trainer of this run.
-        ask_to_requeue: Called on SLURM's signal instead.
-        patches: Restores the methods.
+    FSDP2, and no two ranks receive a signal at the same point of a step: ``ask_to_requeue`` is called instead.
     """
     patches.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _do_nothing)
     patches.set(trainer._signal_connector, "_sigterm_notifier_fn", _do_nothing)
@@ -101,12 +96,6 @@ def patch_model_checkpoints(
 
     Lightning 2.6.6 looks for existing files, so that no two callbacks choose the same name, and removes the old link or
     directory before it makes the new one.
-
-    Args:
-        patches: Restores the methods.
-        trainer: The Trainer whose callbacks are patched.
-        link: Makes the link of ``save_last="link"``, from the checkpoint's path and the link's name.
-        is_pending: Whether a checkpoint is being written at a path.
     """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):

@@ -48,8 +48,8 @@ from lightning_automodel.launch.launchers import make_launcher
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
-from lightning_automodel.sharding import checks, weight_averaging
-from lightning_automodel.sharding.weight_averaging import AverageCopies
+from lightning_automodel.sharding import checks
+from lightning_automodel.sharding.weight_averaging import LateAverages
 from lightning_automodel.training_run import TrainingRun
 
 _PATIENCE_AFTER_FAILURE = timedelta(seconds=15)
@@ -197,7 +197,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._supervisor = Supervisor(self._join, self._checkpoints.wait_for_pending_save)
         self._trainer_patches = PatchStack()
         self._setup_block: FirstRankPerNode | None = None
-        self._weight_averages = AverageCopies()
+        self._weight_averages = LateAverages()
         self._evaluation_steps = 0
         self._forward_redirection = lightning_internals.DDPForwardRedirection()
         self._mesh: RunMesh | None = None
@@ -281,7 +281,7 @@ class AutomodelStrategy(ParallelStrategy):
     @property
     def seconds_drawing(self) -> float:
         """Seconds of this fit in which ``count_window_ahead`` has drawn batches ahead; for ``StepMonitor``."""
-        return self._run.seconds_drawing if self._run is not None else 0.0
+        return self._run.micro_batches.seconds_drawing if self._run is not None else 0.0
 
     @property
     def num_processes(self) -> int:
@@ -372,7 +372,6 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         """Make the mesh. The supervisor has joined the ranks before, so that they hear of ``configure_callbacks``."""
-        checks.check_callbacks(self._module.trainer.callbacks)  # type: ignore[attr-defined]
         timeout = process_group.parse_timeout(self._options.timeout)
         collectives.host_group(timeout)
         self._mesh = self._make_mesh(timeout)
@@ -404,15 +403,13 @@ class AutomodelStrategy(ParallelStrategy):
         ``"run-stage"``, which follows the loading of checkpoints, every parameter must have values.
         """
         if name == "post_setup":
-            self._weight_averages.end_setup_hooks()
             self._end_setup_block()
         if self._supervisor.has_failed:
             return
         collectives.named_barrier(name or "unnamed", process_group.parse_timeout(self._options.timeout))
         if name == "pre_setup" and self.lightning_module is not None:
-            if self._shards_model:
-                weight_averaging.refuse_pruning(self.lightning_module)
-            self._weight_averages.prepare(self.lightning_module, self._shards_model)
+            checks.check_callbacks(self._module.trainer.callbacks, self._shards_model)  # type: ignore[attr-defined]
+            self._weight_averages.delay(self.lightning_module, self._shards_model)
         if name == "pre_setup" and self._options.first_rank_setup:
             block = self.first_rank_per_node()
             block.__enter__()
@@ -471,7 +468,7 @@ class AutomodelStrategy(ParallelStrategy):
             self._advice,
         )
         self.model = self._run.model
-        self._weight_averages.fill(module)
+        self._weight_averages.set_up(module)
         if fitting:
             if self._resume is not None:
                 self._resume.close()
@@ -552,21 +549,12 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._required_run.begin_batch()
+        self._required_run.micro_batches.begin()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        run = self._required_run
         self._begin_step(self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True)
-        args = run.sliced(args)
-        run.start_step(args[0] if args else next(iter(kwargs.values()), None))
-        with checks.explained_errors(self._module), run.inputs.training_step(), run.attention("training_step"):
-            output = super().training_step(*args, **kwargs)
-        if self._module.automatic_optimization and output is not None:
-            run.end_step(output)
-        else:
-            run.restore_state_before_padding()
-        return output
+        return self._required_run.micro_batches.training_step(super().training_step, args, kwargs)
 
     def _begin_step(self, step: int, is_training: bool) -> bool:
         """Whether all ranks stop after this step."""
@@ -580,7 +568,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Context for every micro-batch of a window but the last."""
-        with self._required_run.micro_batch(is_last=False):
+        with self._required_run.micro_batches.communicating(is_last=False):
             yield
 
     @override
@@ -601,7 +589,7 @@ class AutomodelStrategy(ParallelStrategy):
         Returns:
             [] the detached loss, unchanged.
         """
-        return self._required_run.backward(closure_loss, optimizer, args, kwargs)
+        return self._required_run.micro_batches.backward(closure_loss, optimizer, args, kwargs)
 
     # --- One optimizer step -------------------------------------------------------------------------------------------
 
@@ -664,28 +652,15 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluation_step(super().validation_step, *args, **kwargs)
+        return self._required_run.evaluation_step(super().validation_step, self._begin_evaluation, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluation_step(super().test_step, *args, **kwargs)
+        return self._required_run.evaluation_step(super().test_step, self._begin_evaluation, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluation_step(super().predict_step, *args, **kwargs)
-
-    def _evaluation_step(self, step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Evaluate one batch and leave no parameters gathered, since a callback may swap weights next."""
-        run = self._required_run
-        engine = run.engine
-
-        def evaluate(*args: Any) -> STEP_OUTPUT:
-            with engine.evaluation():
-                args = run.sliced(args)
-                with checks.explained_errors(self._module), run.attention(step.__name__):
-                    return step(*args, **kwargs)
-
-        return run.inputs.evaluate(evaluate, args, self._begin_evaluation, engine.join_evaluation)
+        return self._required_run.evaluation_step(super().predict_step, self._begin_evaluation, *args, **kwargs)
 
     def _begin_evaluation(self) -> bool:
         """Whether all ranks stop after this step. Within a fit they stop only in training steps."""
@@ -855,7 +830,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._weight_averages.end_setup_hooks()
+        self._weight_averages.end()
         self._end_setup_block(exception)
         if isinstance(exception, lightning_internals.SIGTERMException) and self._supervisor.requeues:
             lightning_internals.save_and_requeue(self._module.trainer)

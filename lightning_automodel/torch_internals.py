@@ -126,10 +126,9 @@ def initialise_fsdp_root(root: FSDPModule) -> None:
 
 
 def detach_forward_hooks(root: FSDPModule) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Remove FSDP2's forward hooks from ``root`` and return them, for the caller to run around more than ``forward``.
+    """Remove FSDP2's hooks ``(module, args, kwargs)`` before and ``(module, args, output)`` after ``root``'s forward.
 
-    Returns:
-        ``before(module, args, kwargs) -> (args, kwargs)`` and ``after(module, args, output) -> output``.
+    They are returned, for the caller to run around more than ``forward``.
     """
     state = root._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
@@ -308,9 +307,7 @@ def accumulate_in_one_dtype(group: FSDPParamGroup) -> list[RemovableHandle]:
 
     Before torch 2.15, FSDP2 reduces the gradients of a group only if all have one dtype. A parameter that is first used
     in the last micro-batch would get its gradient in the compute dtype, while the others' are in the reduction dtype.
-
-    Returns:
-        Handles of hooks, to be removed after the backward.
+    Returns hooks to be removed after the backward.
     """
     trainable = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
     if ACCUMULATES_IN_LEAF or all(param.unsharded_accumulated_grad is None for param in trainable):
@@ -448,13 +445,9 @@ def patch_unscaling(
     """Make ``scaler.unscale_`` work on shards, and only look for overflow if gradients are already unscaled.
 
     DTensor's own check for overflow takes neither plain tensors beside DTensors nor a rank without gradients, and
-    includes only the ranks of the first gradient's mesh.
-
-    Args:
-        scaler: The gradient scaler.
-        is_checked: Optimizers whose gradients are unscaled, with whether overflow was looked for since. Updated here.
-        agree: If gradients are sharded, combines what the ranks have found, by device: a collective. Otherwise None.
-        patches: Restores the scaler's methods.
+    includes only the ranks of the first gradient's mesh. ``is_checked``, updated here, has the optimizers whose
+    gradients are unscaled, with whether overflow was looked for since. ``agree`` combines what ranks with sharded
+    gradients have found, by device: a collective.
     """
 
     def unscale_gradients(

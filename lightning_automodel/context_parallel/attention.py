@@ -136,16 +136,10 @@ def context_parallel_attention(
 def attend_across(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, options: dict[str, Any]
 ) -> Tensor:
-    """Attention of this rank's positions to all. A collective over the ranks that share the batch.
+    """[b, h, s, d_v] attention of this rank's positions to all. A collective over the ranks that share the batch.
 
-    Args:
-        query: [b, h, s, d] of this rank's positions, like key and value.
-        key: [b, h_kv, s, d]
-        value: [b, h_kv, s, d_v]
-        mask: [b, 1, s, w * s] of this rank's rows and all columns, True where a row attends. None: a row attends to
-            all positions, or under ``is_causal`` to all up to its own.
-        is_causal: Whether no row attends to a later column, with or without a mask.
-        options: Further arguments of ``F.scaled_dot_product_attention``.
+    ``mask`` is [b, 1, s, w * s], True where a row attends; None: a row attends to all positions, or under ``is_causal``
+    to all up to its own. ``is_causal``: no row attends to a later column, with or without a mask.
     """
     slices = _current
     assert slices is not None
@@ -203,14 +197,9 @@ def _positions(start: int, rows: Tensor) -> Tensor:
 
 
 def _mask(rows: Tensor, num_columns: int, is_causal: bool, attention_mask: Tensor | None) -> Tensor:
-    """[s, t], or [b, 1, s, t] with an ``attention_mask`` [b, t]: whether a row attends to a column.
+    """[s, t], or [b, 1, s, t] with an ``attention_mask`` [b, t]: whether a row at a position [s] attends to a column.
 
-    Args:
-        rows: [s] positions of the rows.
-        num_columns: t, the columns from position 0 on.
-        is_causal: Whether rows attend only to columns up to their own position.
-        attention_mask: Nonzero where rows attend. A row always attends to its own position: the softmax over nothing
-            would be NaN.
+    A row always attends to its own position: the softmax over nothing would be NaN.
     """
     columns = torch.arange(num_columns, device=rows.device)
     mask = rows[:, None] >= columns if is_causal else torch.ones_like(rows[:, None] >= columns)

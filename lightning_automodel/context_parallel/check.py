@@ -31,16 +31,9 @@ _MATMUL_EPSILON = {"highest": 0.0, "high": torch.finfo(torch.float16).eps, "medi
 
 
 class _Beginning:
-    """The first positions of a batch, sliced across ranks in the same way as the batch.
+    """The first ``length`` positions of a batch, sliced across ranks as the batch is, and whole on this rank.
 
-    Args:
-        slices: How the batch is sliced.
-        shape: [b, s] of this rank's slice of the batch.
-
-    Attributes:
-        length: The number of first positions.
-        sliced: How these positions are sliced across ranks.
-        whole: The same positions, all on this rank.
+    ``shape`` is [b, s], that of this rank's slice of the batch.
     """
 
     def __init__(self, slices: Slices, shape: torch.Size) -> None:
@@ -92,13 +85,7 @@ class FirstStepCheck:
 
     The outputs of all submodules are compared, so that one bad layer among many is found and named. The check leaves no
     trace: no gradients are computed, and random states, modes, buffers and metrics are restored. Nothing is compiled.
-
-    Args:
-        module: The LightningModule.
-        plugin: The Trainer's precision plugin.
-
-    Attributes:
-        is_paused: Whether calls are ignored, since the backward recomputes activations.
+    ``is_paused``: calls are ignored, since the backward recomputes activations.
     """
 
     def __init__(self, module: pl.LightningModule, plugin: Precision) -> None:
@@ -137,12 +124,7 @@ class FirstStepCheck:
     def check(self, slices: Slices, shape: torch.Size) -> str | None:
         """Compare the modules that the step has called. A collective over all ranks, after the step.
 
-        Args:
-            slices: How the step's batch is sliced.
-            shape: [b, s] of this rank's slice.
-
-        Returns:
-            A warning for the user, if some attention could not be compared.
+        Returns a warning for the user, if some attention could not be compared.
 
         Raises:
             RuntimeError: On every rank, if an output differs on any of them by more than rounding.
@@ -184,12 +166,9 @@ class FirstStepCheck:
     def _first_difference(
         self, call: tuple[nn.Module, Any, Any], names: dict[nn.Module, str], beginning: _Beginning
     ) -> tuple[int, str, float] | None:
-        """Find the first module, in the order in which they return, with another output in slices.
+        """The first module that returns another output in slices: its place in the order, its name, its relative error.
 
         A collective over the ranks that share the batch.
-
-        Returns:
-            How many modules before it agree, its name, and its relative error; None if all agree.
         """
         module, *arguments = call
         arguments = apply_to_collection(arguments, Tensor, beginning.gather, allow_frozen=True)

@@ -41,18 +41,10 @@ class _Watch(TorchFunctionMode):
 
 
 class ContextParallelSteps:
-    """Gives each step its slice of the batch, and lets the step's attention cross ranks.
+    """Gives each step its slice of the batch, and lets the step's attention cross the ranks of ``mesh``.
 
-    Args:
-        module: The LightningModule. Its Hugging Face models attend across ranks until :meth:`close`.
-        mesh: The ranks that share a batch.
-        options: The strategy's options.
-        plugin: The Trainer's precision plugin.
-        device: This rank's device.
-        tell: Called with a warning for the user, if the check of the first step could not compare everything.
-
-    Raises:
-        ValueError: If the module cannot be trained on slices of sequences.
+    Hugging Face models attend across ranks until :meth:`close`. ``tell`` is called with a warning for the user, if the
+    check of the first step could not compare everything.
     """
 
     def __init__(

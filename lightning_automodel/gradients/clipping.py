@@ -19,13 +19,6 @@ class GradientClipper:
 
     Every rank must call these methods in the same order: a norm is a collective on the groups that parameters are
     sharded over. If a rank does not call, the others raise when the group's timeout ends.
-
-    Args:
-        windows: The run's windows, whose report gets the norm.
-        watch: Refuses to clip gradients that are not final.
-        mesh: The run's mesh.
-        track_norm: Measure the norm before each step, even without clipping.
-        error_if_nonfinite: Measure it too, and raise if it is not finite.
     """
 
     def __init__(
@@ -91,11 +84,7 @@ class GradientClipper:
             self.norm(optimizer)
 
     def norm(self, optimizer: OneOptimizer) -> Tensor:
-        """[] the global 2-norm of the gradients. The first one after each step of the optimizer is reported.
-
-        Raises:
-            RuntimeError: On every rank, if it is not finite and ``error_if_nonfinite`` is set.
-        """
+        """[] the global 2-norm of the gradients. The first one after each step of the optimizer is reported."""
         parameters = optimizer_parameters(unwrap(optimizer))
         norm = rescale_clip.total_norm(parameters)
         if self._error_if_nonfinite:

@@ -17,10 +17,6 @@ class OptimizerWatch:
     """Tells the windows of steps, ``zero_grad`` and toggling, and refuses steps with gradients that are not final.
 
     Torch has hooks for an optimizer's step. It has none for ``zero_grad``, which is patched on the instances.
-
-    Args:
-        windows: The run's windows.
-        parameters: All parameters of the sharded model.
     """
 
     def __init__(self, windows: GradientWindows, parameters: list[nn.Parameter]) -> None:
@@ -33,12 +29,9 @@ class OptimizerWatch:
     def watch(
         self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer], is_misplaced: Callable[[], bool]
     ) -> None:
-        """Watch these optimizers instead of any earlier ones.
+        """Watch these optimizers, and Lightning's wrappers of them, instead of any earlier ones.
 
-        Args:
-            optimizers: The user's optimizers.
-            wrappers: Lightning's wrappers of them, which have their own ``zero_grad``.
-            is_misplaced: Called before each ``zero_grad``; if True, gradients are left as they are.
+        ``is_misplaced`` is called before each ``zero_grad``; if True, gradients are left as they are.
         """
         self._unwatch()
         self._windows.optimizers = optimizers
@@ -109,12 +102,7 @@ class OptimizerWatch:
         self._windows.stepped(optimizer)
 
     def check_step(self, optimizer: Optimizer) -> None:
-        """Refuse a step with gradients that are not final.
-
-        Raises:
-            RuntimeError: If an open window holds parameters of ``optimizer``, or if ``loss.backward()`` has left
-                gradients that nobody synchronised.
-        """
+        """Raise RuntimeError if an open window holds gradients of ``optimizer``, or nobody has synchronised them."""
         parameters, name = optimizer_parameters(optimizer), type(optimizer).__name__
         for window in self._windows.open_windows:
             if window.ahead is not None and self._windows.in_backward:

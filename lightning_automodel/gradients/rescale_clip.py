@@ -47,15 +47,7 @@ def rescale_gradients(
 
 
 def gradient_factor(denominator: Tensor, divisor: int) -> Tensor:
-    """The D / N of :func:`rescale_gradients`, and 0 where N is 0.
-
-    Args:
-        denominator: [] N, summed over the window and the group.
-        divisor: D, the number of ranks that the engine averaged over.
-
-    Returns:
-        [] on the device of ``denominator``.
-    """
+    """[] the D / N of :func:`rescale_gradients`, and 0 where N is 0."""
     return torch.where(denominator > 0, divisor / denominator, torch.zeros_like(denominator))
 
 
@@ -94,11 +86,7 @@ def scale_to_norm_(parameters: list[nn.Parameter], norm: Tensor, clip_norm: floa
 
 
 def clip_gradient_values(model: Parameters, clip_value: float) -> None:
-    """Clamp every gradient element to [-clip_value, clip_value] in place. Not a collective.
-
-    Raises:
-        ValueError: If ``clip_value`` is not positive.
-    """
+    """Clamp every gradient element to [-clip_value, clip_value] in place. Not a collective."""
     check_clip_value(clip_value)
     parameters = list_parameters(model)
     with torch.no_grad():
@@ -118,10 +106,7 @@ def check_clip_value(value: float) -> None:
 def check_finite(norm: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> None:
     """Raise RuntimeError unless the gradient norm [] is finite. Reads it on the host.
 
-    Args:
-        norm: The norm that this rank has measured.
-        groups: Groups whose ranks may have measured different norms but must raise together. A collective on each,
-            one all-reduce of one number. Empty if the norm is the same on all ranks.
+    ``groups`` are those whose ranks may have measured different norms but must raise together: one all-reduce on each.
     """
     for group in groups:
         norm = norm.clone()

@@ -41,8 +41,7 @@ class Window:
         optimizers: The optimizers whose parameters it holds gradients of.
         owned: The parameters of these optimizers. No other open window may hold any of them.
         trained: All parameters that were trainable in any of its backwards, the same on all ranks.
-        ahead: Its totals, if it was counted ahead: losses are divided by them before backward, so that gradients are
-            final at once.
+        ahead: Its totals, if it was counted ahead: losses are divided by them, so that gradients are final at once.
     """
 
     sums: WindowSums
@@ -54,12 +53,7 @@ class Window:
 
 @dataclass
 class SinceStep:
-    """Totals of the windows that have ended since an optimizer's previous step.
-
-    Attributes:
-        totals: [3] label tokens, sum of losses, micro-batches, over all data-parallel ranks.
-        norm: [] the global norm of the gradients, once it was measured.
-    """
+    """The [3] totals of the windows since an optimizer's previous step, and the [] norm once it was measured."""
 
     totals: Tensor
     norm: Tensor | None = None
@@ -73,21 +67,10 @@ class GradientWindows:
     gradient. When the window's last backward returns, they are rescaled and added to ``.grad``.
 
     Each toggled optimizer has its own window, so that those of a GAN can accumulate side by side. Without toggling
-    there is one window.
-
-    Args:
-        sync: What micro-batches communicate, by the engine that holds the model.
-        weighting: Counts label tokens and defines the denominator.
-        scaling: Scales losses before backward.
-        mesh: The run's mesh.
-        device: Device on which sums are reduced.
-        parameters: All parameters of the sharded model. (Between a forward and its backward ``module.parameters()``
-            are the gathered ones.)
-        reuses_buffers: Whether a backward may overwrite a tensor that is in ``.grad`` (DDP's
-            ``gradient_as_bucket_view``), so that earlier gradients must be copied.
-
-    Attributes:
-        num_resets: How often an optimizer has stepped or gradients were zeroed.
+    there is one window. ``parameters`` are those of the sharded model: between a forward and its backward
+    ``module.parameters()`` are the gathered ones. ``reuses_buffers``: whether a backward may overwrite a tensor that is
+    in ``.grad`` (DDP's ``gradient_as_bucket_view``). ``num_resets``: how often an optimizer stepped, or gradients were
+    zeroed.
     """
 
     def __init__(
@@ -146,9 +129,7 @@ class GradientWindows:
     # --- One backward -------------------------------------------------------------------------------------------------
 
     def open(self) -> Window:
-        """Return the window that the next backward adds to; opens it if needed.
-
-        It is the toggled optimizer's window. If none is toggled, it is the open window, or a new one of all optimizers.
+        """Return the window that the next backward adds to: the toggled optimizer's, else the open or a new one of all.
 
         Raises:
             RuntimeError: If several are open and none is toggled, or if two windows would hold the same parameter.

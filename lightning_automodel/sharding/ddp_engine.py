@@ -21,13 +21,7 @@ from lightning_automodel.sharding.engine import Engine, GradSync
 
 
 class DDPGradSync(GradSync):
-    """Lets ``DistributedDataParallel`` average gradients, and averages what it leaves out.
-
-    Args:
-        ddp: The replicated LightningModule.
-        mesh: The run's device mesh.
-        pads: Whether there are padding batches, whose use of a parameter does not count.
-    """
+    """Lets DDP average gradients, and averages what it leaves out. ``pads``: whether there are padding batches."""
 
     def __init__(self, ddp: DistributedDataParallel, mesh: RunMesh, pads: bool) -> None:
         super().__init__()
@@ -51,11 +45,9 @@ class DDPGradSync(GradSync):
     @override
     @contextmanager
     def backward(self, loss: Tensor, trained: Set[nn.Parameter], counts: bool = True) -> Iterator[None]:
-        """See the base class.
+        """See the base class. Raises if a parameter took no part in a synchronised backward.
 
-        Raises:
-            RuntimeError: If a parameter took no part in a synchronised backward: all parameters of its bucket then
-                have this rank's own gradients.
+        All parameters of its bucket then have this rank's own gradients.
         """
         ddp, self._counts = self._ddp, counts
         for parameter in ddp.parameters() if self._tracks else ():
@@ -87,13 +79,7 @@ class DDPGradSync(GradSync):
 
 
 class DDPEngine(Engine):
-    """The whole model on every rank, gradients averaged by ``DistributedDataParallel``.
-
-    Args:
-        mesh: The run's device mesh.
-        device: This rank's device.
-        options: The strategy's options.
-    """
+    """The whole model on every rank, gradients averaged by ``DistributedDataParallel``."""
 
     def __init__(self, mesh: RunMesh, device: torch.device, options: StrategyOptions) -> None:
         super().__init__(mesh, device)

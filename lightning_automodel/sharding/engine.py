@@ -71,14 +71,9 @@ class GradSync:
 
 
 class Engine(ABC):
-    """Distributes the model.
+    """Distributes the model over the ranks of ``mesh``.
 
-    Args:
-        mesh: The run's device mesh.
-        device: This rank's device.
-
-    Attributes:
-        sync: What each micro-batch communicates, once the model is distributed for a fit.
+    ``sync`` decides what each micro-batch communicates, once the model is distributed for a fit.
     """
 
     def __init__(self, mesh: RunMesh, device: torch.device) -> None:

@@ -37,12 +37,7 @@ _SHARDED_BEFORE = "sharded before this set-up (by configure_model or an earlier 
 class FSDP2Engine(Engine):
     """Parameters, gradients and optimizer state sharded by FSDP2, over one group or over each replica (HSDP).
 
-    Args:
-        mesh: The run's device mesh.
-        device: This rank's device.
-        options: The strategy's options.
-        local_ranks: Number of ranks on this node, which share its memory.
-        policy: Dtypes that units compute and reduce in.
+    ``policy`` has the dtypes that units compute and reduce in; ``local_ranks`` share the memory of this node.
     """
 
     sync: FSDPGradSync
@@ -210,8 +205,7 @@ class FSDP2Engine(Engine):
     def synchronize_buffers(self) -> None:
         """Broadcast the first rank's buffers, as ``DistributedDataParallel(broadcast_buffers=True)`` does.
 
-        Otherwise running statistics would follow each rank's own data, and a checkpoint would hold those of the rank
-        that saved them. So would the averages of them that callbacks keep.
+        Otherwise running statistics, and the averages of them that callbacks keep, would follow each rank's own data.
         """
         averages = weight_averaging.averaged_models(self._module)
         self._broadcast([*self._own_buffers(), *(buffer for each in averages for buffer in each.module.buffers())])

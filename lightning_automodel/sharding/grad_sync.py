@@ -116,16 +116,10 @@ def _reshard_unless_training(units: Sequence[FSDPModule], root: nn.Module, *_: o
 class FSDPGradSync(GradSync):
     """Controls the communication of an FSDP2 model in each accumulation window.
 
-    Args:
-        model: Module whose FSDP2 modules, itself included, are controlled.
-        defer: As ``defer_fsdp_grad_sync`` of :func:`get_sync_ctx`.
-        retain_unsharded: All-gather parameters in the first forward of a window only. Between two micro-batches the
-            module shows its sharded parameters, while the memory of the unsharded ones is retained: a callback, a
-            checkpoint or another forward finds an ordinary sharded module.
-        group: The ranks over which plain parameters are averaged; None for one.
-
-    Attributes:
-        is_last: Within :meth:`micro_batch`, whether the window ends with it; None outside.
+    With ``retain_unsharded`` parameters are all-gathered in the first forward of a window only. Between two
+    micro-batches the module shows its sharded parameters, while the memory of the unsharded ones is retained: a
+    callback, a checkpoint or another forward finds an ordinary sharded module. Plain parameters are averaged over
+    ``group``; None for one rank. ``is_last`` says whether the window ends with the running micro-batch; None outside.
     """
 
     def __init__(
@@ -201,11 +195,8 @@ class FSDPGradSync(GradSync):
     def resume(self) -> None:
         """Start a micro-batch: use retained parameters again unless the sharded ones were written since.
 
-        Everything else that is still unsharded (by another forward) is resharded, so that nothing stale is used.
-
-        Raises:
-            RuntimeError: If weights were changed past autograd's version counters (``.data``), which other ranks may
-                not have noticed.
+        Everything else that is still unsharded (by another forward) is resharded, so that nothing stale is used. Raises
+        RuntimeError if weights were changed past autograd's version counters (``.data``), unnoticed on other ranks.
         """
         retained, self._retained = self._retained, []
         taken_back: set[int] = set()
@@ -234,11 +225,7 @@ class FSDPGradSync(GradSync):
     @override
     @contextmanager
     def backward(self, loss: Tensor, trained: Set[nn.Parameter], counts: bool = True) -> Iterator[None]:
-        """See the base class. After it, the module shows its sharded parameters again.
-
-        Raises:
-            RuntimeError: If a gradient has reached a shard directly, so that it is this rank's own.
-        """
+        """See the base class; after it, the module shows its sharded parameters. Raises if it has bypassed FSDP2."""
         self._watch_shards()
         if trained and (self.is_last or self._defer is not True):
             for group in self._groups:
@@ -282,11 +269,7 @@ class FSDPGradSync(GradSync):
 
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """See the base class.
-
-        Raises:
-            RuntimeError: If HSDP holds their partial sums in one buffer with those of other parameters.
-        """
+        """See the base class. Raises if HSDP holds partial sums of these and of other parameters in one buffer."""
         wanted = None if parameters is None else set(parameters)
         super().discard(wanted)
         for group in self._groups:

@@ -14,9 +14,6 @@ class JoinedGathers:
     """Records which units an evaluation step gathers, so that a rank without data can take part in these gathers.
 
     No user code runs on that rank: nothing is logged, counted or drawn at random there.
-
-    Args:
-        units: All FSDP2 modules of the model.
     """
 
     def __init__(self, units: Sequence[FSDPModule]) -> None:
@@ -44,11 +41,7 @@ class JoinedGathers:
         self._is_noting = False
 
     def join(self) -> None:
-        """Take part in a step of other ranks by repeating the gathers of this rank's last step. A collective.
-
-        Raises:
-            RuntimeError: If its last two steps gathered different units, so that it cannot know what others gather.
-        """
+        """Take part in a step of other ranks by repeating the gathers of this rank's last step. A collective."""
         if self._before is not None and self._before != self._newest:
             raise RuntimeError(
                 "This rank has evaluated all its data, and other ranks have not. It cannot take part in what they"
