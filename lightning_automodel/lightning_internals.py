@@ -14,7 +14,6 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.fabric.utilities.types import _Stateful as Stateful
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
@@ -28,6 +27,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import BatchSampler
 from torchmetrics import Metric
 

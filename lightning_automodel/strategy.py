@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -208,7 +207,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @classmethod
     @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         presets: dict[str, tuple[str, dict[str, Any]]] = {
             "automodel": ("FSDP2", {}),
             "automodel_fsdp2": ("FSDP2", {"data_parallel": "fsdp2"}),
@@ -268,7 +267,7 @@ class AutomodelStrategy(ParallelStrategy):
 
         In a process that started the ranks as workers, it is the last report of the newest finished run, on the CPU.
         """
-        return self.reported_by_workers.get("last_step") if self._run is None else self._run.last_step
+        return self.reported_by_workers.get("last_step") if self._run is None else self._run.windows.last_step
 
     @property
     def is_filler(self) -> bool:
@@ -297,11 +296,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Mesh of the run, for ``configure_model``.
-
-        Raises:
-            RuntimeError: Before the processes have joined.
-        """
+        """Mesh of the run, for ``configure_model``; RuntimeError before the processes have joined."""
         return self._joined_mesh().mesh
 
     @property
@@ -496,7 +491,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
-        self._reset_optimizers_and_schedulers()
+        self.optimizers, self.lr_scheduler_configs = [], []
         super().setup_optimizers(trainer)
         checks.check_optimizers(self._module, self.optimizers, self._joined_mesh().sizes.divisor)
         self._required_run.watch_module()
@@ -504,13 +499,14 @@ class AutomodelStrategy(ParallelStrategy):
     @property
     @override
     def optimizers(self) -> list[Optimizer]:
-        return self._optimizers
+        return super().optimizers
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
         if self._run is not None:
-            self._run.watch_optimizers(self._optimizers, self._lightning_optimizers)
+            wrappers = self._module.optimizers()
+            self._run.watch_optimizers(super().optimizers, wrappers if isinstance(wrappers, list) else [wrappers])
 
     @property
     def _environment(self) -> ClusterEnvironment:
@@ -578,16 +574,8 @@ class AutomodelStrategy(ParallelStrategy):
         """Backpropagate one micro-batch as a sum of token losses. After a window's last one, gradients are final.
 
         Outside of ``block_backward_sync`` it is a collective: every rank must call it, and it costs one all-reduce over
-        the data-parallel ranks in addition to those of the engine. If a rank fails, the others raise.
-
-        Args:
-            closure_loss: [] the loss; under automatic optimization divided by ``accumulate_grad_batches``.
-            optimizer: The optimizer; None in manual optimization.
-            *args: Arguments of the module's ``backward``.
-            **kwargs: Keywords of the module's ``backward``, beside ``num_label_tokens`` and ``optimizer``.
-
-        Returns:
-            [] the detached loss, unchanged.
+        the data-parallel ranks in addition to those of the engine. If a rank fails, the others raise. Returns the loss
+        unchanged: under automatic optimization it was divided by ``accumulate_grad_batches``.
         """
         return self._required_run.micro_batches.backward(closure_loss, optimizer, args, kwargs)
 
@@ -603,12 +591,8 @@ class AutomodelStrategy(ParallelStrategy):
     ) -> Any:
         """Run the window's last micro-batch, let hooks see the final gradients, clip, step.
 
-        Under automatic optimization ``closure`` holds the last ``training_step`` and ``backward`` of the window.
-
-        Every rank must call it, once per window. See :meth:`Strategy.optimizer_step` for the arguments.
-
-        Raises:
-            RuntimeError: If the gradients of ``optimizer`` are not final.
+        Under automatic optimization ``closure`` holds the last ``training_step`` and ``backward`` of the window. Every
+        rank must call it, once per window. Raises RuntimeError if the gradients of ``optimizer`` are not final.
         """
         run = self._required_run
         output = super().optimizer_step(optimizer, partial(run.run_closure, closure, optimizer), model, **kwargs)
@@ -672,15 +656,12 @@ class AutomodelStrategy(ParallelStrategy):
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """[2] sum of losses and its denominator, of one evaluated batch; for ``EvaluationLoss``.
 
-        Counted like training batches. Nothing is communicated.
+        Counted like training batches. Nothing is communicated. Raises ValueError without a loss or a count.
 
         Args:
             batch: What ``validation_step`` or ``test_step`` received.
             output: What the step returned.
             step: Name of the step.
-
-        Raises:
-            ValueError: If the output holds no loss, or there is no count.
         """
         return self._required_run.evaluated(batch, output, step)
 
@@ -705,9 +686,7 @@ class AutomodelStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Stack a tensor of one shape from every rank. A collective over the group.
 
-        Raises:
-            RuntimeError: If this is an evaluation step and a rank has no data left.
-            ValueError: If this is an evaluation step and the ranks' last batches have different shapes.
+        In an evaluation step it raises if a rank has no data left, or the ranks' last batches have different shapes.
         """
         if self._run is not None:
             self._run.inputs.check_gathering(tensor)
@@ -793,8 +772,7 @@ class AutomodelStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Check a checkpoint of any form, and read all but the shards. Every rank must call it, together.
 
-        Raises:
-            CheckpointError: On every rank, if any cannot read it.
+        Raises ``CheckpointError`` on every rank, if any cannot read it.
         """
         self._required_run.engine.release()
         weights_only = self._supervisor.weights_only if weights_only is None else weights_only

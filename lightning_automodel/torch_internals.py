@@ -144,10 +144,7 @@ _COMMUNICATION = (
 
 @contextmanager
 def communication_restored(units: Iterable[FSDPModule]) -> Iterator[None]:
-    """Context that restores which communication follows a forward and a backward of ``units``.
-
-    FSDPModule has setters for this but no getters, and none takes a size to reshard to (``reshard_after_forward=2``).
-    """
+    """Context that restores which communication follows a forward and a backward of ``units``; FSDP2 has no getters."""
     groups = [group for unit in units for group in param_groups(unit)]
     before = [{name: getattr(group, name) for name in _COMMUNICATION} for group in groups]
     try:
@@ -206,10 +203,7 @@ def _noting(
 
 
 def sharded_and_unsharded(group: FSDPParamGroup) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Sharded parameters, each with its unsharded leaf, where autograd accumulates.
-
-    To be called after the first all-gather, from which on the leaves stay the same objects.
-    """
+    """Sharded parameters, each with the unsharded leaf that accumulates, the same from the first all-gather on."""
     return [(param.sharded_param, param.unsharded_param) for param in group.fsdp_params]
 
 
@@ -274,11 +268,6 @@ def num_replicas(group: FSDPParamGroup) -> int:
     return getattr(group.mesh_info, "replicate_mesh_size", 1)
 
 
-def is_fsdp_root(module: FSDPModule) -> bool:
-    """Whether lazy initialisation made ``module`` a root."""
-    return bool(module._get_fsdp_state()._is_root)
-
-
 def was_unsharded(group: FSDPParamGroup) -> bool:
     """Whether the group was ever unsharded: its buffers and leaves are made once, and keep the dtype of that time."""
     return any(len(param.all_gather_outputs) > 0 for param in group.fsdp_params)
@@ -328,10 +317,7 @@ def accumulate_in_one_dtype(group: FSDPParamGroup) -> list[RemovableHandle]:
 
 
 def zero_missing_gradients(group: FSDPParamGroup, parameters: Container[nn.Parameter]) -> None:
-    """Give a zero gradient to those of these sharded parameters that are frozen by now and have none.
-
-    Another rank may have used them before they were frozen, and all must reduce the same shapes.
-    """
+    """Give zero gradients to those of these sharded parameters that are frozen by now, and other ranks may use."""
     for param in group.fsdp_params:
         shard = param.sharded_param
         if shard in parameters and not shard.requires_grad and _unreduced_gradient(param) is None:
@@ -352,13 +338,13 @@ def has_gradient_hook(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks)
 
 
-COMPILED_MODULE = "_orig_mod"
-"""The attribute in which ``torch.compile`` keeps the module that it wraps."""
+WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
+"""Attributes in which activation checkpointing and ``torch.compile`` hold the module that they wrap."""
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` wraps, else ``module``."""
-    return getattr(module, COMPILED_MODULE, module)
+    return getattr(module, WRAPPED[1], module)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -506,7 +492,7 @@ _probed_states: set[type] = set()
 def _probe_state(state: Any) -> None:
     """Check, on the first FSDP2 unit of this process, the attributes that the functions above read and write."""
     check = partial(release_probe.check, "torch")
-    check(state, "_fsdp_param_groups", "_modules_to_run_forward", "_is_root", "_lazy_init")
+    check(state, "_fsdp_param_groups", "_modules_to_run_forward", "_lazy_init")
     check(state, "_pre_forward", "_post_forward", "_pre_forward_hook_handle", "_post_forward_hook_handle")
     for group in state._fsdp_param_groups[:1]:
         check(group, "fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "device", "post_backward")

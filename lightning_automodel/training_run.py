@@ -246,11 +246,6 @@ class TrainingRun:
             self._scaling.look_for_overflow(optimizer)
         return result
 
-    @property
-    def last_step(self) -> StepReport | None:
-        """Report on the windows since the newest step."""
-        return self.windows.last_step
-
     def holds_gradients(self) -> bool:
         """Whether backwards have accumulated, in open windows or in ``.grad``, that no optimizer has stepped with."""
         unused = (p for optimizer in self.windows.since_step for p in optimizer_parameters(optimizer))

@@ -98,9 +98,9 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """The function that transformers calls for the attention of each layer: [b, h, s, d] to [b, s, h, d]."""
     if attention.current() is None:
-        from transformers import AttentionInterface
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        plain: Any = AttentionInterface._global_mapping["sdpa"]
+        plain: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return plain(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )

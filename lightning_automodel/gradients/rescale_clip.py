@@ -221,8 +221,8 @@ def _complete_partial_gradient(parameter: nn.Parameter) -> None:
 def _sharding_ranks(parameter: nn.Parameter) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Groups that the parameter is sharded over, keyed by their ranks; empty for replicated and plain parameters.
 
-    Reads the gradient's placements if there is one; FSDP2 and DDP place it like its parameter. In torch 2.13 a strided
-    shard (FSDP2 over a dimension that tensor parallelism has sharded) is not a ``Shard``, so the test is by exclusion.
+    Reads the gradient's placements if there is one. In torch 2.13 a strided shard (FSDP2 over a dimension that tensor
+    parallelism has sharded) is not a ``Shard``, so the test is by exclusion.
     """
     laid_out = parameter.grad if isinstance(parameter.grad, DTensor) else parameter
     if not isinstance(laid_out, DTensor):

@@ -103,7 +103,7 @@ class TokenWeighting:
     def check_returned_count(self, output: Any, counted: float, reads_device: bool) -> None:
         """Raise ``ValueError`` if ``training_step`` returned another count than was ``counted`` in its batch.
 
-        A tensor on an accelerator is read only with ``reads_device``, since that makes the host wait.
+        On an accelerator only with ``reads_device``, since that makes the host wait.
         """
         if not (self.per_token_loss and has_count(output)):
             return

@@ -37,7 +37,7 @@ from lightning_automodel.sharding.units import (
 
 T = TypeVar("T")
 
-_AS_STEP = "_lightning_automodel_as_step"
+_AS_STEP = "lightning_automodel_as_step"
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 _BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024  # large enough for the network, small beside a model
 

@@ -102,10 +102,7 @@ def check_training(module: pl.LightningModule, accumulate_grad_batches: int, cou
 
 
 def check_equal_models(module: nn.Module, host_group: dist.ProcessGroup) -> None:
-    """Refuse on every rank a model that ranks cannot train together. A collective over the group.
-
-    Tensors of other names or shapes, and other trained ones, would hang or mix up their communication.
-    """
+    """Refuse on every rank a model that ranks cannot train together. A collective over the group."""
     if host_group.size() == 1:
         return
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}

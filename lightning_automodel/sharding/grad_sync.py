@@ -17,6 +17,7 @@ from lightning_automodel import torch_internals
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.sharding.engine import GradSync
 from lightning_automodel.sharding.prefetch import drop_unused, reshard
+from lightning_automodel.sharding.units import fsdp_roots
 
 Deferral = bool | Literal["all_reduce"]
 
@@ -62,7 +63,7 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
         stack.enter_context(_reduction(units, is_optim_step, defer))
         yield
         if is_optim_step:
-            _reduce_deferred(units)
+            _reduce_deferred(fsdp_roots(model))
 
 
 def check_deferral(defer: Deferral) -> None:
@@ -71,21 +72,18 @@ def check_deferral(defer: Deferral) -> None:
         raise ValueError(f"defer_fsdp_grad_sync must be True, False or 'all_reduce', got {defer!r}.")
 
 
-def _set_reduction(unit: FSDPModule, is_optim_step: bool, defer: Deferral) -> None:
-    unit.set_requires_gradient_sync(is_optim_step or defer is not True, recurse=False)
-    unit.set_requires_all_reduce(is_optim_step or defer is False, recurse=False)
-    if defer == "all_reduce" and any(torch_internals.num_replicas(g) > 1 for g in torch_internals.param_groups(unit)):
-        # The partial sums of a window live in one flat buffer: every micro-batch must fill the same places of it, and
-        # the last one must take part even where the unit was not used in it.
-        unit.set_reduce_scatter_unused_params(True, recurse=False)
-
-
 @contextmanager
 def _reduction(units: Sequence[FSDPModule], is_last: bool, defer: Deferral) -> Iterator[None]:
     """Context for one micro-batch, in which ``units`` reduce as ``defer`` says. Restores all they communicate."""
     with torch_internals.communication_restored(units):
         for unit in units:
-            _set_reduction(unit, is_last, defer)
+            unit.set_requires_gradient_sync(is_last or defer is not True, recurse=False)
+            unit.set_requires_all_reduce(is_last or defer is False, recurse=False)
+            groups = torch_internals.param_groups(unit)
+            if defer == "all_reduce" and any(torch_internals.num_replicas(group) > 1 for group in groups):
+                # The partial sums of a window live in one flat buffer: every micro-batch must fill the same places of
+                # it, and the last one must take part even where the unit was not used in it.
+                unit.set_reduce_scatter_unused_params(True, recurse=False)
         # All gradients of a unit get one dtype: parameters that no earlier micro-batch has used would get a narrower.
         groups = [group for unit in units if is_last for group in torch_internals.param_groups(unit)]
         handles = [handle for group in groups for handle in torch_internals.accumulate_in_one_dtype(group)]
@@ -96,11 +94,11 @@ def _reduction(units: Sequence[FSDPModule], is_last: bool, defer: Deferral) -> I
                 handle.remove()
 
 
-def _reduce_deferred(units: Sequence[FSDPModule]) -> None:
+def _reduce_deferred(roots: Sequence[FSDPModule]) -> None:
     """Reduce the deferred gradients of roots that took no part in the last backward: FSDP2 skips these roots."""
-    for unit in units:
-        if torch_internals.is_fsdp_root(unit) and torch_internals.has_deferred_gradients(unit):
-            torch_internals.reduce_deferred_gradients(unit)
+    for root in roots:
+        if torch_internals.has_deferred_gradients(root):
+            torch_internals.reduce_deferred_gradients(root)
 
 
 def _reshard_unless_training(units: Sequence[FSDPModule], root: nn.Module, *_: object) -> None:
@@ -130,6 +128,7 @@ class FSDPGradSync(GradSync):
         self._retain_unsharded = retain_unsharded
         self._names = {id(module): name or "the root" for name, module in model.named_modules()}
         self._units = torch_internals.fsdp_units(model)
+        self._roots = fsdp_roots(model)
         self._groups = list(torch_internals.fsdp_param_groups(model))
         self._retained: list[tuple[FSDPModule, list[int]]] = []
         self.is_last: bool | None = None
@@ -138,8 +137,8 @@ class FSDPGradSync(GradSync):
             cast(nn.Module, unit).register_forward_hook(
                 partial(_reshard_unless_training, torch_internals.fsdp_units(cast(nn.Module, unit)))
             )
-            for unit in self._units
-            if cast(nn.Module, unit) is not model and torch_internals.is_fsdp_root(unit)
+            for unit in self._roots
+            if cast(nn.Module, unit) is not model
         ]
         pairs = [pair for param_group in self._groups for pair in torch_internals.sharded_and_unsharded(param_group)]
         for parameter, unsharded in pairs:
@@ -240,7 +239,7 @@ class FSDPGradSync(GradSync):
                 f" on weights does (`p.full_tensor()`). {PENALTY_ON_WEIGHTS}"
             )
         if self.is_last:
-            _reduce_deferred(self._units)
+            _reduce_deferred(self._roots)
         for unit in self._units:
             if not torch_internals.is_unsharded(unit):
                 continue
@@ -301,9 +300,8 @@ class FSDPGradSync(GradSync):
         gradients = [(param.sharded_param, param.sharded_param.grad) for g in self._groups for param in g.fsdp_params]
         for unit in self._units:
             torch_internals.forget_background_gather(unit)
-        for unit in self._units:
-            if torch_internals.is_fsdp_root(unit):
-                unit.reset_iter_state()
+        for root in self._roots:
+            root.reset_iter_state()
         self.release()
         for parameter, gradient in gradients:
             parameter.grad = gradient

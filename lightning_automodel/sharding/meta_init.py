@@ -29,7 +29,7 @@ from lightning_automodel.sharding.units import class_name
 # found only when the run starts: they hold nothing but this byte.
 _FILL_BYTE = 0xA5
 
-_UNINITIALIZED = "_lightning_automodel_uninitialized"
+_UNINITIALIZED = "lightning_automodel_uninitialized"
 """Attribute of the model: names of tensors without values. Kept there so that a second attempt raises again."""
 
 

@@ -109,10 +109,7 @@ def unit_policy(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
 
 
 def step_policy(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """The policy of a root whose forward is a Lightning step: batches and losses keep their dtype.
-
-    A rounded count or target would be silently wrong. :func:`cast_around` casts for the modules below.
-    """
+    """The policy of a root whose forward is a Lightning step: a rounded count or target would be silently wrong."""
     return replace(policy, cast_forward_inputs=False, output_dtype=None)
 
 

@@ -19,9 +19,8 @@ from typing_extensions import override
 
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import meta_init
-from lightning_automodel.sharding.param_names import WRAPPED
 from lightning_automodel.sharding.units import is_sharded
-from lightning_automodel.torch_internals import local_tensor
+from lightning_automodel.torch_internals import WRAPPED, local_tensor
 
 
 class LateAverages:
@@ -89,10 +88,11 @@ def _copy_weights(module: nn.Module, into: nn.Module, copies: dict[int, Any]) ->
             copies[id(buffer)] = buffer.detach().clone()
         into.register_buffer(name, copies[id(buffer)], persistent=name in persistent)
     # Not named_children(), which leaves out a module's second name.
-    for name, child in module._modules.items():
-        if child is not None and id(child) not in copies:
-            _copy_weights(child, _empty_copy(child), copies)
-        into.register_module(name, copies.get(id(child)))
+    for name, child in module.named_modules(remove_duplicate=False):
+        if name and "." not in name:
+            if id(child) not in copies:
+                _copy_weights(child, _empty_copy(child), copies)
+            into.register_module(name, copies[id(child)])
 
 
 def _wrapped_by(module: nn.Module) -> nn.Module | None:
