@@ -194,7 +194,7 @@ class AutomodelStrategy(ParallelStrategy):
         )
         self.num_nodes = 1
         self._supervisor = Supervisor(self._join, self._checkpoints.wait_for_pending_save)
-        self._trainer_patches = PatchStack()
+        self._patches = PatchStack()
         self._setup_block: FirstRankPerNode | None = None
         self._weight_averages = LateAverages()
         self._evaluation_steps = 0
@@ -404,7 +404,7 @@ class AutomodelStrategy(ParallelStrategy):
         collectives.named_barrier(name or "unnamed", process_group.parse_timeout(self._options.timeout))
         if name == "pre_setup" and self.lightning_module is not None:
             checks.check_callbacks(self._module.trainer.callbacks, self._shards_model)  # type: ignore[attr-defined]
-            self._weight_averages.delay(self.lightning_module, self._shards_model)
+            self._weight_averages.delay(self.lightning_module, self._shards_model, self._patches)
         if name == "pre_setup" and self._options.first_rank_setup:
             block = self.first_rank_per_node()
             block.__enter__()
@@ -445,8 +445,8 @@ class AutomodelStrategy(ParallelStrategy):
         lightning_internals.probe(trainer)
         self._close_run()  # if an `on_exception` hook raised, Lightning did not tear down the last run
         if self.world_size > 1:
-            lightning_internals.patch_signals(trainer, self._supervisor.ask_to_requeue, self._trainer_patches)
-        self._checkpoints.patch_callbacks(trainer, self._trainer_patches)
+            lightning_internals.patch_signals(trainer, self._supervisor.ask_to_requeue, self._patches)
+        self._checkpoints.patch_callbacks(trainer, self._patches)
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
         if fitting and self._layer_sync is not None:
@@ -461,6 +461,7 @@ class AutomodelStrategy(ParallelStrategy):
             self.num_processes,
             collectives.host_group(process_group.parse_timeout(self._options.timeout)),
             self._advice,
+            self._patches,
         )
         self.model = self._run.model
         self._weight_averages.set_up(module)
@@ -808,7 +809,6 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._weight_averages.end()
         self._end_setup_block(exception)
         if isinstance(exception, lightning_internals.SIGTERMException) and self._supervisor.requeues:
             lightning_internals.save_and_requeue(self._module.trainer)
@@ -832,7 +832,7 @@ class AutomodelStrategy(ParallelStrategy):
         self.model = self.lightning_module
         if trainer is not None and had_run and self.world_size > 1:
             lightning_internals.keep_sigterm_handler(trainer)
-        self._trainer_patches.restore()
+        self._patches.restore()
         if had_run and not self._shards_model:
             if self._layer_sync is not None and self.model is not None:
                 self._layer_sync.revert(self.model)

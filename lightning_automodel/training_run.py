@@ -37,7 +37,7 @@ from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
 
 
 class TrainingRun:
-    """The distributed model of one run, what trains it, and all patches that last as long as the run.
+    """The distributed model of one run, and what trains it. Its patches last as long as the run.
 
     Creating it is a collective over the world: weights are made equal and sharded or replicated. If one rank fails,
     the supervisor tells the others. ``local_ranks`` share the memory of this node; ``host_group`` has all ranks.
@@ -54,8 +54,9 @@ class TrainingRun:
         local_ranks: int,
         host_group: dist.ProcessGroup,
         advice: Advice,
+        patches: PatchStack,
     ) -> None:
-        self.patches = PatchStack()
+        self.patches = patches
         self.module, self.plugin, self.device, self.advice = module, plugin, device, advice
         self._options, self._mesh = options, mesh
         self._is_sharded = options.data_parallel == "fsdp2"
@@ -181,7 +182,7 @@ class TrainingRun:
             self.advice.say_once("mp_policy has no effect on a model that was sharded before, with another policy.")
         elif has_foreign_policy:
             self.advice.about_units_of_before(str(self.plugin.precision), module, policy)
-        engine = FSDP2Engine(self._mesh, self.device, options, local_ranks, policy)
+        engine = FSDP2Engine(self._mesh, self.device, options, local_ranks, policy, self.patches)
         return engine, None if has_foreign_policy else policy
 
     def _give_values(self) -> None:
@@ -216,11 +217,11 @@ class TrainingRun:
         self._watch.watch_module(self.module, self.patches, self.engine.release)
         if not self.module.automatic_optimization:
             zero = self.module.on_validation_model_zero_grad
-            self.patches.set(self.module, "on_validation_model_zero_grad", partial(self._zero_before_validation, zero))
+            self.patches.set(self.module, "on_validation_model_zero_grad", lambda: self._zero_before_validation(zero))
         checks.check_hooks(self.module, self._options.count_window_ahead)
         # Under automatic optimization every backward is the strategy's.
         if not (self._is_sharded or self.module.automatic_optimization) and self._mesh.sizes.divisor > 1:
-            self._watch.watch_stray_backwards()
+            self._watch.watch_stray_backwards(self.patches)
 
     def _zero_before_validation(self, zero: Callable[[], None]) -> None:
         held = self.holds_gradients()

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -114,12 +114,9 @@ class FirstStepCheck:
             with _hooked(self._module, after, before):
                 return original(*args, **kwargs)
 
-        patches = PatchStack()
-        patches.set(self._module, "training_step", training_step)
-        try:
+        with PatchStack() as patches:
+            patches.set(self._module, "training_step", training_step)
             yield
-        finally:
-            patches.restore()
 
     def check(self, slices: Slices, shape: torch.Size) -> str | None:
         """Compare the modules that the step has called. A collective over all ranks, after the step.
@@ -210,21 +207,15 @@ class FirstStepCheck:
     @contextmanager
     def _without_effect(self, called: nn.Module) -> Iterator[None]:
         """Context of calls that leave modes, buffers, metrics, logs and random states as they were."""
-        modes = [(each, each.training) for each in called.modules()]
-        state, patches = ModuleState(called), PatchStack()
-        patches.set(self._module, "log", lambda *_, **__: None)
-        called.eval()
-        try:
-            eagerly = torch.compiler.set_stance("force_eager")
-            with torch.no_grad(), eagerly, self._plugin.train_step_context(), isolate_rng():
-                before = self._random_states()
-                yield
-                self._draws |= not all(map(torch.equal, before, self._random_states()))
-        finally:
-            patches.restore()
-            state.restore()
-            for each, is_training in modes:
-                each.training = is_training
+        eagerly = torch.compiler.set_stance("force_eager")
+        with PatchStack() as patches, torch.no_grad(), eagerly, self._plugin.train_step_context(), isolate_rng():
+            for each in called.modules():
+                patches.set(each, "training", False)
+            patches.callback(ModuleState(called).restore)
+            patches.set(self._module, "log", lambda *_, **__: None)
+            before = self._random_states()
+            yield
+            self._draws |= not all(map(torch.equal, before, self._random_states()))
 
     def _random_states(self) -> list[Tensor]:
         device = self._module.device
@@ -251,16 +242,12 @@ def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:
 @contextmanager
 def _hooked(module: nn.Module, after: Callable[..., None], before: Callable[..., None] | None = None) -> Iterator[None]:
     """Context in which all modules at or below ``module`` have these forward hooks."""
-    hooks: list[Any] = []
-    for each in dict.fromkeys(_uncompiled(module)):
-        if before is not None:
-            hooks.append(each.register_forward_pre_hook(before, with_kwargs=True))
-        hooks.append(each.register_forward_hook(after, with_kwargs=True))
-    try:
+    with ExitStack() as hooks:
+        for each in dict.fromkeys(_uncompiled(module)):
+            if before is not None:
+                hooks.callback(each.register_forward_pre_hook(before, with_kwargs=True).remove)
+            hooks.callback(each.register_forward_hook(after, with_kwargs=True).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _error(own: Tensor, expected: Tensor) -> Tensor:

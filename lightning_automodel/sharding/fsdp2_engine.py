@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.options import StrategyOptions
+from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import (
     apply,
     checks,
@@ -49,11 +50,13 @@ class FSDP2Engine(Engine):
         options: StrategyOptions,
         local_ranks: int,
         policy: MixedPrecisionPolicy,
+        patches: PatchStack,
     ) -> None:
         super().__init__(mesh, device)
         self._options = options
         self._policy = policy
         self._local_ranks = local_ranks
+        self._patches = patches
         self._report: dict[str, Any] = {}
         self._is_first_batch = self._starts_window = True
 
@@ -70,7 +73,7 @@ class FSDP2Engine(Engine):
         self.sync = FSDPGradSync(module, self._defer(), self._retain_unsharded(module), group)
         self.sync.discard()
         self._start_gathers_ahead(module)
-        self._gathers = JoinedGathers(torch_internals.fsdp_units(module))
+        self._gathers = JoinedGathers(torch_internals.fsdp_units(module), self._patches)
         tensor_parallel.share_random_state(self.mesh, self.device)
         # Buffers outside of the state dict are constants (masks, rotary frequencies).
         kept = module.state_dict(keep_vars=True).keys()
@@ -227,7 +230,6 @@ class FSDP2Engine(Engine):
         super().close()
         if self._report["prefetch"]:
             prefetch.set_prefetch(self._module, 0, in_background=False)
-        self._gathers.close()
 
     @override
     def describe(self) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def check_deferral(defer: Deferral) -> None:
 @contextmanager
 def _reduction(units: Sequence[FSDPModule], is_last: bool, defer: Deferral) -> Iterator[None]:
     """Context for one micro-batch, in which ``units`` reduce as ``defer`` says. Restores all they communicate."""
-    with torch_internals.communication_restored(units):
+    with torch_internals.communication_restored(units), ExitStack() as hooks:
         for unit in units:
             unit.set_requires_gradient_sync(is_last or defer is not True, recurse=False)
             unit.set_requires_all_reduce(is_last or defer is False, recurse=False)
@@ -85,13 +85,10 @@ def _reduction(units: Sequence[FSDPModule], is_last: bool, defer: Deferral) -> I
                 # it, and the last one must take part even where the unit was not used in it.
                 unit.set_reduce_scatter_unused_params(True, recurse=False)
         # All gradients of a unit get one dtype: parameters that no earlier micro-batch has used would get a narrower.
-        groups = [group for unit in units if is_last for group in torch_internals.param_groups(unit)]
-        handles = [handle for group in groups for handle in torch_internals.accumulate_in_one_dtype(group)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        for group in (group for unit in units if is_last for group in torch_internals.param_groups(unit)):
+            for handle in torch_internals.accumulate_in_one_dtype(group):
+                hooks.callback(handle.remove)
+        yield
 
 
 def _reduce_deferred(roots: Sequence[FSDPModule]) -> None:

@@ -16,12 +16,11 @@ class JoinedGathers:
     No user code runs on that rank: nothing is logged, counted or drawn at random there.
     """
 
-    def __init__(self, units: Sequence[FSDPModule]) -> None:
-        self._patches = PatchStack()
+    def __init__(self, units: Sequence[FSDPModule], patches: PatchStack) -> None:
         self._newest: list[FSDPModule] = []
         self._before: list[FSDPModule] | None = None
         for unit in units:
-            torch_internals.note_all_gathers(unit, partial(self._note, unit), self._patches)
+            torch_internals.note_all_gathers(unit, partial(self._note, unit), patches)
         self._is_noting = False
 
     def _note(self, unit: FSDPModule) -> None:
@@ -51,7 +50,3 @@ class JoinedGathers:
         for unit in self._newest:
             unit.unshard()
             unit.reshard()
-
-    def close(self) -> None:
-        """Stop recording."""
-        self._patches.restore()

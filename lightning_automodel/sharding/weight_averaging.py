@@ -27,41 +27,32 @@ class LateAverages:
     """Delays the ``setup`` of a Trainer's averaging callbacks until the module is distributed."""
 
     def __init__(self) -> None:
-        self._patches = PatchStack()
         self._delayed: list[Callable[[], None]] = []
 
-    def delay(self, module: pl.LightningModule, shards: bool) -> None:
+    def delay(self, module: pl.LightningModule, shards: bool, patches: PatchStack) -> None:
         """Delay them until :meth:`set_up`, if ``module`` will be sharded, or some of its tensors have no values."""
         self._delayed = []
         if not shards and not meta_init.names_without_values(module):
             return
         for callback in _callbacks(module):
             if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-                self._patches.set(callback, "setup", partial(self._delay, callback))
+                patches.set(callback, "setup", partial(self._delay, callback))
 
     def _delay(self, callback: Callback, *args: Any, **kwargs: Any) -> None:
         self._delayed.append(partial(type(callback).setup, callback, *args, **kwargs))
 
     def set_up(self, module: pl.LightningModule) -> None:
         """Run the delayed hooks, now that ``module`` is distributed. Not a collective."""
-        self.end()
-        patches = PatchStack()
-        # Only within these calls: other callbacks that copy the module want it whole.
-        patches.set(module, "__deepcopy__", partial(_copy_of, module), is_new=True)
-        if is_overridden("configure_model", module):
-            patches.set(module, "configure_model", lambda: None)  # WeightAveraging calls it, to have layers to copy
-        try:
+        with PatchStack() as patches:
+            # Only within these calls: other callbacks that copy the module want it whole.
+            patches.set(module, "__deepcopy__", partial(_copy_of, module), is_new=True)
+            if is_overridden("configure_model", module):
+                patches.set(module, "configure_model", lambda: None)  # WeightAveraging calls it, to have layers to copy
             for set_up in self._delayed:
                 set_up()
-        finally:
-            patches.restore()
         self._delayed = []
         for averaged in filter(is_sharded, averaged_models(module)):
             averaged.update_parameters = partial(_update_locally, averaged)  # type: ignore[method-assign]
-
-    def end(self) -> None:
-        """Restore the callbacks, also if their ``setup`` never ran."""
-        self._patches.restore()
 
 
 def _copy_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
