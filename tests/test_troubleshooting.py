@@ -31,7 +31,6 @@ NOT_MESSAGES = {
     "…, gradients of one single-process batch": "a registered strategy's description",
     "got mixed torch.Tensor and DTensor": "torch's own message, which ours explains",
     "out of bounds for storage of size 0": "torch's own message, which ours explains",
-    "does not require grad and does not have a grad_fn": "torch's own message, which ours explains",
     "You're resuming from a checkpoint that ended before the epoch ended": "Lightning's own warning, which is filtered",
     "This directory is one checkpoint, saved by lightning_automodel": "the README of a directory of shards",
     "one rank gathers nothing": "in describe()",

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -28,7 +28,6 @@ _DROPPED = (
     " parameter that its last micro-batch does not use: zero gradients between windows, or pass data_parallel='fsdp2'."
 )
 _MIXED = "got mixed torch.Tensor and DTensor"
-_DETACHED = "does not require grad and does not have a grad_fn"
 _TORCH_ERRORS = {
     "out of bounds for storage of size 0": _FREED,
     "but its data is not allocated yet": _FREED,
@@ -38,14 +37,14 @@ _TORCH_ERRORS = {
 
 
 @contextmanager
-def explained_errors(model: nn.Module) -> Iterator[None]:
-    """Context of a forward or backward of ``model``, which explains torch's errors that name no cause."""
+def explained_errors(model: nn.Module, loss: Tensor | None = None) -> Iterator[None]:
+    """Context of a forward of ``model``, or a backward of ``loss``, which explains errors of torch without a cause."""
     try:
         yield
     except RuntimeError as error:
         if _MIXED in str(error):
             raise RuntimeError(_uses_of_shards(model, error)) from error
-        if _DETACHED in str(error):
+        if loss is not None and not loss.requires_grad:
             trainable = sum(parameter.requires_grad for parameter in model.parameters())
             raise RuntimeError(
                 f"The loss of {class_name(model)} does not depend on any of its {trainable} trainable parameters: it"
