@@ -255,27 +255,15 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device, foreach: bool) 
     for group in _by_device_and_dtype(tensors):
         if group[0].is_sparse:
             group = [tensor.coalesce().values() for tensor in group]
-        if group[0].device.type != "cpu":
-            norms.extend(_norms(group, _wide_dtype(group[0].device), foreach))
-            continue
-        # On a CPU float64 takes four times as long, so float32 comes first; reading its result costs nothing. The
-        # square of a float32 above 1.8e19 overflows, and an infinite norm would clip all gradients to zero.
-        fast = _norms(group, torch.promote_types(group[0].dtype, torch.float32), foreach)
-        norms.extend(_norms(group, torch.float64, foreach) if _overflows(fast) else fast)
+        # The square of a float32 above 1.8e19 overflows, and an infinite norm would clip all gradients to zero.
+        dtype = _wide_dtype(group[0].device)
+        if foreach:
+            norms.extend(torch._foreach_norm(group, 2, dtype=dtype))
+        else:
+            norms.extend(torch.linalg.vector_norm(tensor, 2, dtype=dtype) for tensor in group)
     if not norms:
         return torch.zeros((), dtype=wide, device=device)
     return torch.stack([norm.to(device, wide) for norm in norms]).square().sum()
-
-
-def _overflows(norms: list[Tensor]) -> bool:
-    """Whether any norm is not finite. Only for CPU tensors: reading others would wait for the device."""
-    return not torch.stack(norms).isfinite().all()
-
-
-def _norms(tensors: list[Tensor], dtype: torch.dtype, foreach: bool) -> list[Tensor]:
-    if foreach:
-        return list(torch._foreach_norm(tensors, 2, dtype=dtype))
-    return [torch.linalg.vector_norm(tensor, 2, dtype=dtype) for tensor in tensors]
 
 
 def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
