@@ -45,8 +45,8 @@ class Advice:
                 " auto_wrap_policy out."
             )
 
-    def about_rounding(self, loss: Tensor, count: Count) -> None:
-        """Warn about a half-precision ``loss`` [], rounded before it is weighed, and a count, which rounds numbers."""
+    def about_half_precision(self, loss: Tensor, count: Count) -> None:
+        """Warn about a loss [] or a count in half precision, which is rounded before the loss is weighed."""
         if loss.dtype in HALF:
             self.say_once(
                 f"training_step returned a {loss.dtype} loss, which is rounded before it is weighed: compute the loss"

@@ -17,6 +17,9 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import (
@@ -28,6 +31,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler
 from torchmetrics import Metric
 
@@ -76,6 +80,27 @@ def patch_signals(trainer: Trainer, ask_to_requeue: Callable[[], None], patches:
     patches.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _do_nothing)
     patches.set(trainer._signal_connector, "_sigterm_notifier_fn", _do_nothing)
     patches.set(trainer._signal_connector, "_slurm_sigusr_handler_fn", lambda *_: ask_to_requeue())
+
+
+def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
+    """Let ``module.device_mesh``, which has no setter, be ``mesh``."""
+    module._device_mesh = mesh
+
+
+def layer_sync(strategy: ParallelStrategy) -> LayerSync | None:
+    """What ``Trainer(sync_batchnorm=True)`` asks ``strategy`` to apply."""
+    return strategy._layer_sync
+
+
+def patch_after_closure(plugin: Precision, then: Callable[[Any], None], patches: PatchStack) -> None:
+    """Call ``then`` with the optimizer last before it steps, after all hooks and clipping: Lightning has no hook."""
+    after_closure = plugin._after_closure
+
+    def after_closure_and_then(model: LightningModule, optimizer: Any) -> None:
+        after_closure(model, optimizer)
+        then(optimizer)
+
+    patches.set(plugin, "_after_closure", after_closure_and_then)
 
 
 def save_and_requeue(trainer: Trainer) -> None:

@@ -151,7 +151,7 @@ class MicroBatches:
         window = self.windows.open()
         window.ahead = None if self.ahead is None else self.ahead.totals()
         plugin_loss = plugin.pre_backward(loss, module)
-        self.advice.about_rounding(loss, count)
+        self.advice.about_half_precision(loss, count)
         reported, objective = self._objective(loss, count, accumulate, window.ahead)
         if self.scaling.scaler is None and plugin_loss is not loss:
             # A plugin may have changed the loss: its own is backpropagated, the user's is reported.

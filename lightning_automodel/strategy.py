@@ -1,5 +1,6 @@
 """The strategy: its hooks in the order in which the Trainer calls them; each delegates to the module that does it."""
 
+import inspect
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -235,8 +236,9 @@ class AutomodelStrategy(ParallelStrategy):
         memo[id(self)] = copied
         AutomodelStrategy.__init__(copied, **vars(self._options))
         # Not the properties, which create a default: a Trainer takes that for the user's choice.
-        for name in ("_accelerator", "_checkpoint_io", "_precision_plugin", "cluster_environment", "parallel_devices"):
-            setattr(copied, name, getattr(self, name))
+        for argument in inspect.signature(ParallelStrategy).parameters:
+            name = argument if argument in vars(self) else f"_{argument}"
+            setattr(copied, name, vars(self)[name])
         copied.num_nodes = self.num_nodes
         if copied.cluster_environment is not None:
             copied._configure_launcher()
@@ -370,7 +372,7 @@ class AutomodelStrategy(ParallelStrategy):
         timeout = process_group.parse_timeout(self._options.timeout)
         collectives.host_group(timeout)
         self._mesh = self._make_mesh(timeout)
-        self._module._device_mesh = self._mesh.mesh
+        lightning_internals.set_device_mesh(self._module, self._mesh.mesh)
 
     def _make_mesh(self, timeout: timedelta) -> RunMesh:
         options, device_type = self._options, self.root_device.type
@@ -449,8 +451,8 @@ class AutomodelStrategy(ParallelStrategy):
         self._checkpoints.patch_callbacks(trainer, self._patches)
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
-        if fitting and self._layer_sync is not None:
-            self._layer_sync.apply(module)
+        if fitting and (layer_sync := lightning_internals.layer_sync(self)) is not None:
+            layer_sync.apply(module)
         self._run = TrainingRun(
             module,
             fitting,
@@ -834,8 +836,8 @@ class AutomodelStrategy(ParallelStrategy):
             lightning_internals.keep_sigterm_handler(trainer)
         self._patches.restore()
         if had_run and not self._shards_model:
-            if self._layer_sync is not None and self.model is not None:
-                self._layer_sync.revert(self.model)
+            if (layer_sync := lightning_internals.layer_sync(self)) is not None and self.model is not None:
+                layer_sync.revert(self.model)
             super().teardown()
             return
         # Unlike the base class, leave the model where it is: moved to the host, shards would no longer fit their mesh.
