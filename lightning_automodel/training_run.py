@@ -64,12 +64,14 @@ class TrainingRun:
         context: ContextParallelSteps | None = None
         if mesh.context_parallel is not None:
             context = ContextParallelSteps(module, mesh.context_parallel, options, plugin, device, advice.say_once)
+            patches.callback(context.close)
         self._context = context
         self._without_values = meta_init.names_without_values(module)
         plugin.convert_module(module)
         self.move_to_device()
         checks.check_hooks(module, options.count_window_ahead)
         self._checkpointed = self._checkpoint_activations(fitting)
+        patches.callback(self._checkpointed.undo)
         # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not trace.
         self._compiled = self._compile_blocks()
         checks.check_equal_models(module, host_group)
@@ -87,6 +89,7 @@ class TrainingRun:
             self.engine.sync, self._weighting, self._scaling, mesh, device, parameters, reuses_buffers
         )
         self._watch = OptimizerWatch(self.windows, parameters)
+        patches.callback(self._watch.close)
         raises_if_nonfinite = options.error_if_nonfinite and self._scaling.scaler is None
         self.clipper = GradientClipper(self.windows, self._watch, mesh, options.track_grad_norm, raises_if_nonfinite)
         self.inputs, ahead = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad"), None
@@ -329,10 +332,5 @@ class TrainingRun:
         """Drop open windows, restore all patches, and release the model. Calling it again does nothing."""
         self.micro_batches.restore_state_before_padding()
         self.micro_batches.reset()
-        self._watch.close()
         self.patches.restore()
         self.engine.close()
-        self._checkpointed.undo()
-        if self._context is not None:
-            self._context.close()
-            self._context = None

@@ -81,7 +81,7 @@ _checkpoint_eagerly = torch.compiler.disable(checkpoint, recursive=False)
 def _to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
     """Copy what autograd saves to pinned host memory; what is there already, parameters and DTensors stay.
 
-    In the order of the device's stream: the host waits for no copy, as with ``torch.autograd.graph.save_on_cpu``.
+    The device copies between what it computes, and the host waits for no copy, as ``save_on_cpu`` of torch lets it.
     """
     if type(tensor) is not Tensor or tensor.device.type == "cpu" or tensor.layout != torch.strided:
         return tensor
