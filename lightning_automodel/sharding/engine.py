@@ -2,14 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel.distributed.mesh import RunMesh
 
@@ -22,15 +21,17 @@ class GradSync:
     """
 
     def __init__(self) -> None:
-        self._tracked: dict[nn.Parameter, RemovableHandle] = {}
+        self._hooks = ExitStack()
+        self._tracked: set[nn.Parameter] = set()
         self._used: set[nn.Parameter] = set()
         self._counts = True
 
     def track(self, parameter: nn.Parameter, leaf: nn.Parameter) -> None:
         """Note whether backwards use ``parameter``, whose gradient autograd accumulates in ``leaf``."""
         if parameter.requires_grad and parameter not in self._tracked:
+            self._tracked.add(parameter)
             hook = partial(self._mark_used, parameter)
-            self._tracked[parameter] = leaf.register_post_accumulate_grad_hook(hook)
+            self._hooks.callback(leaf.register_post_accumulate_grad_hook(hook).remove)
 
     def _mark_used(self, parameter: nn.Parameter, _: Tensor) -> None:
         if self._counts:
@@ -66,8 +67,7 @@ class GradSync:
 
     def close(self) -> None:
         """Remove hooks from the model."""
-        for handle in self._tracked.values():
-            handle.remove()
+        self._hooks.close()
 
 
 class Engine(ABC):

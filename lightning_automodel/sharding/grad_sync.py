@@ -130,13 +130,10 @@ class FSDPGradSync(GradSync):
         self._retained: list[tuple[FSDPModule, list[int]]] = []
         self.is_last: bool | None = None
         self._in_backward = False
-        self._handles = [
-            cast(nn.Module, unit).register_forward_hook(
-                partial(_reshard_unless_training, torch_internals.fsdp_units(cast(nn.Module, unit)))
-            )
-            for unit in self._roots
-            if cast(nn.Module, unit) is not model
-        ]
+        for root in cast(list[nn.Module], self._roots):
+            if root is not model:
+                hook = partial(_reshard_unless_training, torch_internals.fsdp_units(root))
+                self._hooks.callback(root.register_forward_hook(hook).remove)
         pairs = [pair for param_group in self._groups for pair in torch_internals.sharded_and_unsharded(param_group)]
         for parameter, unsharded in pairs:
             self.track(parameter, unsharded)
@@ -148,7 +145,7 @@ class FSDPGradSync(GradSync):
         """Note which sharded parameters autograd reaches: FSDP2 writes their gradients itself, past their hooks."""
         for name, parameter in list(self._unwatched.items()):
             if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(partial(self._note_bypass, name)))
+                self._hooks.callback(parameter.register_hook(partial(self._note_bypass, name)).remove)
                 del self._unwatched[name]
 
     def _note_bypass(self, name: str, _: Tensor) -> None:
@@ -286,8 +283,6 @@ class FSDPGradSync(GradSync):
         """Reshard the model and remove the hooks."""
         self.release()
         super().close()
-        for handle in self._handles:
-            handle.remove()
 
     @override
     def recover(self) -> None:
