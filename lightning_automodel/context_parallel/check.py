@@ -136,11 +136,9 @@ class FirstStepCheck:
             if {*of_ranks} == {of_ranks[0]} and of_ranks[0] is not None:
                 difference = self._first_difference(calls[index], names, beginning)
                 found += [] if difference is None else [(index, *difference)]
-        outside = slices.num_calls - beginning.sliced.num_calls
-        reason = None
-        if any(from_all(self._draws)):
-            reason = "draws random numbers in evaluation mode too, which differ from slice to slice"
-        elif all_found := [each for told in from_all(found) for each in told]:
+        all_found = [each for told in from_all(found) for each in told]
+        is_random = any(from_all(self._draws))
+        if all_found and not is_random:
             *_, name, error = min(all_found)
             named = f"{name} ({class_name(self._module.get_submodule(name))})".strip()
             raise RuntimeError(
@@ -150,14 +148,13 @@ class FirstStepCheck:
                 " lightning_automodel.context_parallel_attention(query, key, value), and take positions from"
                 " batch['position_ids']."
             )
-        elif outside:
-            reason = (
-                f"attends {outside} of {slices.num_calls} times outside of modules that are called with slices of the"
-                " batch [b, s], or hidden states [b, s, ...], and nothing else of their length"
-            )
-        return reason and (
-            f"{class_name(self._module)}.training_step {reason}: its layers in slices were not compared with whole"
-            " sequences. To have them compared, call one module, as in self.model(**batch)."
+        if not is_random and slices.num_calls == beginning.sliced.num_calls:
+            return None
+        return (
+            f"{class_name(self._module)}.training_step draws random numbers in evaluation mode too, or attends outside"
+            " of modules that are called with slices of the batch [b, s], or hidden states [b, s, ...], and no other"
+            " tensor of their length: its layers in slices were not compared with whole sequences. To have them"
+            " compared, call one module, as in self.model(**batch)."
         )
 
     def _first_difference(
