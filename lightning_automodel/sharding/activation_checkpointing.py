@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_automodel.patching import PatchStack
+from lightning_automodel.sharding.activation_offload import OffloadedActivations
 from lightning_automodel.sharding.units import WrapPolicy, class_name, distinct, has_forward, outermost, units_of
 from lightning_automodel.torch_internals import is_compiled, uncompiled
 
@@ -42,10 +42,13 @@ class _Checkpoint:
 
     Otherwise running statistics would be updated twice, and a power iteration would give other weights the second time.
     ``contexts`` is the ``context_fn`` of ``torch.utils.checkpoint``, which decides which results are saved.
+    ``offloaded`` is where positional tensor arguments wait for the backward; None leaves them on the device.
     """
 
-    def __init__(self, module: nn.Module, contexts: Callable[[], Any] | None, offloads: bool) -> None:
-        self._offloads = offloads
+    def __init__(
+        self, module: nn.Module, contexts: Callable[[], Any] | None, offloaded: OffloadedActivations | None
+    ) -> None:
+        self._offloaded = offloaded
         self._kwargs: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
         self._module = module
 
@@ -70,27 +73,12 @@ class _Checkpoint:
 
         run = _checkpoint_eagerly if buffers else checkpoint
         # Only the inputs are offloaded: inside, the saved-tensor hooks of `checkpoint` replace these.
-        with saved_tensors_hooks(_to_host, _to_device) if self._offloads else nullcontext():
+        with nullcontext() if self._offloaded is None else self._offloaded.hooks():
             return run(first_or_again, *args, use_reentrant=False, **self._kwargs, **kwargs)
 
 
 # A graph of both forwards would recompute from buffers that the first one has written. The forward itself is compiled.
 _checkpoint_eagerly = torch.compiler.disable(checkpoint, recursive=False)
-
-
-def _to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-    """Copy what autograd saves to pinned host memory; what is there already, parameters and DTensors stay.
-
-    The device copies between what it computes, and the host waits for no copy, as ``save_on_cpu`` of torch lets it.
-    """
-    if type(tensor) is not Tensor or tensor.device.type == "cpu" or tensor.layout != torch.strided:
-        return tensor
-    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return tensor.device, host.copy_(tensor, non_blocking=True)
-
-
-def _to_device(saved: Tensor | tuple[torch.device, Tensor]) -> Tensor:
-    return saved if isinstance(saved, Tensor) else saved[1].to(saved[0], non_blocking=True)
 
 
 def _copy(buffers: _Buffers) -> _Buffers:
@@ -155,7 +143,10 @@ class CheckpointedBlocks:
             )
             if not blocks:
                 raise ValueError(_nothing_to_checkpoint(model, choice))
-        make = partial(_Checkpoint, contexts=contexts, offloads=choice == "offload")
+        # One for all blocks: while one block's backward runs, the input of the block before it comes back.
+        make = partial(
+            _Checkpoint, contexts=contexts, offloaded=OffloadedActivations() if choice == "offload" else None
+        )
         names = {id(module): name for name, module in model.named_modules()}
         self.names = [f"{names[id(block)]} ({class_name(block)})" for block in blocks]
         layers = [uncompiled(block) for block in blocks]

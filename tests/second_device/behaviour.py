@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_automodel.sharding import activation_checkpointing
+from lightning_automodel.sharding.activation_offload import OffloadedActivations
 from tests.second_device import device
 
 HERE, NEIGHBOUR = f"{device.TYPE}:0", f"{device.TYPE}:1"
@@ -163,23 +163,22 @@ def random_numbers_are_its_own() -> None:
 
 
 def activations_leave_and_come_back() -> None:
-    """Without a wait, with the same gradients, and none is on the device between forward and backward."""
+    """Without a wait, with the same gradients, and two at most are on the device between forward and backward."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(64, 64).to(HERE) for _ in range(8)]
     start = torch.randn(1024, 64, device=HERE)
 
-    def gradients(hooks: Any) -> tuple[list[Tensor], int]:
+    def gradients(offloaded: OffloadedActivations | None) -> tuple[list[Tensor], int]:
         before, hidden = torch.accelerator.memory_allocated(0), start
         for layer in layers:
-            with hooks:
+            with torch.autograd.graph.save_on_cpu() if offloaded is None else offloaded.hooks():
                 hidden = layer(hidden.sin())
         kept = torch.accelerator.memory_allocated(0) - before
         return list(torch.autograd.grad(hidden.square().sum(), [layer.weight for layer in layers])), kept
 
-    expected, _ = gradients(torch.autograd.graph.save_on_cpu())
-    to_host, to_device = activation_checkpointing._to_host, activation_checkpointing._to_device
+    expected, _ = gradients(None)
     with device.recorded_waits() as waits:
-        found, kept = gradients(torch.autograd.graph.saved_tensors_hooks(to_host, to_device))
+        found, kept = gradients(OffloadedActivations())
     assert not waits
     assert all(map(torch.equal, found, expected))
-    assert kept <= start.nbytes + 1024
+    assert kept <= 3 * start.nbytes + 1024
