@@ -39,13 +39,13 @@ from torch.profiler import ProfilerActivity, profile
 ROOT = Path(__file__).parents[1]
 TESTS = {
     "cuda": (
-        "tests/sharding/test_causal_attention.py",
+        "tests/context_parallel/test_attention.py",
         "tests/distributed/test_process_group_alone.py",
         "tests/distributed/test_caller_mesh.py",
         "tests/gradients/test_gradient_scaler.py",
         "tests/trainer/test_support.py",
     ),
-    "cpu": ("tests/sharding/test_causal_attention.py",),
+    "cpu": ("tests/context_parallel/test_attention.py",),
     "hostdev": ("tests/second_device/test_device.py",),
 }
 LONGEST_GAPS = 8

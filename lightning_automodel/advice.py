@@ -45,16 +45,13 @@ class Advice:
                 " auto_wrap_policy out."
             )
 
-    def about_half_precision(self, loss: Tensor) -> None:
-        """Warn about a half-precision ``loss`` [], which is rounded before it is weighed."""
+    def about_half_precision(self, loss: Tensor, count: Count) -> None:
+        """Warn about a loss [] or a count in half precision, which is rounded before the loss is weighed."""
         if loss.dtype in HALF:
             self.say_once(
                 f"training_step returned a {loss.dtype} loss, which is rounded before it is weighed: compute the loss"
                 " in float32 (logits.float()) for exact gradients."
             )
-
-    def about_rounded_count(self, count: Count) -> None:
-        """Warn about a ``count`` in half precision, which rounds large numbers."""
         if isinstance(count, Tensor) and count.dtype in HALF:
             limit = 2048 if count.dtype == torch.float16 else 256
             self.say_once(

@@ -14,10 +14,12 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.fabric.utilities.types import _Stateful as Stateful
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import (
@@ -28,6 +30,8 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler
 from torchmetrics import Metric
 
@@ -71,16 +75,32 @@ def patch_signals(trainer: Trainer, ask_to_requeue: Callable[[], None], patches:
     """Stop ``trainer`` from broadcasting SIGTERM in each micro-batch, and from communicating in a signal handler.
 
     Lightning has no setting for either. On SLURM's signal to requeue it saves at once. But saving is a collective under
-    FSDP2, and no two ranks receive a signal at the same point of a step.
-
-    Args:
-        trainer: The Trainer of this run.
-        ask_to_requeue: Called on SLURM's signal instead.
-        patches: Restores the methods.
+    FSDP2, and no two ranks receive a signal at the same point of a step: ``ask_to_requeue`` is called instead.
     """
     patches.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _do_nothing)
     patches.set(trainer._signal_connector, "_sigterm_notifier_fn", _do_nothing)
     patches.set(trainer._signal_connector, "_slurm_sigusr_handler_fn", lambda *_: ask_to_requeue())
+
+
+def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
+    """Let ``module.device_mesh``, which has no setter, be ``mesh``."""
+    module._device_mesh = mesh
+
+
+def layer_sync(strategy: ParallelStrategy) -> LayerSync | None:
+    """What ``Trainer(sync_batchnorm=True)`` asks ``strategy`` to apply."""
+    return strategy._layer_sync
+
+
+def patch_after_closure(plugin: Precision, then: Callable[[Any], None], patches: PatchStack) -> None:
+    """Call ``then`` with the optimizer last before it steps, after all hooks and clipping: Lightning has no hook."""
+    after_closure = plugin._after_closure
+
+    def after_closure_and_then(model: LightningModule, optimizer: Any) -> None:
+        after_closure(model, optimizer)
+        then(optimizer)
+
+    patches.set(plugin, "_after_closure", after_closure_and_then)
 
 
 def save_and_requeue(trainer: Trainer) -> None:
@@ -101,12 +121,6 @@ def patch_model_checkpoints(
 
     Lightning 2.6.6 looks for existing files, so that no two callbacks choose the same name, and removes the old link or
     directory before it makes the new one.
-
-    Args:
-        patches: Restores the methods.
-        trainer: The Trainer whose callbacks are patched.
-        link: Makes the link of ``save_last="link"``, from the checkpoint's path and the link's name.
-        is_pending: Whether a checkpoint is being written at a path.
     """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):

@@ -1,5 +1,6 @@
 """The strategy: its hooks in the order in which the Trainer calls them; each delegates to the module that does it."""
 
+import inspect
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -11,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -48,8 +48,8 @@ from lightning_automodel.launch.launchers import make_launcher
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
-from lightning_automodel.sharding import checks, weight_averaging
-from lightning_automodel.sharding.weight_averaging import AverageCopies
+from lightning_automodel.sharding import checks
+from lightning_automodel.sharding.weight_averaging import LateAverages
 from lightning_automodel.training_run import TrainingRun
 
 _PATIENCE_AFTER_FAILURE = timedelta(seconds=15)
@@ -195,9 +195,9 @@ class AutomodelStrategy(ParallelStrategy):
         )
         self.num_nodes = 1
         self._supervisor = Supervisor(self._join, self._checkpoints.wait_for_pending_save)
-        self._trainer_patches = PatchStack()
+        self._patches = PatchStack()
         self._setup_block: FirstRankPerNode | None = None
-        self._weight_averages = AverageCopies()
+        self._weight_averages = LateAverages()
         self._evaluation_steps = 0
         self._forward_redirection = lightning_internals.DDPForwardRedirection()
         self._mesh: RunMesh | None = None
@@ -208,7 +208,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @classmethod
     @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         presets: dict[str, tuple[str, dict[str, Any]]] = {
             "automodel": ("FSDP2", {}),
             "automodel_fsdp2": ("FSDP2", {"data_parallel": "fsdp2"}),
@@ -236,8 +236,9 @@ class AutomodelStrategy(ParallelStrategy):
         memo[id(self)] = copied
         AutomodelStrategy.__init__(copied, **vars(self._options))
         # Not the properties, which create a default: a Trainer takes that for the user's choice.
-        for name in ("_accelerator", "_checkpoint_io", "_precision_plugin", "cluster_environment", "parallel_devices"):
-            setattr(copied, name, getattr(self, name))
+        for argument in inspect.signature(ParallelStrategy).parameters:
+            name = argument if argument in vars(self) else f"_{argument}"
+            setattr(copied, name, vars(self)[name])
         copied.num_nodes = self.num_nodes
         if copied.cluster_environment is not None:
             copied._configure_launcher()
@@ -268,7 +269,7 @@ class AutomodelStrategy(ParallelStrategy):
 
         In a process that started the ranks as workers, it is the last report of the newest finished run, on the CPU.
         """
-        return self.reported_by_workers.get("last_step") if self._run is None else self._run.last_step
+        return self.reported_by_workers.get("last_step") if self._run is None else self._run.windows.last_step
 
     @property
     def is_filler(self) -> bool:
@@ -281,7 +282,7 @@ class AutomodelStrategy(ParallelStrategy):
     @property
     def seconds_drawing(self) -> float:
         """Seconds of this fit in which ``count_window_ahead`` has drawn batches ahead; for ``StepMonitor``."""
-        return self._run.seconds_drawing if self._run is not None else 0.0
+        return self._run.micro_batches.seconds_drawing if self._run is not None else 0.0
 
     @property
     def num_processes(self) -> int:
@@ -297,11 +298,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Mesh of the run, for ``configure_model``.
-
-        Raises:
-            RuntimeError: Before the processes have joined.
-        """
+        """Mesh of the run, for ``configure_model``; RuntimeError before the processes have joined."""
         return self._joined_mesh().mesh
 
     @property
@@ -377,11 +374,10 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         """Make the mesh. The supervisor has joined the ranks before, so that they hear of ``configure_callbacks``."""
-        checks.check_callbacks(self._module.trainer.callbacks)  # type: ignore[attr-defined]
         timeout = process_group.parse_timeout(self._options.timeout)
         collectives.host_group(timeout)
         self._mesh = self._make_mesh(timeout)
-        self._module._device_mesh = self._mesh.mesh
+        lightning_internals.set_device_mesh(self._module, self._mesh.mesh)
 
     def _make_mesh(self, timeout: timedelta) -> RunMesh:
         options, device_type = self._options, self.root_device.type
@@ -409,15 +405,13 @@ class AutomodelStrategy(ParallelStrategy):
         ``"run-stage"``, which follows the loading of checkpoints, every parameter must have values.
         """
         if name == "post_setup":
-            self._weight_averages.end_setup_hooks()
             self._end_setup_block()
         if self._supervisor.has_failed:
             return
         collectives.named_barrier(name or "unnamed", process_group.parse_timeout(self._options.timeout))
         if name == "pre_setup" and self.lightning_module is not None:
-            if self._shards_model:
-                weight_averaging.refuse_pruning(self.lightning_module)
-            self._weight_averages.prepare(self.lightning_module, self._shards_model)
+            checks.check_callbacks(self._module.trainer.callbacks, self._shards_model)  # type: ignore[attr-defined]
+            self._weight_averages.delay(self.lightning_module, self._shards_model, self._patches)
         if name == "pre_setup" and self._options.first_rank_setup:
             block = self.first_rank_per_node()
             block.__enter__()
@@ -458,12 +452,12 @@ class AutomodelStrategy(ParallelStrategy):
         lightning_internals.probe(trainer)
         self._close_run()  # if an `on_exception` hook raised, Lightning did not tear down the last run
         if self.world_size > 1:
-            lightning_internals.patch_signals(trainer, self._supervisor.ask_to_requeue, self._trainer_patches)
-        self._checkpoints.patch_callbacks(trainer, self._trainer_patches)
+            lightning_internals.patch_signals(trainer, self._supervisor.ask_to_requeue, self._patches)
+        self._checkpoints.patch_callbacks(trainer, self._patches)
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
-        if fitting and self._layer_sync is not None:
-            self._layer_sync.apply(module)
+        if fitting and (layer_sync := lightning_internals.layer_sync(self)) is not None:
+            layer_sync.apply(module)
         self._run = TrainingRun(
             module,
             fitting,
@@ -474,9 +468,10 @@ class AutomodelStrategy(ParallelStrategy):
             self.num_processes,
             collectives.host_group(process_group.parse_timeout(self._options.timeout)),
             self._advice,
+            self._patches,
         )
         self.model = self._run.model
-        self._weight_averages.fill(module)
+        self._weight_averages.set_up(module)
         if fitting:
             if self._resume is not None:
                 self._resume.close()
@@ -504,7 +499,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
-        self._reset_optimizers_and_schedulers()
+        self.optimizers, self.lr_scheduler_configs = [], []
         super().setup_optimizers(trainer)
         checks.check_optimizers(self._module, self.optimizers, self._joined_mesh().sizes.divisor)
         self._required_run.watch_module()
@@ -512,13 +507,14 @@ class AutomodelStrategy(ParallelStrategy):
     @property
     @override
     def optimizers(self) -> list[Optimizer]:
-        return self._optimizers
+        return super().optimizers
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
         if self._run is not None:
-            self._run.watch_optimizers(self._optimizers, self._lightning_optimizers)
+            wrappers = self._module.optimizers()
+            self._run.watch_optimizers(super().optimizers, wrappers if isinstance(wrappers, list) else [wrappers])
 
     @property
     def _environment(self) -> ClusterEnvironment:
@@ -557,21 +553,12 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._required_run.begin_batch()
+        self._required_run.micro_batches.begin()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        run = self._required_run
         self._begin_step(self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True)
-        args = run.sliced(args)
-        run.start_step(args[0] if args else next(iter(kwargs.values()), None))
-        with checks.explained_errors(self._module), run.inputs.training_step(), run.attention("training_step"):
-            output = super().training_step(*args, **kwargs)
-        if self._module.automatic_optimization and output is not None:
-            run.end_step(output)
-        else:
-            run.restore_state_before_padding()
-        return output
+        return self._required_run.micro_batches.training_step(super().training_step, args, kwargs)
 
     def _begin_step(self, step: int, is_training: bool) -> bool:
         """Whether all ranks stop after this step."""
@@ -585,7 +572,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Context for every micro-batch of a window but the last."""
-        with self._required_run.micro_batch(is_last=False):
+        with self._required_run.micro_batches.communicating(is_last=False):
             yield
 
     @override
@@ -595,18 +582,10 @@ class AutomodelStrategy(ParallelStrategy):
         """Backpropagate one micro-batch as a sum of token losses. After a window's last one, gradients are final.
 
         Outside of ``block_backward_sync`` it is a collective: every rank must call it, and it costs one all-reduce over
-        the data-parallel ranks in addition to those of the engine. If a rank fails, the others raise.
-
-        Args:
-            closure_loss: [] the loss; under automatic optimization divided by ``accumulate_grad_batches``.
-            optimizer: The optimizer; None in manual optimization.
-            *args: Arguments of the module's ``backward``.
-            **kwargs: Keywords of the module's ``backward``, beside ``num_label_tokens`` and ``optimizer``.
-
-        Returns:
-            [] the detached loss, unchanged.
+        the data-parallel ranks in addition to those of the engine. If a rank fails, the others raise. Returns the loss
+        unchanged: under automatic optimization it was divided by ``accumulate_grad_batches``.
         """
-        return self._required_run.backward(closure_loss, optimizer, args, kwargs)
+        return self._required_run.micro_batches.backward(closure_loss, optimizer, args, kwargs)
 
     # --- One optimizer step -------------------------------------------------------------------------------------------
 
@@ -620,12 +599,8 @@ class AutomodelStrategy(ParallelStrategy):
     ) -> Any:
         """Run the window's last micro-batch, let hooks see the final gradients, clip, step.
 
-        Under automatic optimization ``closure`` holds the last ``training_step`` and ``backward`` of the window.
-
-        Every rank must call it, once per window. See :meth:`Strategy.optimizer_step` for the arguments.
-
-        Raises:
-            RuntimeError: If the gradients of ``optimizer`` are not final.
+        Under automatic optimization ``closure`` holds the last ``training_step`` and ``backward`` of the window. Every
+        rank must call it, once per window. Raises RuntimeError if the gradients of ``optimizer`` are not final.
         """
         run = self._required_run
         output = super().optimizer_step(optimizer, partial(run.run_closure, closure, optimizer), model, **kwargs)
@@ -669,30 +644,15 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluation_step(super().validation_step, *args, **kwargs)
+        return self._required_run.evaluation_step(super().validation_step, self._begin_evaluation, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluation_step(super().test_step, *args, **kwargs)
+        return self._required_run.evaluation_step(super().test_step, self._begin_evaluation, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluation_step(super().predict_step, *args, **kwargs)
-
-    def _evaluation_step(self, step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Evaluate one batch and leave no parameters gathered, since a callback may swap weights next."""
-        run = self._required_run
-        engine = run.engine
-
-        def evaluate(*args: Any) -> STEP_OUTPUT:
-            engine.start_evaluation()
-            args = run.sliced(args)
-            with checks.explained_errors(self._module), run.attention(step.__name__):
-                output = step(*args, **kwargs)
-            engine.end_evaluation()
-            return output
-
-        return run.inputs.evaluate(evaluate, args, self._begin_evaluation, engine.join_evaluation)
+        return self._required_run.evaluation_step(super().predict_step, self._begin_evaluation, *args, **kwargs)
 
     def _begin_evaluation(self) -> bool:
         """Whether all ranks stop after this step. Within a fit they stop only in training steps."""
@@ -704,15 +664,12 @@ class AutomodelStrategy(ParallelStrategy):
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """[2] sum of losses and its denominator, of one evaluated batch; for ``EvaluationLoss``.
 
-        Counted like training batches. Nothing is communicated.
+        Counted like training batches. Nothing is communicated. Raises ValueError without a loss or a count.
 
         Args:
             batch: What ``validation_step`` or ``test_step`` received.
             output: What the step returned.
             step: Name of the step.
-
-        Raises:
-            ValueError: If the output holds no loss, or there is no count.
         """
         return self._required_run.evaluated(batch, output, step)
 
@@ -737,9 +694,7 @@ class AutomodelStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Stack a tensor of one shape from every rank. A collective over the group.
 
-        Raises:
-            RuntimeError: If this is an evaluation step and a rank has no data left.
-            ValueError: If this is an evaluation step and the ranks' last batches have different shapes.
+        In an evaluation step it raises if a rank has no data left, or the ranks' last batches have different shapes.
         """
         if self._run is not None:
             self._run.inputs.check_gathering(tensor)
@@ -825,8 +780,7 @@ class AutomodelStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Check a checkpoint of any form, and read all but the shards. Every rank must call it, together.
 
-        Raises:
-            CheckpointError: On every rank, if any cannot read it.
+        Raises ``CheckpointError`` on every rank, if any cannot read it.
         """
         self._required_run.engine.release()
         weights_only = self._supervisor.weights_only if weights_only is None else weights_only
@@ -862,7 +816,6 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._weight_averages.end_setup_hooks()
         self._end_setup_block(exception)
         if isinstance(exception, lightning_internals.SIGTERMException) and self._supervisor.requeues:
             lightning_internals.save_and_requeue(self._module.trainer)
@@ -886,10 +839,10 @@ class AutomodelStrategy(ParallelStrategy):
         self.model = self.lightning_module
         if trainer is not None and had_run and self.world_size > 1:
             lightning_internals.keep_sigterm_handler(trainer)
-        self._trainer_patches.restore()
+        self._patches.restore()
         if had_run and not self._shards_model:
-            if self._layer_sync is not None and self.model is not None:
-                self._layer_sync.revert(self.model)
+            if (layer_sync := lightning_internals.layer_sync(self)) is not None and self.model is not None:
+                layer_sync.revert(self.model)
             super().teardown()
             return
         # Unlike the base class, leave the model where it is: moved to the host, shards would no longer fit their mesh.

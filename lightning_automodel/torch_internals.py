@@ -109,10 +109,9 @@ def initialise_fsdp_root(root: FSDPModule) -> None:
 
 
 def detach_forward_hooks(root: FSDPModule) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Remove FSDP2's forward hooks from ``root`` and return them, for the caller to run around more than ``forward``.
+    """Remove FSDP2's hooks ``(module, args, kwargs)`` before and ``(module, args, output)`` after ``root``'s forward.
 
-    Returns:
-        ``before(module, args, kwargs) -> (args, kwargs)`` and ``after(module, args, output) -> output``.
+    They are returned, for the caller to run around more than ``forward``.
     """
     state = root._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
@@ -128,10 +127,7 @@ _COMMUNICATION = (
 
 @contextmanager
 def communication_restored(units: Iterable[FSDPModule]) -> Iterator[None]:
-    """Context that restores which communication follows a forward and a backward of ``units``.
-
-    FSDPModule has setters for this but no getters, and none takes a size to reshard to (``reshard_after_forward=2``).
-    """
+    """Context that restores which communication follows a forward and a backward of ``units``; FSDP2 has no getters."""
     groups = [group for unit in units for group in param_groups(unit)]
     before = [{name: getattr(group, name) for name in _COMMUNICATION} for group in groups]
     try:
@@ -190,10 +186,7 @@ def _noting(
 
 
 def sharded_and_unsharded(group: FSDPParamGroup) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Sharded parameters, each with its unsharded leaf, where autograd accumulates.
-
-    To be called after the first all-gather, from which on the leaves stay the same objects.
-    """
+    """Sharded parameters, each with the unsharded leaf that accumulates, the same from the first all-gather on."""
     return [(param.sharded_param, param.unsharded_param) for param in group.fsdp_params]
 
 
@@ -258,11 +251,6 @@ def num_replicas(group: FSDPParamGroup) -> int:
     return getattr(group.mesh_info, "replicate_mesh_size", 1)
 
 
-def is_fsdp_root(module: FSDPModule) -> bool:
-    """Whether lazy initialisation made ``module`` a root."""
-    return bool(module._get_fsdp_state()._is_root)
-
-
 def was_unsharded(group: FSDPParamGroup) -> bool:
     """Whether the group was ever unsharded: its buffers and leaves are made once, and keep the dtype of that time."""
     return any(len(param.all_gather_outputs) > 0 for param in group.fsdp_params)
@@ -291,9 +279,7 @@ def accumulate_in_one_dtype(group: FSDPParamGroup) -> list[RemovableHandle]:
 
     Before torch 2.15, FSDP2 reduces the gradients of a group only if all have one dtype. A parameter that is first used
     in the last micro-batch would get its gradient in the compute dtype, while the others' are in the reduction dtype.
-
-    Returns:
-        Handles of hooks, to be removed after the backward.
+    Returns hooks to be removed after the backward.
     """
     trainable = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
     if ACCUMULATES_IN_LEAF or all(param.unsharded_accumulated_grad is None for param in trainable):
@@ -314,10 +300,7 @@ def accumulate_in_one_dtype(group: FSDPParamGroup) -> list[RemovableHandle]:
 
 
 def zero_missing_gradients(group: FSDPParamGroup, parameters: Container[nn.Parameter]) -> None:
-    """Give a zero gradient to those of these sharded parameters that are frozen by now and have none.
-
-    Another rank may have used them before they were frozen, and all must reduce the same shapes.
-    """
+    """Give zero gradients to those of these sharded parameters that are frozen by now, and other ranks may use."""
     for param in group.fsdp_params:
         shard = param.sharded_param
         if shard in parameters and not shard.requires_grad and _unreduced_gradient(param) is None:
@@ -338,13 +321,13 @@ def has_gradient_hook(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks)
 
 
-COMPILED_MODULE = "_orig_mod"
-"""The attribute in which ``torch.compile`` keeps the module that it wraps."""
+WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
+"""Attributes in which activation checkpointing and ``torch.compile`` hold the module that they wrap."""
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` wraps, else ``module``."""
-    return getattr(module, COMPILED_MODULE, module)
+    return getattr(module, WRAPPED[1], module)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -431,13 +414,9 @@ def patch_unscaling(
     """Make ``scaler.unscale_`` work on shards, and only look for overflow if gradients are already unscaled.
 
     DTensor's own check for overflow takes neither plain tensors beside DTensors nor a rank without gradients, and
-    includes only the ranks of the first gradient's mesh.
-
-    Args:
-        scaler: The gradient scaler.
-        is_checked: Optimizers whose gradients are unscaled, with whether overflow was looked for since. Updated here.
-        agree: If gradients are sharded, combines what the ranks have found, by device: a collective. Otherwise None.
-        patches: Restores the scaler's methods.
+    includes only the ranks of the first gradient's mesh. ``is_checked``, updated here, has the optimizers whose
+    gradients are unscaled, with whether overflow was looked for since. ``agree`` combines what ranks with sharded
+    gradients have found, by device: a collective.
     """
 
     def unscale_gradients(
@@ -482,32 +461,7 @@ def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
     ddp._check_reducer_finalized()
 
 
-# --- Attention -------------------------------------------------------------------------------------------------------
-
-
-def attention_with_lse(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """``F.scaled_dot_product_attention`` on the CPU, and [b, h, s] the log-sum-exp of each row.
-
-    Inputs are [b, h, s, d] with the same ``d``, contiguous in the last dimension; keys and values may have fewer heads.
-    """
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
-
-
-def attention_backward(
-    upstream: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`attention_with_lse`."""
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(upstream, query, key, value, output, lse, 0.0, is_causal, scale=scale)
+# --- Meshes ----------------------------------------------------------------------------------------------------------
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -521,7 +475,7 @@ _probed_states: set[type] = set()
 def _probe_state(state: Any) -> None:
     """Check, on the first FSDP2 unit of this process, the attributes that the functions above read and write."""
     check = partial(release_probe.check, "torch")
-    check(state, "_fsdp_param_groups", "_modules_to_run_forward", "_is_root", "_lazy_init")
+    check(state, "_fsdp_param_groups", "_modules_to_run_forward", "_lazy_init")
     check(state, "_pre_forward", "_post_forward", "_pre_forward_hook_handle", "_post_forward_hook_handle")
     for group in state._fsdp_param_groups[:1]:
         check(group, "fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "device", "post_backward")
@@ -546,11 +500,6 @@ def _probe() -> None:
     )
     if ACCUMULATES_IN_LEAF:
         check(FSDPModule, "set_manual_backward_finalization", "finalize_backward")
-    check(
-        torch.ops.aten,
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-    )
     check(_redistribute, "clear_redistribute_planner_cache")
     check(torch._C, "_clear_DTensor_sharding_propagator_cache")
     check(DeviceMesh, "_flatten")

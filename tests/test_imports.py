@@ -17,6 +17,7 @@ NAME = PACKAGE.name
 ORDER = [
     "strategy",
     "training_run",
+    "micro_batch",
     "advice",
     "launch",
     "failure",

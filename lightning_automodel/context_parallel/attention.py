@@ -3,15 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
-from lightning_automodel.context_parallel.causal_attention import attend_to_end
 from lightning_automodel.torch_internals import not_compiled
 
 
@@ -28,7 +27,7 @@ class Slices:
         documents: [b, w * s] the document of each position, or None: see :meth:`SequenceSlices.documents`.
         num_calls: How often attention has crossed ranks.
         is_attending: Whether attention across ranks is running now.
-        masks: Additive masks of causal attention, by first position and dtype.
+        masks: Additive masks of causal attention, by number of columns and dtype.
     """
 
     group: dist.ProcessGroup | None
@@ -55,16 +54,17 @@ class Slices:
         """[b, s] of each rank's positions to [b, w * s] of all. A collective over the ranks that share the batch."""
         return whole((attention_mask != 0).to(torch.uint8)[..., None], self)[..., 0] != 0
 
-    def causal_mask(self, start: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Additive causal mask [c, start + c] for the rows of a chunk.
+    def causal_mask(self, num_columns: int, rows: Tensor) -> Tensor:
+        """Additive causal mask [c, t] of a chunk whose last row is the last of t columns, in the dtype of ``rows``.
 
         All layers share it until their backward; from a boolean mask torch would make another one in each layer.
         """
-        if (start, dtype) not in self.masks:
-            seen = _mask(_positions(start, rows), start + self.chunk, True, None)
-            zeros = torch.zeros(seen.shape, dtype=dtype, device=rows.device)
-            self.masks[start, dtype] = zeros.masked_fill_(~seen, -torch.inf)
-        return self.masks[start, dtype]
+        key = num_columns, rows.dtype
+        if key not in self.masks:
+            seen = _mask(_positions(num_columns - self.chunk, rows), num_columns, True, None)
+            zeros = torch.zeros(seen.shape, dtype=rows.dtype, device=rows.device)
+            self.masks[key] = zeros.masked_fill_(~seen, -torch.inf)
+        return self.masks[key]
 
 
 # Slices of the running step or backward. Not a context variable: recomputation may run in an autograd thread.
@@ -136,16 +136,10 @@ def context_parallel_attention(
 def attend_across(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, options: dict[str, Any]
 ) -> Tensor:
-    """Attention of this rank's positions to all. A collective over the ranks that share the batch.
+    """[b, h, s, d_v] attention of this rank's positions to all. A collective over the ranks that share the batch.
 
-    Args:
-        query: [b, h, s, d] of this rank's positions, like key and value.
-        key: [b, h_kv, s, d]
-        value: [b, h_kv, s, d_v]
-        mask: [b, 1, s, w * s] of this rank's rows and all columns, True where a row attends. None: a row attends to
-            all positions, or under ``is_causal`` to all up to its own.
-        is_causal: Whether no row attends to a later column, with or without a mask.
-        options: Further arguments of ``F.scaled_dot_product_attention``.
+    ``mask`` is [b, 1, s, w * s], True where a row attends; None: a row attends to all positions, or under ``is_causal``
+    to all up to its own. ``is_causal``: no row attends to a later column, with or without a mask.
     """
     slices = _current
     assert slices is not None
@@ -169,13 +163,28 @@ def attend_across(
             if part is not None:
                 mixed = F.scaled_dot_product_attention(*seen, attn_mask=part[..., :end], **options)
             elif is_causal and start > 0:
-                mixed = attend_to_end(*seen, partial(slices.causal_mask, start, rows), options)
+                mixed = _attend_to_end(*seen, slices, options)
             else:
                 mixed = F.scaled_dot_product_attention(*seen, is_causal=is_causal, **options)
             parts.append(mixed)
         return torch.cat(parts, dim=-2)
     finally:
         slices.is_attending = False
+
+
+def _attend_to_end(query: Tensor, key: Tensor, value: Tensor, slices: Slices, options: dict[str, Any]) -> Tensor:
+    """Causal attention aligned to the end: the last row sees all columns, each row before it one column less.
+
+    Autocast would cast the mask of all layers again in each layer, so the inputs are cast before there is one.
+    """
+    device = query.device.type
+    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
+        query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
+    if device == "cuda" and query.dtype in (torch.float16, torch.bfloat16):
+        mask: Tensor = causal_lower_right(query.shape[-2], key.shape[-2])
+    else:
+        mask = slices.causal_mask(key.shape[-2], query)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
 def current() -> Slices | None:
@@ -188,14 +197,9 @@ def _positions(start: int, rows: Tensor) -> Tensor:
 
 
 def _mask(rows: Tensor, num_columns: int, is_causal: bool, attention_mask: Tensor | None) -> Tensor:
-    """[s, t], or [b, 1, s, t] with an ``attention_mask`` [b, t]: whether a row attends to a column.
+    """[s, t], or [b, 1, s, t] with an ``attention_mask`` [b, t]: whether a row at a position [s] attends to a column.
 
-    Args:
-        rows: [s] positions of the rows.
-        num_columns: t, the columns from position 0 on.
-        is_causal: Whether rows attend only to columns up to their own position.
-        attention_mask: Nonzero where rows attend. A row always attends to its own position: the softmax over nothing
-            would be NaN.
+    A row always attends to its own position: the softmax over nothing would be NaN.
     """
     columns = torch.arange(num_columns, device=rows.device)
     mask = rows[:, None] >= columns if is_causal else torch.ones_like(rows[:, None] >= columns)

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,16 +31,9 @@ _MATMUL_EPSILON = {"highest": 0.0, "high": torch.finfo(torch.float16).eps, "medi
 
 
 class _Beginning:
-    """The first positions of a batch, sliced across ranks in the same way as the batch.
+    """The first ``length`` positions of a batch, sliced across ranks as the batch is, and whole on this rank.
 
-    Args:
-        slices: How the batch is sliced.
-        shape: [b, s] of this rank's slice of the batch.
-
-    Attributes:
-        length: The number of first positions.
-        sliced: How these positions are sliced across ranks.
-        whole: The same positions, all on this rank.
+    ``shape`` is [b, s], that of this rank's slice of the batch.
     """
 
     def __init__(self, slices: Slices, shape: torch.Size) -> None:
@@ -92,13 +85,7 @@ class FirstStepCheck:
 
     The outputs of all submodules are compared, so that one bad layer among many is found and named. The check leaves no
     trace: no gradients are computed, and random states, modes, buffers and metrics are restored. Nothing is compiled.
-
-    Args:
-        module: The LightningModule.
-        plugin: The Trainer's precision plugin.
-
-    Attributes:
-        is_paused: Whether calls are ignored, since the backward recomputes activations.
+    ``is_paused``: calls are ignored, since the backward recomputes activations.
     """
 
     def __init__(self, module: pl.LightningModule, plugin: Precision) -> None:
@@ -127,22 +114,14 @@ class FirstStepCheck:
             with _hooked(self._module, after, before):
                 return original(*args, **kwargs)
 
-        patches = PatchStack()
-        patches.set(self._module, "training_step", training_step)
-        try:
+        with PatchStack() as patches:
+            patches.set(self._module, "training_step", training_step)
             yield
-        finally:
-            patches.restore()
 
     def check(self, slices: Slices, shape: torch.Size) -> str | None:
         """Compare the modules that the step has called. A collective over all ranks, after the step.
 
-        Args:
-            slices: How the step's batch is sliced.
-            shape: [b, s] of this rank's slice.
-
-        Returns:
-            A warning for the user, if some attention could not be compared.
+        Returns a warning for the user, if some attention could not be compared.
 
         Raises:
             RuntimeError: On every rank, if an output differs on any of them by more than rounding.
@@ -157,11 +136,9 @@ class FirstStepCheck:
             if {*of_ranks} == {of_ranks[0]} and of_ranks[0] is not None:
                 difference = self._first_difference(calls[index], names, beginning)
                 found += [] if difference is None else [(index, *difference)]
-        outside = slices.num_calls - beginning.sliced.num_calls
-        reason = None
-        if any(from_all(self._draws)):
-            reason = "draws random numbers in evaluation mode too, which differ from slice to slice"
-        elif all_found := [each for told in from_all(found) for each in told]:
+        all_found = [each for told in from_all(found) for each in told]
+        is_random = any(from_all(self._draws))
+        if all_found and not is_random:
             *_, name, error = min(all_found)
             named = f"{name} ({class_name(self._module.get_submodule(name))})".strip()
             raise RuntimeError(
@@ -171,25 +148,21 @@ class FirstStepCheck:
                 " lightning_automodel.context_parallel_attention(query, key, value), and take positions from"
                 " batch['position_ids']."
             )
-        elif outside:
-            reason = (
-                f"attends {outside} of {slices.num_calls} times outside of modules that are called with slices of the"
-                " batch [b, s], or hidden states [b, s, ...], and nothing else of their length"
-            )
-        return reason and (
-            f"{class_name(self._module)}.training_step {reason}: its layers in slices were not compared with whole"
-            " sequences. To have them compared, call one module, as in self.model(**batch)."
+        if not is_random and slices.num_calls == beginning.sliced.num_calls:
+            return None
+        return (
+            f"{class_name(self._module)}.training_step draws random numbers in evaluation mode too, or attends outside"
+            " of modules that are called with slices of the batch [b, s], or hidden states [b, s, ...], and no other"
+            " tensor of their length: its layers in slices were not compared with whole sequences. To have them"
+            " compared, call one module, as in self.model(**batch)."
         )
 
     def _first_difference(
         self, call: tuple[nn.Module, Any, Any], names: dict[nn.Module, str], beginning: _Beginning
     ) -> tuple[int, str, float] | None:
-        """Find the first module, in the order in which they return, with another output in slices.
+        """The first module that returns another output in slices: its place in the order, its name, its relative error.
 
         A collective over the ranks that share the batch.
-
-        Returns:
-            How many modules before it agree, its name, and its relative error; None if all agree.
         """
         module, *arguments = call
         arguments = apply_to_collection(arguments, Tensor, beginning.gather, allow_frozen=True)
@@ -231,21 +204,15 @@ class FirstStepCheck:
     @contextmanager
     def _without_effect(self, called: nn.Module) -> Iterator[None]:
         """Context of calls that leave modes, buffers, metrics, logs and random states as they were."""
-        modes = [(each, each.training) for each in called.modules()]
-        state, patches = ModuleState(called), PatchStack()
-        patches.set(self._module, "log", lambda *_, **__: None)
-        called.eval()
-        try:
-            eagerly = torch.compiler.set_stance("force_eager")
-            with torch.no_grad(), eagerly, self._plugin.train_step_context(), isolate_rng():
-                before = self._random_states()
-                yield
-                self._draws |= not all(map(torch.equal, before, self._random_states()))
-        finally:
-            patches.restore()
-            state.restore()
-            for each, is_training in modes:
-                each.training = is_training
+        eagerly = torch.compiler.set_stance("force_eager")
+        with PatchStack() as patches, torch.no_grad(), eagerly, self._plugin.train_step_context(), isolate_rng():
+            for each in called.modules():
+                patches.set(each, "training", False)
+            patches.callback(ModuleState(called).restore)
+            patches.set(self._module, "log", lambda *_, **__: None)
+            before = self._random_states()
+            yield
+            self._draws |= not all(map(torch.equal, before, self._random_states()))
 
     def _random_states(self) -> list[Tensor]:
         device = self._module.device
@@ -272,16 +239,12 @@ def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:
 @contextmanager
 def _hooked(module: nn.Module, after: Callable[..., None], before: Callable[..., None] | None = None) -> Iterator[None]:
     """Context in which all modules at or below ``module`` have these forward hooks."""
-    hooks: list[Any] = []
-    for each in dict.fromkeys(_uncompiled(module)):
-        if before is not None:
-            hooks.append(each.register_forward_pre_hook(before, with_kwargs=True))
-        hooks.append(each.register_forward_hook(after, with_kwargs=True))
-    try:
+    with ExitStack() as hooks:
+        for each in dict.fromkeys(_uncompiled(module)):
+            if before is not None:
+                hooks.callback(each.register_forward_pre_hook(before, with_kwargs=True).remove)
+            hooks.callback(each.register_forward_hook(after, with_kwargs=True).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _error(own: Tensor, expected: Tensor) -> Tensor:

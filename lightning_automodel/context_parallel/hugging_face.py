@@ -19,13 +19,9 @@ _CHANGES_SCORES = ("softcap", "position_bias", "s_aux", "head_mask")
 
 
 def let_models_attend_across(module: nn.Module) -> tuple[int, Callable[[], None]]:
-    """Let the Hugging Face models in ``module`` attend by :func:`attend_across`, within steps.
+    """Let the Hugging Face models in ``module`` attend by :func:`attend_across`, within steps; refuse unchecked ones.
 
-    Returns:
-        The least number of attention calls in a step that uses one of them, and a function that restores them.
-
-    Raises:
-        ValueError: For a model that mixes positions in other ways, or has not been checked.
+    Returns the least number of attention calls in a step that uses one of them, and a function that restores them.
     """
     models: list[Any] = list(outermost_hugging_face_models(module))
     if not models:
@@ -102,9 +98,9 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """The function that transformers calls for the attention of each layer: [b, h, s, d] to [b, s, h, d]."""
     if attention.current() is None:
-        from transformers import AttentionInterface
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        plain: Any = AttentionInterface._global_mapping["sdpa"]
+        plain: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return plain(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )

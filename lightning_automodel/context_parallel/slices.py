@@ -18,15 +18,7 @@ class SequenceSlices:
     """Cuts this rank's slice of each sequence from a batch that all ranks of a context-parallel group hold.
 
     Of 2 W chunks of equal length, rank r gets chunks r and 2 W - 1 - r, so that under a causal mask all ranks have the
-    same amount to compute. Nothing is communicated.
-
-    Args:
-        rank: Rank within the group.
-        size: W, the size of the group.
-        label_key: Key of the labels.
-        ignore_index: Label of a position that the loss ignores.
-        label_shift: Leading label positions of each row that the loss drops.
-        adds_mask: Whether to create an attention mask if it is missing.
+    same amount to compute. Nothing is communicated. ``adds_mask``: whether to create a missing attention mask.
     """
 
     def __init__(
@@ -41,12 +33,7 @@ class SequenceSlices:
         }
 
     def length(self, batch: Any) -> int:
-        """Positions of each sequence of a batch.
-
-        Raises:
-            TypeError: If the batch is not a mapping.
-            ValueError: If it has no ``input_ids``.
-        """
+        """Positions of each sequence of a batch, which must be a mapping with ``input_ids``."""
         if not isinstance(batch, Mapping):
             raise TypeError(
                 f"context_parallel_size={self._num_chunks // 2} slices the sequences of a batch that is a mapping, and"
@@ -81,20 +68,12 @@ class SequenceSlices:
         return F.pad(begins.cumsum(-1), (0, self.chunk_length(length) * self._num_chunks - length), value=-1)
 
     def slice(self, batch: Any, cuts: bool = True) -> MutableMapping[str, Any]:
-        """A copy of a batch with this rank's slice of each sequence.
+        """A copy of a batch with this rank's slice of each sequence, or with ``cuts=False`` the whole ones.
 
         ``input_ids``, labels, ``position_ids``, ``attention_mask`` [..., s] and all entries that have the shape of
         ``input_ids`` are sliced; other entries are unchanged. Missing position ids are created. With a ``label_shift``
         labels are shifted before slicing, so that the last token of a slice keeps its label, which is in the next
         slice. They are then stored as ``shift_labels``, and reading ``labels`` raises.
-
-        Args:
-            batch: The whole batch.
-            cuts: False leaves the sequences whole, with the same entries otherwise.
-
-        Raises:
-            TypeError: If the batch is not a mapping.
-            ValueError: If one of these does not have the length of ``input_ids``.
         """
         length = self.length(batch)
         sliced = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)

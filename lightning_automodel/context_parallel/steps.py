@@ -41,18 +41,10 @@ class _Watch(TorchFunctionMode):
 
 
 class ContextParallelSteps:
-    """Gives each step its slice of the batch, and lets the step's attention cross ranks.
+    """Gives each step its slice of the batch, and lets the step's attention cross the ranks of ``mesh``.
 
-    Args:
-        module: The LightningModule. Its Hugging Face models attend across ranks until :meth:`close`.
-        mesh: The ranks that share a batch.
-        options: The strategy's options.
-        plugin: The Trainer's precision plugin.
-        device: This rank's device.
-        tell: Called with a warning for the user, if the check of the first step could not compare everything.
-
-    Raises:
-        ValueError: If the module cannot be trained on slices of sequences.
+    Hugging Face models attend across ranks until :meth:`close`. ``tell`` is called with a warning for the user, if the
+    check of the first step could not compare everything.
     """
 
     def __init__(
@@ -111,10 +103,9 @@ class ContextParallelSteps:
         return sliced
 
     def check_count(self, weighting: TokenWeighting, batch: Any, output: Any, step: str) -> None:
-        """Raise if the label tokens of the step whose batch was sliced last are not counted in the slice.
+        """Raise, on every rank, if the label tokens of the batch that was sliced last are not counted in the slice.
 
-        A collective until a count is not 0: in training over all ranks, in evaluation over the group. After that it
-        does nothing. If it raises, it does so on every rank of the collective.
+        A collective until a count is not 0: in training over all ranks, in evaluation over the group.
         """
         whole, self._whole = self._whole, None
         if step in self._counted or whole is None:
@@ -183,8 +174,8 @@ def _miscounted(
 ) -> str | None:
     """Why the ``told`` counts and labels of a batch's slices cannot be counts of slices; None if they can.
 
-    A function is asked about the whole batch too: its slices must add up to that, with weights as well. What a step
-    returned is wrong if it is the same on all ranks, a number of the whole batch, and not that of each slice's labels.
+    Those of a function must add up to the whole batch's, with weights as well. What a step returned is wrong if it is
+    the same on all ranks, a number of the whole batch, and not that of each slice's labels.
     """
     counts, labels = zip(*told, strict=True)
     if not has_count(output):

@@ -96,12 +96,9 @@ def token_loss(
         # One copy per tensor-parallel rank, since the plan may shard the output or replicate it; averaged below.
         return loss if mesh is None else DTensor.from_local(loss.expand(num_ranks), mesh, [Replicate()])
 
-    patches = PatchStack()
-    patches.set(head, "forward", chunked_forward)
-    try:
+    with PatchStack() as patches:
+        patches.set(head, "forward", chunked_forward)
         loss = head(hidden)
-    finally:
-        patches.restore()
     if mesh is not None and loss.shape[0] < mesh.size():
         loss = DTensor.from_local(loss, mesh, [Shard(0)])
     loss = loss.mean()

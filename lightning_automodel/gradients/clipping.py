@@ -3,10 +3,10 @@
 from functools import partial
 from typing import Literal
 
-import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
+from lightning_automodel import lightning_internals
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.optimizer_watch import OptimizerWatch
@@ -19,13 +19,6 @@ class GradientClipper:
 
     Every rank must call these methods in the same order: a norm is a collective on the groups that parameters are
     sharded over. If a rank does not call, the others raise when the group's timeout ends.
-
-    Args:
-        windows: The run's windows, whose report gets the norm.
-        watch: Refuses to clip gradients that are not final.
-        mesh: The run's mesh.
-        track_norm: Measure the norm before each step, even without clipping.
-        error_if_nonfinite: Measure it too, and raise if it is not finite.
     """
 
     def __init__(
@@ -49,13 +42,7 @@ class GradientClipper:
         # No bound methods, which a copy of the plugin would follow to process groups.
         patches.set(plugin, "clip_grad_by_norm", lambda optimizer, clip_val: self.clip_by_norm(optimizer, clip_val))
         patches.set(plugin, "clip_grad_by_value", lambda optimizer, clip_val: self.clip_by_value(optimizer, clip_val))
-        after_closure = plugin._after_closure
-
-        def after_closure_and_measure(model: pl.LightningModule, optimizer: OneOptimizer) -> None:
-            after_closure(model, optimizer)
-            self.measure_if_asked(optimizer)
-
-        patches.set(plugin, "_after_closure", after_closure_and_measure)
+        lightning_internals.patch_after_closure(plugin, self.measure_if_asked, patches)
 
     def clip(self, optimizer: OneOptimizer, clip_val: float, algorithm: Literal["norm", "value"]) -> Tensor:
         """Implement :meth:`AutomodelStrategy.clip_gradients`. Returns [] the norm before clipping."""
@@ -91,11 +78,7 @@ class GradientClipper:
             self.norm(optimizer)
 
     def norm(self, optimizer: OneOptimizer) -> Tensor:
-        """[] the global 2-norm of the gradients. The first one after each step of the optimizer is reported.
-
-        Raises:
-            RuntimeError: On every rank, if it is not finite and ``error_if_nonfinite`` is set.
-        """
+        """[] the global 2-norm of the gradients. The first one after each step of the optimizer is reported."""
         parameters = optimizer_parameters(unwrap(optimizer))
         norm = rescale_clip.total_norm(parameters)
         if self._error_if_nonfinite:

@@ -17,12 +17,6 @@ class RangeScale:
     It is a power of two, so multiplying does not round unless a value becomes subnormal. It is the same on all ranks
     throughout a window: one over the mean tokens per rank of the previous window, or of the first micro-batch of all.
     bfloat16 has the range of float32 and does not need it. It stays on the device.
-
-    Args:
-        is_needed: False: there is no factor.
-        per_token: Whether losses are sums over tokens; otherwise there is one mean for each micro-batch.
-        device: Device of the losses.
-        group: Ranks whose tokens are counted; None for one.
     """
 
     def __init__(self, is_needed: bool, per_token: bool, device: torch.device, group: dist.ProcessGroup | None) -> None:
@@ -44,12 +38,7 @@ class RangeScale:
             self.follow(total, 1 if self._group is None else self._group.size())
 
     def follow(self, denominator: Tensor, divisor: int) -> None:
-        """Set the factor for the next windows.
-
-        Args:
-            denominator: [] what the loss of the window that ends is divided by, the same on all ranks.
-            divisor: Number of ranks that the denominator is summed over.
-        """
+        """Set the factor for the next windows, by the [] denominator of the one that ends, of ``divisor`` ranks."""
         if self.factor is not None:
             factor = torch.exp2(-torch.log2(denominator / divisor).round())
             self.factor = torch.where(denominator > 0, factor.to(self.factor), self.factor)
@@ -59,15 +48,8 @@ class LossScaling:
     """The scales that multiply a loss before backward, and how they are removed from the gradients.
 
     A gradient scaler changes its scale whenever any optimizer steps. A window keeps the scale of its first backward
-    and is divided by it when it ends, so that final gradients are unscaled. The scaler then only looks for overflow.
-
-    Args:
-        scaler: The precision plugin's gradient scaler; None if it has none or a disabled one.
-        range_scale: The power of two.
-        device: Device of the losses and of the overflow all-reduce.
-        is_sharded: Whether a rank sees only part of the gradients. Looking for overflow is then a collective over
-            all ranks, one all-reduce of one number: either all ranks skip a step and lower the scale, or none.
-        patches: Restores the scaler's patched methods when the run ends.
+    and is divided by it when it ends, so that final gradients are unscaled. The scaler then only looks for overflow: if
+    gradients are sharded, by one all-reduce of one number over all ranks, so that all or none skip a step.
     """
 
     def __init__(

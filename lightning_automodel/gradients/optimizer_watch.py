@@ -1,13 +1,13 @@
 """Watching users' optimizer steps, ``zero_grad``, toggling and plain backwards while windows are open."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel.gradients.windows import GradientWindows, OneOptimizer, optimizer_parameters, unwrap
 from lightning_automodel.patching import PatchStack
@@ -17,64 +17,47 @@ class OptimizerWatch:
     """Tells the windows of steps, ``zero_grad`` and toggling, and refuses steps with gradients that are not final.
 
     Torch has hooks for an optimizer's step. It has none for ``zero_grad``, which is patched on the instances.
-
-    Args:
-        windows: The run's windows.
-        parameters: All parameters of the sharded model.
     """
 
     def __init__(self, windows: GradientWindows, parameters: list[nn.Parameter]) -> None:
         self._windows, self._parameters = windows, parameters
-        self._patches = PatchStack()
-        self._step_handles: list[RemovableHandle] = []
-        self._stray_handles: list[RemovableHandle] = []
+        self._patches = PatchStack()  # of the optimizers, which a callback may replace in mid-run
         self._stray: set[nn.Parameter] = set()
 
     def watch(
         self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer], is_misplaced: Callable[[], bool]
     ) -> None:
-        """Watch these optimizers instead of any earlier ones.
+        """Watch these optimizers, and Lightning's wrappers of them, instead of any earlier ones.
 
-        Args:
-            optimizers: The user's optimizers.
-            wrappers: Lightning's wrappers of them, which have their own ``zero_grad``.
-            is_misplaced: Called before each ``zero_grad``; if True, gradients are left as they are.
+        ``is_misplaced`` is called before each ``zero_grad``; if True, gradients are left as they are.
         """
-        self._unwatch()
+        self._patches.restore()
         self._windows.optimizers = optimizers
         for optimizer, wrapper in zip(optimizers, wrappers, strict=True):
-            self._step_handles.append(optimizer.register_step_pre_hook(self._before_raw_step))
-            self._step_handles.append(optimizer.register_step_post_hook(self._after_raw_step))
+            self._patches.callback(optimizer.register_step_pre_hook(self._before_raw_step).remove)
+            self._patches.callback(optimizer.register_step_post_hook(self._after_raw_step).remove)
+            parameters = partial(optimizer_parameters, optimizer)
             for watched in (optimizer, wrapper):
-                self._patches.set(watched, "zero_grad", self._dropping(watched.zero_grad, optimizer, is_misplaced))
-
-    def _unwatch(self) -> None:
-        self._patches.restore()
-        while self._step_handles:
-            self._step_handles.pop().remove()
+                self._patches.set(watched, "zero_grad", self._dropping(watched.zero_grad, parameters, is_misplaced))
 
     def _dropping(
-        self, zero_grad: Callable[..., None], optimizer: Optimizer, is_misplaced: Callable[[], bool]
+        self,
+        zero_grad: Callable[..., None],
+        parameters: Callable[[], list[nn.Parameter]],
+        is_misplaced: Callable[[], bool] = lambda: False,
     ) -> Callable[..., None]:
+        # A function, not a bound method, which a copy of the module would follow to process groups.
         def zero_and_drop(*args: Any, **kwargs: Any) -> None:
-            if is_misplaced():
-                return
-            zero_grad(*args, **kwargs)
-            self._drop(optimizer_parameters(optimizer))
+            if not is_misplaced():
+                zero_grad(*args, **kwargs)
+                self._stray.difference_update(parameters())
+                self._windows.drop(parameters())
 
         return zero_and_drop
-
-    def _drop(self, parameters: list[nn.Parameter]) -> None:
-        self._stray.difference_update(parameters)
-        self._windows.drop(parameters)
 
     def watch_module(self, module: pl.LightningModule, patches: PatchStack, on_toggle: Callable[[], None]) -> None:
         """Watch ``module.zero_grad`` and optimizer toggling; ``on_toggle`` is called after each toggle."""
         zero_grad, toggle, untoggle = module.zero_grad, module.toggle_optimizer, module.untoggle_optimizer
-
-        def zero_and_drop(*args: Any, **kwargs: Any) -> None:
-            zero_grad(*args, **kwargs)
-            self._drop(self._parameters)
 
         def toggle_optimizer(optimizer: OneOptimizer) -> None:
             toggle(optimizer)
@@ -86,15 +69,15 @@ class OptimizerWatch:
             self._windows.toggled = None
             on_toggle()
 
-        patches.set(module, "zero_grad", zero_and_drop)
+        patches.set(module, "zero_grad", self._dropping(zero_grad, lambda: self._parameters))
         patches.set(module, "toggle_optimizer", toggle_optimizer)
         patches.set(module, "untoggle_optimizer", untoggle_optimizer)
 
-    def watch_stray_backwards(self) -> None:
+    def watch_stray_backwards(self, patches: PatchStack) -> None:
         """Record gradients of a plain ``loss.backward()``, which the engine (DDP) would not synchronise."""
         for parameter in self._parameters:
             if parameter.requires_grad:
-                self._stray_handles.append(parameter.register_post_accumulate_grad_hook(self._note_accumulation))
+                patches.callback(parameter.register_post_accumulate_grad_hook(self._note_accumulation).remove)
 
     def _note_accumulation(self, parameter: Tensor) -> None:
         if not self._windows.in_backward:
@@ -109,12 +92,7 @@ class OptimizerWatch:
         self._windows.stepped(optimizer)
 
     def check_step(self, optimizer: Optimizer) -> None:
-        """Refuse a step with gradients that are not final.
-
-        Raises:
-            RuntimeError: If an open window holds parameters of ``optimizer``, or if ``loss.backward()`` has left
-                gradients that nobody synchronised.
-        """
+        """Raise RuntimeError if an open window holds gradients of ``optimizer``, or nobody has synchronised them."""
         parameters, name = optimizer_parameters(optimizer), type(optimizer).__name__
         for window in self._windows.open_windows:
             if window.ahead is not None and self._windows.in_backward:
@@ -145,9 +123,7 @@ class OptimizerWatch:
                 )
 
     def close(self) -> None:
-        """Stop watching optimizers and parameters."""
-        self._unwatch()
+        """Stop watching optimizers."""
+        self._patches.restore()
         self._windows.optimizers = []
         self._stray.clear()
-        while self._stray_handles:
-            self._stray_handles.pop().remove()

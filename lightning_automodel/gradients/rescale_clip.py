@@ -47,15 +47,7 @@ def rescale_gradients(
 
 
 def gradient_factor(denominator: Tensor, divisor: int) -> Tensor:
-    """The D / N of :func:`rescale_gradients`, and 0 where N is 0.
-
-    Args:
-        denominator: [] N, summed over the window and the group.
-        divisor: D, the number of ranks that the engine averaged over.
-
-    Returns:
-        [] on the device of ``denominator``.
-    """
+    """[] the D / N of :func:`rescale_gradients`, and 0 where N is 0."""
     return torch.where(denominator > 0, divisor / denominator, torch.zeros_like(denominator))
 
 
@@ -94,11 +86,7 @@ def scale_to_norm_(parameters: list[nn.Parameter], norm: Tensor, clip_norm: floa
 
 
 def clip_gradient_values(model: Parameters, clip_value: float) -> None:
-    """Clamp every gradient element to [-clip_value, clip_value] in place. Not a collective.
-
-    Raises:
-        ValueError: If ``clip_value`` is not positive.
-    """
+    """Clamp every gradient element to [-clip_value, clip_value] in place. Not a collective."""
     check_clip_value(clip_value)
     parameters = list_parameters(model)
     with torch.no_grad():
@@ -118,10 +106,7 @@ def check_clip_value(value: float) -> None:
 def check_finite(norm: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> None:
     """Raise RuntimeError unless the gradient norm [] is finite. Reads it on the host.
 
-    Args:
-        norm: The norm that this rank has measured.
-        groups: Groups whose ranks may have measured different norms but must raise together. A collective on each,
-            one all-reduce of one number. Empty if the norm is the same on all ranks.
+    ``groups`` are those whose ranks may have measured different norms but must raise together: one all-reduce on each.
     """
     for group in groups:
         norm = norm.clone()
@@ -236,8 +221,8 @@ def _complete_partial_gradient(parameter: nn.Parameter) -> None:
 def _sharding_ranks(parameter: nn.Parameter) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Groups that the parameter is sharded over, keyed by their ranks; empty for replicated and plain parameters.
 
-    Reads the gradient's placements if there is one; FSDP2 and DDP place it like its parameter. In torch 2.13 a strided
-    shard (FSDP2 over a dimension that tensor parallelism has sharded) is not a ``Shard``, so the test is by exclusion.
+    Reads the gradient's placements if there is one. In torch 2.13 a strided shard (FSDP2 over a dimension that tensor
+    parallelism has sharded) is not a ``Shard``, so the test is by exclusion.
     """
     laid_out = parameter.grad if isinstance(parameter.grad, DTensor) else parameter
     if not isinstance(laid_out, DTensor):
@@ -270,27 +255,15 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device, foreach: bool) 
     for group in _by_device_and_dtype(tensors):
         if group[0].is_sparse:
             group = [tensor.coalesce().values() for tensor in group]
-        if group[0].device.type != "cpu":
-            norms.extend(_norms(group, _wide_dtype(group[0].device), foreach))
-            continue
-        # On a CPU float64 takes four times as long, so float32 comes first; reading its result costs nothing. The
-        # square of a float32 above 1.8e19 overflows, and an infinite norm would clip all gradients to zero.
-        fast = _norms(group, torch.promote_types(group[0].dtype, torch.float32), foreach)
-        norms.extend(_norms(group, torch.float64, foreach) if _overflows(fast) else fast)
+        # The square of a float32 above 1.8e19 overflows, and an infinite norm would clip all gradients to zero.
+        dtype = _wide_dtype(group[0].device)
+        if foreach:
+            norms.extend(torch._foreach_norm(group, 2, dtype=dtype))
+        else:
+            norms.extend(torch.linalg.vector_norm(tensor, 2, dtype=dtype) for tensor in group)
     if not norms:
         return torch.zeros((), dtype=wide, device=device)
     return torch.stack([norm.to(device, wide) for norm in norms]).square().sum()
-
-
-def _overflows(norms: list[Tensor]) -> bool:
-    """Whether any norm is not finite. Only for CPU tensors: reading others would wait for the device."""
-    return not torch.stack(norms).isfinite().all()
-
-
-def _norms(tensors: list[Tensor], dtype: torch.dtype, foreach: bool) -> list[Tensor]:
-    if foreach:
-        return list(torch._foreach_norm(tensors, 2, dtype=dtype))
-    return [torch.linalg.vector_norm(tensor, 2, dtype=dtype) for tensor in tensors]
 
 
 def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -39,13 +39,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class WindowTotals:
-    """Totals of a window that is counted ahead, known before its first backward.
-
-    Attributes:
-        num_label_tokens: Label tokens over all data-parallel ranks.
-        num_micro_batches: Micro-batches over all data-parallel ranks.
-        own_micro_batches: Micro-batches of this rank.
-    """
+    """Totals over all ranks of a window that is counted ahead, and how many micro-batches are this rank's."""
 
     num_label_tokens: float
     num_micro_batches: float
@@ -54,16 +48,7 @@ class WindowTotals:
 
 @dataclass(frozen=True)
 class TokenWeighting:
-    """How the label tokens of a micro-batch are counted, and what the loss of ``training_step`` means.
-
-    Attributes:
-        per_token_loss: Weigh by label tokens. If False, every micro-batch weighs the same and nothing is counted.
-        loss_reduction: Whether ``training_step`` returns the mean over label tokens or their sum.
-        label_key: Key of the labels in the batch.
-        ignore_index: Label value of positions that the loss ignores.
-        label_shift: Leading positions of each row (last dimension) that the loss drops.
-        count_label_tokens: ``batch -> int | Tensor``.
-    """
+    """How label tokens are counted, and what the loss of ``training_step`` means, by the strategy's options."""
 
     per_token_loss: bool = True
     loss_reduction: Literal["mean", "sum"] = "mean"
@@ -73,15 +58,12 @@ class TokenWeighting:
     count_label_tokens: Callable[..., Any] | None = None
 
     def count(self, batch: Any, output: Any = None, step: str = "training_step") -> Count:
-        """Label tokens of one micro-batch on this rank, from the first source that has them.
+        """Label tokens of one micro-batch on this rank, from the first source that has them; 1 if they are not counted.
 
         Args:
             batch: The batch that the step received.
             output: What the step returned.
             step: Name of the step, for messages.
-
-        Returns:
-            The count; 1 where ``per_token_loss=False``, so that every micro-batch weighs the same.
 
         Raises:
             ValueError: If there is no count, or it is negative.
@@ -107,11 +89,7 @@ class TokenWeighting:
         )
 
     def count_on_host(self, batch: Any) -> float:
-        """Label tokens of a batch that no step has seen; 1 where ``per_token_loss=False``.
-
-        Raises:
-            ValueError: If there is no count without the output of ``training_step``.
-        """
+        """Label tokens of a batch that no step has seen; 1 where ``per_token_loss=False``."""
         if self.per_token_loss and self.count_label_tokens is None and not self._has_labels(batch):
             raise ValueError(
                 "count_window_ahead=True counts a batch before training_step sees it, and found no count in it. Pass"
@@ -125,7 +103,7 @@ class TokenWeighting:
     def check_returned_count(self, output: Any, counted: float, reads_device: bool) -> None:
         """Raise ``ValueError`` if ``training_step`` returned another count than was ``counted`` in its batch.
 
-        A tensor on an accelerator is read only with ``reads_device``, since that makes the host wait.
+        On an accelerator only with ``reads_device``, since that makes the host wait.
         """
         if not (self.per_token_loss and has_count(output)):
             return
@@ -153,10 +131,6 @@ class TokenWeighting:
         """[] the part of the loss that is not a token loss, which ``training_step`` returned as ``"aux_loss"``.
 
         It weighs the same in every micro-batch. None with ``per_token_loss=False``, as the whole loss does so then.
-
-        Raises:
-            ValueError: If its weight beside the token loss is not known.
-            TypeError: If it is not a tensor of one element.
         """
         if not (self.per_token_loss and isinstance(output, Mapping) and output.get("aux_loss") is not None):
             return None
@@ -203,15 +177,9 @@ class TokenWeighting:
         return (used != self.ignore_index).sum()
 
     def objective(self, loss: Tensor, count: Count) -> Tensor:
-        """The loss of one micro-batch as a sum of token losses: what is backpropagated.
+        """[] the loss of one micro-batch as a sum of token losses: what is backpropagated.
 
-        Args:
-            loss: [] what ``training_step`` returned (mean or sum).
-            count: Its label tokens.
-
-        Returns:
-            [] ``count * loss`` for a mean, ``loss`` for a sum; at least float32, since a half-precision product would
-            round the count itself.
+        At least float32, since a half-precision product would round the count itself.
         """
         if loss.dtype in (torch.float16, torch.bfloat16):
             loss = loss.float()
@@ -220,16 +188,7 @@ class TokenWeighting:
         return loss * count
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
-        """[2] sum of losses and its denominator, of one evaluated batch on this rank.
-
-        Args:
-            batch: The batch that the step received.
-            output: What the step returned: the loss, or a mapping with it under ``"loss"``.
-            step: Name of the step, for messages.
-
-        Raises:
-            ValueError: If the output holds no loss, or there is no count.
-        """
+        """[2] sum of losses and its denominator, of one evaluated batch; see :meth:`AutomodelStrategy.evaluated`."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(
@@ -291,12 +250,7 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def check_count(count: Any, source: str) -> Count:
-    """Validate a user's count. No host synchronisation: a tensor's value is not read.
-
-    Raises:
-        TypeError: If it is neither a number nor a tensor of one element.
-        ValueError: If it is a negative or infinite number.
-    """
+    """A user's count, checked without a host synchronisation: a tensor's value is not read."""
     if isinstance(count, Tensor) and count.numel() == 1 and count.dtype != torch.bool:
         return count.detach().reshape(())
     if isinstance(count, bool) or not isinstance(count, Real):
@@ -312,9 +266,6 @@ def count_samples(batch: Any) -> int:
     """Rows of a batch: the first dimension of its tensors, which must agree in it.
 
     Scalars, and tensors [1, ...] of two or more dimensions, may stand beside the rest. 1 if there is nothing else.
-
-    Raises:
-        ValueError: If the tensors disagree, or there is none.
     """
     tensors = list(_tensors(batch))
     sizes = [tensor.size(0) for tensor in tensors if tensor.ndim and (tensor.ndim == 1 or tensor.size(0) != 1)]
@@ -341,13 +292,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class WindowSums:
-    """Sums over this rank's micro-batches of one window.
+    """Sums over this rank's micro-batches of one window; they stay on the device.
 
-    They stay on the device; nothing here synchronises or communicates.
-
-    Attributes:
-        num_micro_batches: Backwards so far.
-        scale: [] what the window's losses are multiplied by before backward; None if by nothing.
+    ``scale`` is what the window's losses [] are multiplied by before backward; None if by nothing.
     """
 
     def __init__(self) -> None:

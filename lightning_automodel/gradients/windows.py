@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,9 @@ from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, WindowSums, WindowTotals
+
+if TYPE_CHECKING:  # it is built above this room
+    from lightning_automodel.sharding.engine import GradSync
 
 OneOptimizer = Optimizer | LightningOptimizer
 
@@ -28,23 +32,6 @@ def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-class GradientEngine:
-    """What windows need of the engine that holds the model."""
-
-    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Average what backward has left of parameters that a window has trained. May be a collective."""
-
-    def followed(self, parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
-        """Parameters that get a zero gradient if a window does not use them, and whether this rank has used them."""
-        return []
-
-    def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Drop gradients that the engine holds outside of ``.grad`` for these (or all) parameters."""
-
-    def recover(self) -> None:
-        """Drop the state of an interrupted micro-batch."""
-
-
 @dataclass(eq=False)
 class Window:
     """One accumulation window.
@@ -54,8 +41,7 @@ class Window:
         optimizers: The optimizers whose parameters it holds gradients of.
         owned: The parameters of these optimizers. No other open window may hold any of them.
         trained: All parameters that were trainable in any of its backwards, the same on all ranks.
-        ahead: Its totals, if it was counted ahead: losses are divided by them before backward, so that gradients are
-            final at once.
+        ahead: Its totals, if it was counted ahead: losses are divided by them, so that gradients are final at once.
     """
 
     sums: WindowSums
@@ -67,12 +53,7 @@ class Window:
 
 @dataclass
 class SinceStep:
-    """Totals of the windows that have ended since an optimizer's previous step.
-
-    Attributes:
-        totals: [3] label tokens, sum of losses, micro-batches, over all data-parallel ranks.
-        norm: [] the global norm of the gradients, once it was measured.
-    """
+    """The [3] totals of the windows since an optimizer's previous step, and the [] norm once it was measured."""
 
     totals: Tensor
     norm: Tensor | None = None
@@ -86,26 +67,15 @@ class GradientWindows:
     gradient. When the window's last backward returns, they are rescaled and added to ``.grad``.
 
     Each toggled optimizer has its own window, so that those of a GAN can accumulate side by side. Without toggling
-    there is one window.
-
-    Args:
-        engine: The engine that holds the model.
-        weighting: Counts label tokens and defines the denominator.
-        scaling: Scales losses before backward.
-        mesh: The run's mesh.
-        device: Device on which sums are reduced.
-        parameters: All parameters of the sharded model. (Between a forward and its backward ``module.parameters()``
-            are the gathered ones.)
-        reuses_buffers: Whether a backward may overwrite a tensor that is in ``.grad`` (DDP's
-            ``gradient_as_bucket_view``), so that earlier gradients must be copied.
-
-    Attributes:
-        num_resets: How often an optimizer has stepped or gradients were zeroed.
+    there is one window. ``parameters`` are those of the sharded model: between a forward and its backward
+    ``module.parameters()`` are the gathered ones. ``reuses_buffers``: whether a backward may overwrite a tensor that is
+    in ``.grad`` (DDP's ``gradient_as_bucket_view``). ``num_resets``: how often an optimizer stepped, or gradients were
+    zeroed.
     """
 
     def __init__(
         self,
-        engine: GradientEngine,
+        sync: "GradSync",
         weighting: TokenWeighting,
         scaling: LossScaling,
         mesh: RunMesh,
@@ -115,7 +85,7 @@ class GradientWindows:
     ) -> None:
         self.last_step: StepReport | None = None
         self.since_step: dict[Optimizer, SinceStep] = {}
-        self._engine, self._weighting, self._scaling = engine, weighting, scaling
+        self._sync, self._weighting, self._scaling = sync, weighting, scaling
         self._mesh, self._device, self._parameters = mesh, device, parameters
         self._reuses_buffers = reuses_buffers
         self._open: dict[Optimizer | None, Window] = {}
@@ -143,12 +113,12 @@ class GradientWindows:
             dropped.update(self._parameters)
         for parameter in dropped:
             self._held.pop(parameter, None)
-        self._engine.discard(dropped)
+        self._sync.discard(dropped)
 
     def reset(self) -> None:
         """Drop all windows and their gradients: a run begins or ends, or a backward has failed."""
         self._open, self._held, self.toggled, self.since_step = {}, {}, None, {}
-        self._engine.discard()
+        self._sync.discard()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Start a new report: the optimizer has stepped, or a gradient scaler has skipped its step."""
@@ -159,9 +129,7 @@ class GradientWindows:
     # --- One backward -------------------------------------------------------------------------------------------------
 
     def open(self) -> Window:
-        """Return the window that the next backward adds to; opens it if needed.
-
-        It is the toggled optimizer's window. If none is toggled, it is the open window, or a new one of all optimizers.
+        """Return the window that the next backward adds to: the toggled optimizer's, else the open or a new one of all.
 
         Raises:
             RuntimeError: If several are open and none is toggled, or if two windows would hold the same parameter.
@@ -192,26 +160,29 @@ class GradientWindows:
         return window
 
     @contextmanager
-    def backward(self, window: Window, ends: bool) -> Iterator[None]:
-        """Context of one backward. If it ``ends`` the window, gradients are final on exit.
+    def backward(self, window: Window, loss: Tensor, ends: bool, counts: bool = True) -> Iterator[None]:
+        """Context of one backward of ``loss``. If it ``ends`` the window, gradients are final on exit.
 
         Inside, ``.grad`` holds the gradients of all open windows: a reduction for one may also reduce what another has
         accumulated, which is harmless since reductions are linear. After an exception, all windows are dropped and
         ``.grad`` is what it was before.
 
-        Ending a window is a collective over the data-parallel group: every rank must end the same window.
+        Ending a window is a collective over the data-parallel group: every rank must end the same window. With a
+        padding batch, nothing of it ``counts``.
         """
+        trained_before = {parameter for each in self._open.values() for parameter in each.trained}
         window.trained.update(parameter for parameter in self._parameters if parameter.requires_grad)
         grads_before = self._swap_in()
         self.in_backward = True
         try:
-            yield
+            with self._sync.micro_batch(ends), self._sync.backward(loss, trained_before, counts):
+                yield
             final = self._finalise(window) if ends else None
         except BaseException:
             for parameter in self._parameters:
                 parameter.grad = grads_before.get(parameter)
             self.reset()
-            self._engine.recover()
+            self._sync.recover()
             raise
         finally:
             self.in_backward = False
@@ -254,9 +225,9 @@ class GradientWindows:
         self._open = {key: other for key, other in self._open.items() if other is not window}
         owned_elsewhere = {parameter for other in self._open.values() for parameter in other.owned}
         parameters = [parameter for parameter in self._parameters if parameter not in owned_elsewhere]
-        self._engine.complete_gradients([parameter for parameter in parameters if parameter in window.trained])
+        self._sync.complete_gradients([parameter for parameter in parameters if parameter in window.trained])
         divisor = self._mesh.sizes.divisor
-        totals = self._summed(window.sums.totals(self._device), self._engine.followed(parameters))
+        totals = self._summed(window.sums.totals(self._device), self._sync.tracked(parameters))
         denominator = self._weighting.denominator(totals)
         factor = None if window.sums.scale is None else 1 / window.sums.scale
         if window.ahead is not None:
@@ -265,7 +236,7 @@ class GradientWindows:
             factor = rescale_clip.gradient_factor(denominator, divisor) * (1.0 if factor is None else factor)
         if factor is not None:
             rescale_clip.scale_gradients_(parameters, factor)
-        self._engine.discard(parameters)
+        self._sync.discard(parameters)
         self._scaling.window_ended(window.optimizers, denominator, divisor)
         for optimizer in window.optimizers:
             before = self.since_step.get(optimizer)
@@ -284,16 +255,16 @@ class GradientWindows:
                 " batch, and neither accumulate_grad_batches nor gradients may change in mid-window."
             )
 
-    def _summed(self, totals: Tensor, followed: list[tuple[nn.Parameter, bool]]) -> Tensor:
+    def _summed(self, totals: Tensor, tracked: list[tuple[nn.Parameter, bool]]) -> Tensor:
         """[3] ``totals`` over all ranks; drops the gradients of parameters that no rank has used in the window."""
-        used = [was_used for _, was_used in followed]
+        used = [was_used for _, was_used in tracked]
         users = totals.new_ones(len(used)) if all(used) else totals.new_tensor(used)
         summed = torch.cat([totals, users])
         if self._mesh.sizes.divisor > 1:
             dist.all_reduce(summed, group=self._mesh.group)
         summed[2] /= self._mesh.sizes.context  # context-parallel ranks share each micro-batch
         if not all(used):
-            for (parameter, _), num_users in zip(followed, summed[len(totals) :].tolist(), strict=True):
+            for (parameter, _), num_users in zip(tracked, summed[len(totals) :].tolist(), strict=True):
                 if num_users == 0:
                     parameter.grad = None
         return summed[: len(totals)]

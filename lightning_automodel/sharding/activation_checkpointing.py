@@ -19,7 +19,7 @@ ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective", "of
 
 _Buffers = dict[str, Tensor | None]
 
-_ATTRIBUTE = "_checkpointed_forward"
+_ATTRIBUTE = "lightning_automodel_checkpointed_forward"
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
@@ -41,11 +41,8 @@ class _Checkpoint:
     """Calls a function under activation checkpointing; its recomputation sees the buffers that the forward saw.
 
     Otherwise running statistics would be updated twice, and a power iteration would give other weights the second time.
-
-    Args:
-        module: Module whose buffers are saved.
-        contexts: ``context_fn`` of ``torch.utils.checkpoint``, which decides which results are saved. None saves none.
-        offloaded: Where positional tensor arguments wait for the backward; None leaves them on the device.
+    ``contexts`` is the ``context_fn`` of ``torch.utils.checkpoint``, which decides which results are saved.
+    ``offloaded`` is where positional tensor arguments wait for the backward; None leaves them on the device.
     """
 
     def __init__(
@@ -124,16 +121,9 @@ class _CheckpointedForward:
 class CheckpointedBlocks:
     """Blocks of a model that keep only their inputs in the forward and recompute their activations in the backward.
 
-    Args:
-        model: The LightningModule, sharded or not.
-        choice: True for the modules that are FSDP units, or would be under FSDP2. A set of classes for their outermost
-            instances. For the FSDP units, ``"selective"`` also saves some results, a policy of
-            ``torch.utils.checkpoint`` those that it chooses, and ``"offload"`` moves their inputs to host memory.
-        policy: Chooses the FSDP units.
-        root_is_model: As for :func:`~lightning_automodel.sharding.units.plan_sharding`.
-
-    Raises:
-        ValueError: If no module is chosen, or one that cannot recompute in its mode, or is compiled (``"offload"``).
+    ``choice`` is the option ``activation_checkpointing``; ``policy`` and ``root_is_model`` choose units as for
+    :func:`~lightning_automodel.sharding.units.plan_sharding`. Raises ValueError if no module is chosen, or one that
+    cannot recompute in its mode, or is compiled (``"offload"``).
     """
 
     def __init__(

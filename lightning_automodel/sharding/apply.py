@@ -37,7 +37,7 @@ from lightning_automodel.sharding.units import (
 
 T = TypeVar("T")
 
-_AS_STEP = "_lightning_automodel_as_step"
+_AS_STEP = "lightning_automodel_as_step"
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 _BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024  # large enough for the network, small beside a model
 
@@ -51,20 +51,11 @@ def apply_fsdp2(
     mp_policy: MixedPrecisionPolicy,
     opens_sequentials: bool = True,
 ) -> None:
-    """Shard ``model`` in place by the plan.
+    """Shard ``model``, on its device, in place by the plan, over a 1-D mesh or a 2-D one (replicate, shard).
 
-    A collective over ``mesh``: every rank must call it with the same model, weights and plan.
-
-    Args:
-        model: The LightningModule, on its device.
-        plan: From :func:`plan_sharding`.
-        mesh: 1-D mesh to shard over, or 2-D mesh (replicate, shard).
-        reshard_after_forward: For the units, as in ``fully_shard``. The model, where it is a root, stays gathered
-            through a step.
-        cpu_offload: Whether shards, gradients and optimizer state are kept in host memory.
-        mp_policy: Dtypes of computation and reduction. Inputs and outputs are cast at the modules that the
-            LightningModule calls.
-        opens_sequentials: Whether the modules in a Sequential may be called without it (:func:`parts_of`).
+    A collective over ``mesh``: every rank must call it with the same model, weights and plan. The model, where it is a
+    root, stays gathered through a step. Inputs and outputs are cast at the modules that the LightningModule calls.
+    ``opens_sequentials``: whether the modules in a Sequential may be called without it (:func:`parts_of`).
     """
     offload: OffloadPolicy = OffloadPolicy()
     if cpu_offload:
@@ -155,15 +146,8 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
     """Run FSDP2's lazy initialisation at set-up, so that its errors come now and all steps are alike.
 
     A collective: gathers every unit once. A unit that is first used in the last micro-batch of a window would
-    otherwise lack the gathered parameter that FSDP2 accumulates into.
-
-    Args:
-        model: The sharded model.
-        divisor: Number of ranks that gradients must be averaged over.
-
-    Raises:
-        ValueError: If the user has set another gradient divisor, or an FSDP unit averages over other ranks than those
-            that hold different tokens.
+    otherwise lack the gathered parameter that FSDP2 accumulates into. Raises ValueError if gradients would be averaged
+    over other ranks than the ``divisor`` that hold different tokens, or by another factor.
     """
     for root in fsdp_roots(model):
         torch_internals.initialise_fsdp_root(root)

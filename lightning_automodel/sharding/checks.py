@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -36,17 +37,20 @@ _TORCH_ERRORS = {
 
 
 @contextmanager
-def explained_errors(model: nn.Module) -> Iterator[None]:
-    """Context of a forward or backward of ``model``, which explains torch's errors that name no cause.
-
-    Raises:
-        RuntimeError: With the explanation, instead of such an error.
-    """
+def explained_errors(model: nn.Module, loss: Tensor | None = None) -> Iterator[None]:
+    """Context of a forward of ``model``, or a backward of ``loss``, which explains errors of torch without a cause."""
     try:
         yield
     except RuntimeError as error:
         if _MIXED in str(error):
             raise RuntimeError(_uses_of_shards(model, error)) from error
+        if loss is not None and not loss.requires_grad:
+            trainable = sum(parameter.requires_grad for parameter in model.parameters())
+            raise RuntimeError(
+                f"The loss of {class_name(model)} does not depend on any of its {trainable} trainable parameters: it"
+                " was detached, or computed under torch.no_grad() or from frozen layers alone. Return a loss that"
+                " depends on trainable parameters."
+            ) from error
         for symptom, explanation in _TORCH_ERRORS.items():
             if symptom in str(error):
                 raise RuntimeError(explanation) from error
@@ -74,12 +78,7 @@ def _uses_of_shards(model: nn.Module, error: RuntimeError) -> str:
 
 
 def check_training(module: pl.LightningModule, accumulate_grad_batches: int, counts_ahead: bool) -> None:
-    """Refuse a fit that could not take one step.
-
-    Raises:
-        ValueError: If ``accumulate_grad_batches`` is below 1, if a window's batches cannot be counted ahead, or if
-            automatic optimization has nothing to train.
-    """
+    """Raise ValueError for a fit that could not take one step, or whose windows cannot be counted ahead."""
     if counts_ahead and (
         not module.automatic_optimization or lightning_internals.draws_its_batches(module.training_step)
     ):
@@ -102,12 +101,7 @@ def check_training(module: pl.LightningModule, accumulate_grad_batches: int, cou
 
 
 def check_equal_models(module: nn.Module, host_group: dist.ProcessGroup) -> None:
-    """Refuse on every rank a model that ranks cannot train together. A collective over the group.
-
-    Raises:
-        ValueError: If ranks hold tensors of other names or shapes, or train others, whose communication would hang or
-            mix them up, and for a buffer that cannot be written.
-    """
+    """Refuse on every rank a model that ranks cannot train together. A collective over the group."""
     if host_group.size() == 1:
         return
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -136,16 +130,19 @@ def check_equal_models(module: nn.Module, host_group: dist.ProcessGroup) -> None
             )
 
 
-def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
-    """Refuse callbacks of the package ``pytorch_lightning``.
+def check_callbacks(callbacks: Iterable[pl.Callback], shards: bool = False) -> None:
+    """Refuse callbacks of the package ``pytorch_lightning``, and pruning if the model will be sharded.
 
     Lightning and this package find the callbacks that save, average weights or prune by their classes. They would
-    silently overlook those of the other package.
-
-    Raises:
-        TypeError: For a class of that package or one derived from it, except classes derived only from ``Callback``.
+    silently overlook those of the other package, except classes derived only from ``Callback``.
     """
     for callback in callbacks:
+        if shards and isinstance(callback, ModelPruning):
+            raise ValueError(
+                "ModelPruning masks a parameter by comparing all its elements, but each rank holds only a part of a"
+                " sharded one: pass AutomodelStrategy(data_parallel='ddp'), or prune the trained model afterwards with"
+                " torch.nn.utils.prune."
+            )
         for base in type(callback).__mro__:
             if base.__module__.startswith("pytorch_lightning.") and base.__name__ != "Callback":
                 raise TypeError(
@@ -155,23 +152,11 @@ def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
                 )
 
 
-def check_loss(loss: Tensor, module: pl.LightningModule) -> None:
-    """Raise RuntimeError for a loss that depends on no parameter; torch says only `element 0 of tensors ...`."""
-    if not loss.requires_grad:
-        trainable = sum(parameter.requires_grad for parameter in module.parameters())
-        raise RuntimeError(
-            f"The loss of {class_name(module)} does not depend on any of its {trainable} trainable parameters: it was"
-            " detached, or computed under torch.no_grad() or from frozen layers alone. Return a loss that depends on"
-            " trainable parameters."
-        )
-
-
 def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: int) -> None:
-    """Refuse optimizers that would silently train something else than the distributed model.
+    """Raise ValueError for optimizers that would silently train something else than the distributed model.
 
-    Raises:
-        ValueError: For parameters that are not the module's (collected before it was sharded), for an optimizer that
-            chooses its step from a rank's own loss, and for one that cannot compute with shards.
+    These have parameters that are not the module's (any more), choose their step from a rank's own loss, or cannot
+    compute with shards.
     """
     known = {id(parameter) for parameter in module.parameters()}
     is_sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
@@ -198,11 +183,7 @@ def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: in
 
 
 def check_hooks(module: nn.Module, counts_ahead: bool) -> None:
-    """Refuse hooks that act on a gradient before it is final, as optimizers that step inside backward do.
-
-    Raises:
-        ValueError: For a parameter with a post-accumulate-gradient hook, or a sharded one with a gradient hook.
-    """
+    """Raise ValueError for hooks that get a gradient before it is final, as to step inside of the backward."""
     check_shardable(module, {name for name, p in module.named_parameters() if not isinstance(p, DTensor)})
     hooked = {n: p for n, p in module.named_parameters() if torch_internals.has_post_accumulate_hook(p)}
     named = f"{len(hooked)} parameters have post-accumulate-gradient hooks ({', '.join(list(hooked)[:3])}, ...)"
@@ -219,14 +200,9 @@ def check_hooks(module: nn.Module, counts_ahead: bool) -> None:
 
 
 def check_shardable(module: nn.Module, whole: Collection[str]) -> None:
-    """Refuse what FSDP2 would ignore or fail at in the first step.
+    """Refuse gradient hooks and sparse embeddings, which FSDP2 would ignore or fail at in the first step.
 
-    Args:
-        module: The LightningModule.
-        whole: Names of the parameters that stay whole.
-
-    Raises:
-        ValueError: For gradient hooks (``parameter.register_hook``) on sharded parameters, and for sparse embeddings.
+    The parameters named in ``whole`` are not sharded.
     """
     sharded = [(name, parameter) for name, parameter in module.named_parameters() if name not in whole]
     if hooked := [name for name, parameter in sharded if torch_internals.has_gradient_hook(parameter)]:

@@ -1,43 +1,90 @@
 """DDP: the whole model on every rank."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.sharding import apply, checks, quantized, units
-from lightning_automodel.sharding.engine import Engine
+from lightning_automodel.sharding import apply, quantized, units
+from lightning_automodel.sharding.engine import Engine, GradSync
+
+
+class DDPGradSync(GradSync):
+    """Lets DDP average gradients, and averages what it leaves out. ``pads``: whether there are padding batches."""
+
+    def __init__(self, ddp: DistributedDataParallel, mesh: RunMesh, pads: bool) -> None:
+        super().__init__()
+        self._ddp, self._mesh = ddp, mesh
+        # DDP itself gives no gradient to what no rank has used, but a padding batch uses what it uses.
+        self._tracks = pads and ddp.find_unused_parameters
+        # DDP's messages number these parameters. It never reduces others, which were frozen at its set-up.
+        self._reduced = {p: name for name, p in ddp.module.named_parameters() if p.requires_grad}
+
+    @override
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        if self._ddp.static_graph and not is_last:
+            raise ValueError(
+                "ddp_kwargs: static_graph=True works without accumulation alone, since DDP learns the graph from a"
+                " backward that synchronises: leave it out, or pass accumulate_grad_batches=1."
+            )
+        with nullcontext() if is_last else self._ddp.no_sync():
+            yield
+
+    @override
+    @contextmanager
+    def backward(self, loss: Tensor, trained: Set[nn.Parameter], counts: bool = True) -> Iterator[None]:
+        """See the base class. Raises if a parameter took no part in a synchronised backward.
+
+        All parameters of its bucket then have this rank's own gradients.
+        """
+        ddp, self._counts = self._ddp, counts
+        for parameter in ddp.parameters() if self._tracks else ():
+            self.track(parameter, parameter)
+        if not ddp.module.automatic_optimization:
+            prepare_for_backward(ddp, loss)
+        yield
+        if not ddp.require_backward_grad_sync or ddp.static_graph:
+            return
+        try:
+            torch_internals.check_ddp_backward_is_complete(ddp)
+        except RuntimeError as error:
+            names = list(self._reduced.values())
+            listed = re.search(r"did not receive grad for rank \d+: (\d[\d ]*)", str(error))
+            unused = [names[int(index)] for index in listed[1].split()] if listed else ["(DDP does not say which)"]
+            frozen = {n for n, p in ddp.module.named_parameters() if not p.requires_grad}.intersection(unused)
+            reason = f" ({', '.join(sorted(frozen))} frozen since set-up, or not toggled)" if frozen else ""
+            raise RuntimeError(
+                "DistributedDataParallel did not reduce all gradients of this window: parameters"
+                f" {', '.join(unused)} took no part in its last micro-batch{reason}, so ranks would step with different"
+                " gradients. Pass AutomodelStrategy(data_parallel='ddp', ddp_kwargs={'find_unused_parameters': True})."
+            ) from error
+
+    @override
+    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
+        unfrozen = [parameter for parameter in parameters if parameter not in self._reduced]
+        if unfrozen and self._mesh.sizes.divisor > 1:
+            rescale_clip.average_gradients_(unfrozen, self._mesh.group)
 
 
 class DDPEngine(Engine):
-    """The whole model on every rank, gradients averaged by ``DistributedDataParallel``.
-
-    Args:
-        mesh: The run's device mesh.
-        device: This rank's device.
-        options: The strategy's options.
-    """
+    """The whole model on every rank, gradients averaged by ``DistributedDataParallel``."""
 
     def __init__(self, mesh: RunMesh, device: torch.device, options: StrategyOptions) -> None:
         super().__init__(mesh, device)
         self._options, self._ddp_kwargs = options, options.ddp_kwargs or {}
         self._ddp: DistributedDataParallel | None = None
-        self._reduced: dict[int, str] = {}
-        self._tracked: dict[nn.Parameter, RemovableHandle] = {}
-        self._used: set[nn.Parameter] = set()
-        self._counts = True
 
     @override
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
@@ -55,7 +102,6 @@ class DDPEngine(Engine):
         if not fitting:
             apply.broadcast_states(module, self.mesh)
             return module
-        self._reduced = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         kwargs = self._ddp_kwargs
         quantized.check_replicable(module)
         if any(quantized.has_parts(parameter) for parameter in module.parameters()):
@@ -67,30 +113,8 @@ class DDPEngine(Engine):
         hook, wrapper = self._options.ddp_comm_hook, self._options.ddp_comm_wrapper
         if hook is not None:
             self._ddp.register_comm_hook(self._options.ddp_comm_state, hook if wrapper is None else wrapper(hook))
+        self.sync = DDPGradSync(self._ddp, self.mesh, pads=self._options.uneven_inputs == "pad")
         return self._ddp
-
-    def _track_use(self, module: nn.Module) -> None:
-        """Note what backwards use: DDP gives a zero gradient to what a padding batch alone has used."""
-        for parameter in module.parameters():
-            if parameter.requires_grad and parameter not in self._tracked:
-                self._tracked[parameter] = parameter.register_post_accumulate_grad_hook(self._mark_used)
-
-    def _mark_used(self, parameter: Tensor) -> None:
-        if self._counts:
-            self._used.add(cast(nn.Parameter, parameter))
-
-    @override
-    def followed(self, parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
-        return [(parameter, parameter in self._used) for parameter in parameters if parameter in self._tracked]
-
-    @override
-    def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        self._used.difference_update(self._tracked if parameters is None else parameters)
-
-    @override
-    def close(self) -> None:
-        for handle in self._tracked.values():
-            handle.remove()
 
     @override
     def state(self) -> dict[str, Any]:
@@ -101,61 +125,6 @@ class DDPEngine(Engine):
     def load_state(self, state: dict[str, Any]) -> None:
         if self._ddp is not None and "broadcasts_buffers" in state:
             self._ddp.require_forward_param_sync = state["broadcasts_buffers"]
-
-    @override
-    @contextmanager
-    def micro_batch(self, is_last: bool) -> Iterator[None]:
-        if self._ddp is None:
-            yield
-            return
-        if self._ddp.static_graph and not is_last:
-            raise ValueError(
-                "ddp_kwargs: static_graph=True works without accumulation alone, since DDP learns the graph from a"
-                " backward that synchronises: leave it out, or pass accumulate_grad_batches=1."
-            )
-        with checks.explained_errors(self._ddp), nullcontext() if is_last else self._ddp.no_sync():
-            yield
-
-    @override
-    def start_backward(self, loss: Tensor, counts: bool = True) -> None:
-        self._counts = counts
-        if self._ddp is not None and self._ddp.find_unused_parameters and self._options.uneven_inputs == "pad":
-            self._track_use(self._ddp)
-        if self._ddp is not None and not self._ddp.module.automatic_optimization:
-            prepare_for_backward(self._ddp, loss)
-
-    @override
-    def end_backward(self) -> None:
-        """Refuse gradients that DDP left unreduced.
-
-        Raises:
-            RuntimeError: If a parameter took no part in a synchronised backward: all parameters of its bucket then
-                have this rank's own gradients.
-        """
-        ddp = self._ddp
-        if ddp is None or not ddp.require_backward_grad_sync or ddp.static_graph:
-            return
-        try:
-            torch_internals.check_ddp_backward_is_complete(ddp)
-        except RuntimeError as error:
-            # DDP's message numbers the parameters that were trainable at set-up.
-            names = list(self._reduced.values())
-            listed = re.search(r"did not receive grad for rank \d+: (\d[\d ]*)", str(error))
-            unused = [names[int(index)] for index in listed[1].split()] if listed else ["(DDP does not say which)"]
-            frozen = {n for n, p in ddp.module.named_parameters() if not p.requires_grad}.intersection(unused)
-            reason = f" ({', '.join(sorted(frozen))} frozen since set-up, or not toggled)" if frozen else ""
-            raise RuntimeError(
-                "DistributedDataParallel did not reduce all gradients of this window: parameters"
-                f" {', '.join(unused)} took no part in its last micro-batch{reason}, so ranks would step with different"
-                " gradients. Pass AutomodelStrategy(data_parallel='ddp', ddp_kwargs={'find_unused_parameters': True})."
-            ) from error
-
-    @override
-    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        # DDP never reduces what was frozen at its set-up.
-        unfrozen = [parameter for parameter in parameters if id(parameter) not in self._reduced]
-        if unfrozen and self.mesh.sizes.divisor > 1:
-            rescale_clip.average_gradients_(unfrozen, self.mesh.group)
 
     @override
     def describe(self) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Interface of the FSDP2 and DDP engines."""
+"""Interface of the FSDP2 and DDP engines, and what both keep of an accumulation window."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Set
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,20 +11,75 @@ import torch
 from torch import Tensor, nn
 
 from lightning_automodel.distributed.mesh import RunMesh
-from lightning_automodel.gradients.windows import GradientEngine
 
 
-class Engine(GradientEngine, ABC):
-    """Distributes the model, and decides what each micro-batch communicates.
+class GradSync:
+    """What each micro-batch communicates, and gradients outside of ``.grad``. As it is, it communicates nothing.
 
-    Args:
-        mesh: The run's device mesh.
-        device: This rank's device.
+    FSDP2 and DDP give a zero gradient to some parameters that no rank has used, where one process has none. So the
+    parameters are tracked that a window has really used.
+    """
+
+    def __init__(self) -> None:
+        self._hooks = ExitStack()
+        self._tracked: set[nn.Parameter] = set()
+        self._used: set[nn.Parameter] = set()
+        self._counts = True
+
+    def track(self, parameter: nn.Parameter, leaf: nn.Parameter) -> None:
+        """Note whether backwards use ``parameter``, whose gradient autograd accumulates in ``leaf``."""
+        if parameter.requires_grad and parameter not in self._tracked:
+            self._tracked.add(parameter)
+            hook = partial(self._mark_used, parameter)
+            self._hooks.callback(leaf.register_post_accumulate_grad_hook(hook).remove)
+
+    def _mark_used(self, parameter: nn.Parameter, _: Tensor) -> None:
+        if self._counts:
+            self._used.add(parameter)
+
+    def tracked(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
+        """Those of ``parameters`` that get a zero gradient if unused, and whether this rank has used them."""
+        return [(parameter, parameter in self._used) for parameter in parameters if parameter in self._tracked]
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Context for the forward and backward of one micro-batch; ``is_last``: its window ends with it."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor, trained: Set[nn.Parameter], counts: bool = True) -> AbstractContextManager[None]:
+        """Context of a backward; after it, gradients that were to be reduced are.
+
+        Args:
+            loss: [] what is about to be backpropagated.
+            trained: Parameters that earlier backwards of the open windows have trained, the same on all ranks.
+            counts: Whether the parameters in it count as used (not with padding batches).
+        """
+        return nullcontext()
+
+    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Average what backward has left of parameters that a window has trained. May be a collective."""
+
+    def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Forget the window, and gradients that are held outside of ``.grad``, for these (or all) parameters."""
+        self._used.difference_update(self._tracked if parameters is None else parameters)
+
+    def recover(self) -> None:
+        """Drop the state of an interrupted micro-batch."""
+
+    def close(self) -> None:
+        """Remove hooks from the model."""
+        self._hooks.close()
+
+
+class Engine(ABC):
+    """Distributes the model over the ranks of ``mesh``.
+
+    ``sync`` decides what each micro-batch communicates, once the model is distributed for a fit.
     """
 
     def __init__(self, mesh: RunMesh, device: torch.device) -> None:
         self.mesh = mesh
         self.device = device
+        self.sync = GradSync()
 
     @abstractmethod
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
@@ -38,30 +94,18 @@ class Engine(GradientEngine, ABC):
             The module to call the steps on.
         """
 
-    @abstractmethod
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Context for the forward and backward of one micro-batch; ``is_last``: the optimizer steps after it."""
-
     def start_forward(self, batch: Any) -> None:
         """Called before each training step, with its batch."""
 
     def start_evaluation_loop(self) -> None:
         """Called before an evaluation or prediction begins."""
 
-    def start_evaluation(self) -> None:
-        """Called before each step of evaluation or prediction."""
-
-    def end_evaluation(self) -> None:
-        """Called after each step of evaluation or prediction: a callback may be about to swap weights."""
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Context of a step of evaluation or prediction; after it, a callback may swap weights."""
+        return nullcontext()
 
     def join_evaluation(self) -> None:
         """Take part in the collectives of other ranks' evaluation step, without data. A collective."""
-
-    def start_backward(self, loss: Tensor, counts: bool = True) -> None:
-        """Called before each backward; ``counts``: whether its parameters count as used (not with filler data)."""
-
-    def end_backward(self) -> None:
-        """Called after each backward, before any hook sees the gradients."""
 
     def release(self) -> None:
         """Free gathered parameters, since weights may be written next."""
@@ -78,6 +122,7 @@ class Engine(GradientEngine, ABC):
 
     def close(self) -> None:
         """Remove hooks and patches from the model."""
+        self.sync.close()
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

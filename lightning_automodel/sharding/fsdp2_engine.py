@@ -1,6 +1,6 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the ranks."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
-from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.options import StrategyOptions
+from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import (
     apply,
     checks,
@@ -38,13 +38,10 @@ _SHARDED_BEFORE = "sharded before this set-up (by configure_model or an earlier 
 class FSDP2Engine(Engine):
     """Parameters, gradients and optimizer state sharded by FSDP2, over one group or over each replica (HSDP).
 
-    Args:
-        mesh: The run's device mesh.
-        device: This rank's device.
-        options: The strategy's options.
-        local_ranks: Number of ranks on this node, which share its memory.
-        policy: Dtypes that units compute and reduce in.
+    ``policy`` has the dtypes that units compute and reduce in; ``local_ranks`` share the memory of this node.
     """
+
+    sync: FSDPGradSync
 
     def __init__(
         self,
@@ -53,11 +50,13 @@ class FSDP2Engine(Engine):
         options: StrategyOptions,
         local_ranks: int,
         policy: MixedPrecisionPolicy,
+        patches: PatchStack,
     ) -> None:
         super().__init__(mesh, device)
         self._options = options
         self._policy = policy
         self._local_ranks = local_ranks
+        self._patches = patches
         self._report: dict[str, Any] = {}
         self._is_first_batch = self._starts_window = True
 
@@ -70,10 +69,11 @@ class FSDP2Engine(Engine):
             name for name, p in module.named_parameters() if p.requires_grad and not isinstance(p, DTensor)
         ]
         apply.initialise_fsdp2(module, self.mesh.sizes.divisor)
-        self._sync = FSDPGradSync(module, self._defer(), self._retain_unsharded(module))
-        self._sync.discard()
+        group = self.mesh.group if self.mesh.sizes.divisor > 1 else None
+        self.sync = FSDPGradSync(module, self._defer(), self._retain_unsharded(module), group)
+        self.sync.discard()
         self._start_gathers_ahead(module)
-        self._gathers = JoinedGathers(torch_internals.fsdp_units(module))
+        self._gathers = JoinedGathers(torch_internals.fsdp_units(module), self._patches)
         tensor_parallel.share_random_state(self.mesh, self.device)
         # Buffers outside of the state dict are constants (masks, rotary frequencies).
         kept = module.state_dict(keep_vars=True).keys()
@@ -173,12 +173,6 @@ class FSDP2Engine(Engine):
         )
 
     @override
-    @contextmanager
-    def micro_batch(self, is_last: bool) -> Iterator[None]:
-        with checks.explained_errors(self._module), self._sync.micro_batch(is_last):
-            yield
-
-    @override
     def start_forward(self, batch: Any) -> None:
         if self._is_first_batch:
             self._is_first_batch = False
@@ -187,55 +181,34 @@ class FSDP2Engine(Engine):
         # Once a window, as DDP does it.
         if self._starts_window:
             self._broadcast(self._own_buffers())
-        self._starts_window = self._sync.is_last is not False
-        self._sync.resume()
+        self._starts_window = self.sync.is_last is not False
+        self.sync.resume()
 
     @override
     def start_evaluation_loop(self) -> None:
         self._gathers.start_loop()
 
     @override
-    def start_evaluation(self) -> None:
-        self._sync.release()
-        self._gathers.start_step()
-
-    @override
-    def end_evaluation(self) -> None:
-        self._gathers.end_step()
-        self._sync.release()
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        self.sync.release()
+        with self._gathers.step():
+            yield
+        self.sync.release()
 
     @override
     def join_evaluation(self) -> None:
         self._gathers.join()
 
     @override
-    def start_backward(self, loss: Tensor, counts: bool = True) -> None:
-        self._sync.start_backward(counts)
-
-    @override
-    def end_backward(self) -> None:
-        self._sync.end_backward()
-
-    @override
-    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
-        if plain and self.mesh.sizes.divisor > 1:
-            rescale_clip.average_gradients_(plain, self.mesh.group)
-
-    @override
-    def followed(self, parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
-        return self._sync.followed(parameters)
-
-    @override
     def release(self) -> None:
-        self._sync.release()
+        self.sync.release()
 
     @override
     def synchronize_buffers(self) -> None:
         """Broadcast the first rank's buffers, as ``DistributedDataParallel(broadcast_buffers=True)`` does.
 
-        Otherwise running statistics would follow each rank's own data, and a checkpoint would hold those of the rank
-        that saved them. So would the averages of them that callbacks keep.
+        Otherwise running statistics, and the averages of them that callbacks keep, would follow each rank's own data.
         """
         averages = weight_averaging.averaged_models(self._module)
         self._broadcast([*self._own_buffers(), *(buffer for each in averages for buffer in each.module.buffers())])
@@ -253,19 +226,10 @@ class FSDP2Engine(Engine):
                 buffer.copy_(values)
 
     @override
-    def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        self._sync.discard(parameters)
-
-    @override
-    def recover(self) -> None:
-        self._sync.recover()
-
-    @override
     def close(self) -> None:
-        self._sync.close()
+        super().close()
         if self._report["prefetch"]:
             prefetch.set_prefetch(self._module, 0, in_background=False)
-        self._gathers.close()
 
     @override
     def describe(self) -> dict[str, Any]:

@@ -1,17 +1,23 @@
 """Which micro-batch communicates what: deferring gradient reduction, and keeping parameters gathered between them."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from lightning_automodel import torch_internals
+from lightning_automodel.gradients import rescale_clip
+from lightning_automodel.sharding.engine import GradSync
 from lightning_automodel.sharding.prefetch import drop_unused, reshard
+from lightning_automodel.sharding.units import fsdp_roots
 
 Deferral = bool | Literal["all_reduce"]
 
@@ -57,7 +63,7 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
         stack.enter_context(_reduction(units, is_optim_step, defer))
         yield
         if is_optim_step:
-            _reduce_deferred(units)
+            _reduce_deferred(fsdp_roots(model))
 
 
 def check_deferral(defer: Deferral) -> None:
@@ -66,42 +72,30 @@ def check_deferral(defer: Deferral) -> None:
         raise ValueError(f"defer_fsdp_grad_sync must be True, False or 'all_reduce', got {defer!r}.")
 
 
-def _set_reduction(unit: FSDPModule, is_optim_step: bool, defer: Deferral) -> None:
-    unit.set_requires_gradient_sync(is_optim_step or defer is not True, recurse=False)
-    unit.set_requires_all_reduce(is_optim_step or defer is False, recurse=False)
-    if defer == "all_reduce" and any(torch_internals.num_replicas(g) > 1 for g in torch_internals.param_groups(unit)):
-        # The partial sums of a window live in one flat buffer: every micro-batch must fill the same places of it, and
-        # the last one must take part even where the unit was not used in it.
-        unit.set_reduce_scatter_unused_params(True, recurse=False)
-
-
 @contextmanager
-def _reduction(
-    units: Sequence[FSDPModule],
-    is_last: bool,
-    defer: Deferral,
-    configure: Callable[[FSDPModule], None] = lambda unit: None,
-) -> Iterator[None]:
-    """Context for one micro-batch, in which ``units`` reduce as ``defer`` says and as ``configure`` adds to it."""
-    with torch_internals.communication_restored(units):
+def _reduction(units: Sequence[FSDPModule], is_last: bool, defer: Deferral) -> Iterator[None]:
+    """Context for one micro-batch, in which ``units`` reduce as ``defer`` says. Restores all they communicate."""
+    with torch_internals.communication_restored(units), ExitStack() as hooks:
         for unit in units:
-            _set_reduction(unit, is_last, defer)
-            configure(unit)
+            unit.set_requires_gradient_sync(is_last or defer is not True, recurse=False)
+            unit.set_requires_all_reduce(is_last or defer is False, recurse=False)
+            groups = torch_internals.param_groups(unit)
+            if defer == "all_reduce" and any(torch_internals.num_replicas(group) > 1 for group in groups):
+                # The partial sums of a window live in one flat buffer: every micro-batch must fill the same places of
+                # it, and the last one must take part even where the unit was not used in it.
+                unit.set_reduce_scatter_unused_params(True, recurse=False)
         # All gradients of a unit get one dtype: parameters that no earlier micro-batch has used would get a narrower.
-        groups = [group for unit in units if is_last for group in torch_internals.param_groups(unit)]
-        handles = [handle for group in groups for handle in torch_internals.accumulate_in_one_dtype(group)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        for group in (group for unit in units if is_last for group in torch_internals.param_groups(unit)):
+            for handle in torch_internals.accumulate_in_one_dtype(group):
+                hooks.callback(handle.remove)
+        yield
 
 
-def _reduce_deferred(units: Sequence[FSDPModule]) -> None:
+def _reduce_deferred(roots: Sequence[FSDPModule]) -> None:
     """Reduce the deferred gradients of roots that took no part in the last backward: FSDP2 skips these roots."""
-    for unit in units:
-        if torch_internals.is_fsdp_root(unit) and torch_internals.has_deferred_gradients(unit):
-            torch_internals.reduce_deferred_gradients(unit)
+    for root in roots:
+        if torch_internals.has_deferred_gradients(root):
+            torch_internals.reduce_deferred_gradients(root)
 
 
 def _reshard_unless_training(units: Sequence[FSDPModule], root: nn.Module, *_: object) -> None:
@@ -114,66 +108,54 @@ def _reshard_unless_training(units: Sequence[FSDPModule], root: nn.Module, *_: o
         cast(FSDPModule, root).reshard()
 
 
-class FSDPGradSync:
+class FSDPGradSync(GradSync):
     """Controls the communication of an FSDP2 model in each accumulation window.
 
-    Args:
-        model: Module whose FSDP2 modules, itself included, are controlled.
-        defer: As ``defer_fsdp_grad_sync`` of :func:`get_sync_ctx`.
-        retain_unsharded: All-gather parameters in the first forward of a window only. Between two micro-batches the
-            module shows its sharded parameters, while the memory of the unsharded ones is retained: a callback, a
-            checkpoint or another forward finds an ordinary sharded module.
-
-    Attributes:
-        is_last: Within :meth:`micro_batch`, whether the window ends with it; None outside.
+    With ``retain_unsharded`` parameters are all-gathered in the first forward of a window only. Between two
+    micro-batches the module shows its sharded parameters, while the memory of the unsharded ones is retained: a
+    callback, a checkpoint or another forward finds an ordinary sharded module. Plain parameters are averaged over
+    ``group``; None for one rank. ``is_last`` says whether the window ends with the running micro-batch; None outside.
     """
 
-    def __init__(self, model: nn.Module, defer: Deferral, retain_unsharded: bool) -> None:
-        self._defer = defer
+    def __init__(
+        self, model: nn.Module, defer: Deferral, retain_unsharded: bool, group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__()
+        self._defer, self._group = defer, group
         self._retain_unsharded = retain_unsharded
         self._names = {id(module): name or "the root" for name, module in model.named_modules()}
         self._units = torch_internals.fsdp_units(model)
+        self._roots = fsdp_roots(model)
         self._groups = list(torch_internals.fsdp_param_groups(model))
         self._retained: list[tuple[FSDPModule, list[int]]] = []
         self.is_last: bool | None = None
-        self._in_backward, self._counts = False, True
-        self._used: set[int] = set()
-        self._trained: set[nn.Parameter] = set()
-        self._followed: set[int] = set()
-        self._handles = [
-            cast(nn.Module, unit).register_forward_hook(
-                partial(_reshard_unless_training, torch_internals.fsdp_units(cast(nn.Module, unit)))
-            )
-            for unit in self._units
-            if cast(nn.Module, unit) is not model and torch_internals.is_fsdp_root(unit)
-        ]
-        # FSDP2 gives unused parameters a zero gradient here, so note which ones a window has really used.
-        for group in self._groups:
-            for parameter, unsharded in torch_internals.sharded_and_unsharded(group):
-                if parameter.requires_grad:
-                    self._followed.add(id(parameter))
-                    mark = partial(self._mark_used, id(parameter))
-                    self._handles.append(unsharded.register_post_accumulate_grad_hook(mark))
-        self._sharded = [param.sharded_param for group in self._groups for param in group.fsdp_params]
-        shards = {id(parameter) for parameter in self._sharded}
-        self._unwatched = {name: p for name, p in model.named_parameters() if id(p) in shards}
+        self._in_backward = False
+        for root in cast(list[nn.Module], self._roots):
+            if root is not model:
+                hook = partial(_reshard_unless_training, torch_internals.fsdp_units(root))
+                self._hooks.callback(root.register_forward_hook(hook).remove)
+        pairs = [pair for param_group in self._groups for pair in torch_internals.sharded_and_unsharded(param_group)]
+        for parameter, unsharded in pairs:
+            self.track(parameter, unsharded)
+        shards = {parameter for parameter, _ in pairs}
+        self._unwatched = {name: p for name, p in model.named_parameters() if p in shards}
         self._bypassed: list[str] = []
 
     def _watch_shards(self) -> None:
         """Note which sharded parameters autograd reaches: FSDP2 writes their gradients itself, past their hooks."""
         for name, parameter in list(self._unwatched.items()):
             if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(partial(self._note_bypass, name)))
+                self._hooks.callback(parameter.register_hook(partial(self._note_bypass, name)).remove)
                 del self._unwatched[name]
 
     def _note_bypass(self, name: str, _: Tensor) -> None:
         if self._in_backward:
             self._bypassed.append(name)
 
-    def _mark_used(self, parameter_id: int, _: nn.Parameter) -> None:
+    @override
+    def _mark_used(self, parameter: nn.Parameter, _: Tensor) -> None:
         if self._in_backward:
-            if self._counts:
-                self._used.add(parameter_id)
+            super()._mark_used(parameter, _)
         elif self._used or self.is_last is False:
             # FSDP2 would add this gradient to the deferred ones of the window, and it would be rescaled with them.
             raise RuntimeError(
@@ -182,41 +164,32 @@ class FSDPGradSync:
                 " `optimizer.toggle_model(sync_grad=False)`."
             )
 
+    @override
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Context for the forward and backward of one micro-batch; ``is_last``: its window ends with it.
-
-        Inside another one it does nothing: the outer one has decided.
-        """
+        """See the base class. Inside another one it does nothing: the outer one has decided."""
         if self.is_last is not None:
             yield
             return
-        with _reduction(self._units, is_last, self._defer, self._configure):
-            if self._trained and (is_last or self._defer is not True):
-                for group in self._groups:
-                    torch_internals.zero_missing_gradients(group, self._trained)
+        with _reduction(self._units, is_last, self._defer):
+            for unit in self._units:
+                # Ranks may differ in what they use of a unit, and must send gradients of the same shapes.
+                unit.set_reduce_scatter_unused_params(True, recurse=False)
+                if self._retain_unsharded:
+                    unit.set_reshard_after_forward(False, recurse=False)
+                    # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).
+                    unit.set_reshard_after_backward(False, recurse=False)
             self.is_last = is_last
             try:
                 yield
             finally:
                 self.is_last = None
 
-    def _configure(self, unit: FSDPModule) -> None:
-        # Ranks may differ in what they use of a unit, and must send gradients of the same shapes.
-        unit.set_reduce_scatter_unused_params(True, recurse=False)
-        if self._retain_unsharded:
-            unit.set_reshard_after_forward(False, recurse=False)
-            # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).
-            unit.set_reshard_after_backward(False, recurse=False)
-
     def resume(self) -> None:
         """Start a micro-batch: use retained parameters again unless the sharded ones were written since.
 
-        Everything else that is still unsharded (by another forward) is resharded, so that nothing stale is used.
-
-        Raises:
-            RuntimeError: If weights were changed past autograd's version counters (``.data``), which other ranks may
-                not have noticed.
+        Everything else that is still unsharded (by another forward) is resharded, so that nothing stale is used. Raises
+        RuntimeError if weights were changed past autograd's version counters (``.data``), unnoticed on other ranks.
         """
         retained, self._retained = self._retained, []
         taken_back: set[int] = set()
@@ -242,17 +215,16 @@ class FSDPGradSync:
                     " torch.no_grad() (`p.copy_(...)`), which is noticed, or pass reshard_during_accumulation=True."
                 )
 
-    def start_backward(self, counts: bool = True) -> None:
-        """Begin a backward of a window; ``counts``: whether the parameters in it count as used."""
+    @override
+    @contextmanager
+    def backward(self, loss: Tensor, trained: Set[nn.Parameter], counts: bool = True) -> Iterator[None]:
+        """See the base class; after it, the module shows its sharded parameters. Raises if it has bypassed FSDP2."""
         self._watch_shards()
+        if trained and (self.is_last or self._defer is not True):
+            for group in self._groups:
+                torch_internals.zero_missing_gradients(group, trained)
         self._in_backward, self._counts = True, counts
-
-    def end_backward(self) -> None:
-        """End a backward: show the sharded parameters again.
-
-        Raises:
-            RuntimeError: If a gradient has reached a shard directly, so that it is this rank's own.
-        """
+        yield
         self._in_backward = False
         if self._bypassed:
             raise RuntimeError(
@@ -261,10 +233,7 @@ class FSDPGradSync:
                 f" on weights does (`p.full_tensor()`). {PENALTY_ON_WEIGHTS}"
             )
         if self.is_last:
-            _reduce_deferred(self._units)
-            self._trained.clear()
-        else:
-            self._trained.update(p for p in self._sharded if p.requires_grad)
+            _reduce_deferred(self._roots)
         for unit in self._units:
             if not torch_internals.is_unsharded(unit):
                 continue
@@ -276,9 +245,11 @@ class FSDPGradSync:
                 torch_internals.reshard_keeping_storage(unit)
                 self._retained.append((unit, torch_internals.sharded_versions(unit)))
 
-    def followed(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
-        """Those of ``parameters`` that get a zero gradient if unused, and whether this rank has used them."""
-        return [(p, id(p) in self._used) for p in parameters if id(p) in self._followed]
+    @override
+    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
+        plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+        if plain and self._group is not None:
+            rescale_clip.average_gradients_(plain, self._group)
 
     def release(self) -> None:
         """Free everything unsharded, since the sharded weights may be written next, or the memory is needed."""
@@ -289,17 +260,15 @@ class FSDPGradSync:
         for unit in self._units:
             reshard(unit)
 
+    @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Drop the gradients that FSDP2 holds outside of ``.grad`` for these (or all) sharded parameters.
-
-        Raises:
-            RuntimeError: If HSDP holds their partial sums in one buffer with those of other parameters.
-        """
-        wanted = None if parameters is None else {id(parameter) for parameter in parameters}
+        """See the base class. Raises if HSDP holds partial sums of these and of other parameters in one buffer."""
+        wanted = None if parameters is None else set(parameters)
+        super().discard(wanted)
         for group in self._groups:
-            owned = [p for p in group.fsdp_params if wanted is None or id(p.sharded_param) in wanted]
+            owned = [p for p in group.fsdp_params if wanted is None or p.sharded_param in wanted]
             if owned and torch_internals.holds_partial_reduction(group):
-                if any(id(p.sharded_param) in self._followed for p in group.fsdp_params if p not in owned):
+                if any(p.sharded_param in self._tracked for p in group.fsdp_params if p not in owned):
                     raise RuntimeError(
                         f"Gradients of {self._names[id(group.modules[0])]} belong to several optimizers, and one of"
                         " them is zeroed in the middle of a window whose replicas have not been added up:"
@@ -308,25 +277,23 @@ class FSDPGradSync:
                 torch_internals.discard_partial_reduction(group)
             for param in owned:
                 torch_internals.clear_unreduced_gradient(param)
-                self._used.discard(id(param.sharded_param))
 
+    @override
     def close(self) -> None:
         """Reshard the model and remove the hooks."""
         self.release()
-        for handle in self._handles:
-            handle.remove()
+        super().close()
 
+    @override
     def recover(self) -> None:
         """After an exception in a forward or backward: make the model usable again, and drop deferred gradients."""
         self._in_backward, self._bypassed = False, []
-        self._trained.clear()
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
         gradients = [(param.sharded_param, param.sharded_param.grad) for g in self._groups for param in g.fsdp_params]
         for unit in self._units:
             torch_internals.forget_background_gather(unit)
-        for unit in self._units:
-            if torch_internals.is_fsdp_root(unit):
-                unit.reset_iter_state()
+        for root in self._roots:
+            root.reset_iter_state()
         self.release()
         for parameter, gradient in gradients:
             parameter.grad = gradient

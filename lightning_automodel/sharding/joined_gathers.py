@@ -1,6 +1,7 @@
 """All-gathers of a rank that has no evaluation data left, while other ranks still evaluate."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from torch.distributed.fsdp import FSDPModule
@@ -13,17 +14,13 @@ class JoinedGathers:
     """Records which units an evaluation step gathers, so that a rank without data can take part in these gathers.
 
     No user code runs on that rank: nothing is logged, counted or drawn at random there.
-
-    Args:
-        units: All FSDP2 modules of the model.
     """
 
-    def __init__(self, units: Sequence[FSDPModule]) -> None:
-        self._patches = PatchStack()
+    def __init__(self, units: Sequence[FSDPModule], patches: PatchStack) -> None:
         self._newest: list[FSDPModule] = []
         self._before: list[FSDPModule] | None = None
         for unit in units:
-            torch_internals.note_all_gathers(unit, partial(self._note, unit), self._patches)
+            torch_internals.note_all_gathers(unit, partial(self._note, unit), patches)
         self._is_noting = False
 
     def _note(self, unit: FSDPModule) -> None:
@@ -34,21 +31,16 @@ class JoinedGathers:
         """Begin an evaluation loop: earlier gathers do not apply to it."""
         self._newest, self._before = [], None
 
-    def start_step(self) -> None:
-        """Begin a step of this rank, with everything sharded."""
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Context of a step of this rank, which begins with everything sharded."""
         self._before = self._newest or None
         self._newest, self._is_noting = [], True
-
-    def end_step(self) -> None:
-        """End a step of this rank."""
+        yield
         self._is_noting = False
 
     def join(self) -> None:
-        """Take part in a step of other ranks by repeating the gathers of this rank's last step. A collective.
-
-        Raises:
-            RuntimeError: If its last two steps gathered different units, so that it cannot know what others gather.
-        """
+        """Take part in a step of other ranks by repeating the gathers of this rank's last step. A collective."""
         if self._before is not None and self._before != self._newest:
             raise RuntimeError(
                 "This rank has evaluated all its data, and other ranks have not. It cannot take part in what they"
@@ -58,7 +50,3 @@ class JoinedGathers:
         for unit in self._newest:
             unit.unshard()
             unit.reshard()
-
-    def close(self) -> None:
-        """Stop recording."""
-        self._patches.restore()

@@ -17,13 +17,8 @@ _OPTIMIZER_MOMENTS = 2  # in the parameter's dtype, or float32 for narrower ones
 def estimate(model: nn.Module, defers_gradients: bool) -> dict[str, int]:
     """Bytes that one rank needs in addition to its shards, while a window runs. Not a collective.
 
-    Args:
-        model: A model sharded by FSDP2, whose units were all gathered once.
-        defers_gradients: Whether unsharded gradients wait for the last micro-batch.
-
-    Returns:
-        Bytes of ``unsharded_parameters`` (all units at once, instead of one at a time), ``deferred_gradients``, and
-        ``sharded_state``: gradient shards and two optimizer moments, which are not allocated yet at set-up.
+    ``unsharded_parameters``: all units at once, instead of one at a time. ``sharded_state``: gradient shards and two
+    optimizer moments, which are not allocated yet at set-up.
     """
     unsharded = gradients = state = 0
     for group in torch_internals.fsdp_param_groups(model):

@@ -29,7 +29,7 @@ from lightning_automodel.sharding.units import class_name
 # found only when the run starts: they hold nothing but this byte.
 _FILL_BYTE = 0xA5
 
-_UNINITIALIZED = "_lightning_automodel_uninitialized"
+_UNINITIALIZED = "lightning_automodel_uninitialized"
 """Attribute of the model: names of tensors without values. Kept there so that a second attempt raises again."""
 
 
@@ -39,15 +39,10 @@ def names_without_values(model: nn.Module) -> list[str]:
 
 
 def materialize(model: nn.Module, device: torch.device, offload: bool) -> None:
-    """Allocate the tensors that are on the meta device, and initialise them.
+    """Allocate the tensors that are on the meta device (with ``offload`` shards on the host), and initialise them.
 
     A collective over the default group: every rank must call it, with the same model. Random states do not change.
     :func:`check_initialized` finds the tensors that no initialiser has filled.
-
-    Args:
-        model: The model, after sharding.
-        device: Device of the tensors.
-        offload: Whether shards go to host memory instead.
     """
     allocated: dict[Tensor, Tensor] = {}
     # The first of the modules that share a tensor: of their own initialisers, only the first one's counts.
@@ -148,13 +143,10 @@ def move_what_has_values(module: nn.Module, device: torch.device) -> None:
 
 
 def check_initialized(model: nn.Module, device: torch.device) -> None:
-    """Raise ValueError on every rank, with the names of tensors that still have no values.
+    """Raise ValueError on every rank, with the names of tensors that still have no values once checkpoints are loaded.
 
-    A collective over the default group where :func:`materialize` left any. It then reads tensors on the host.
-
-    Args:
-        model: The model, after checkpoints were loaded.
-        device: Device on which the group can reduce.
+    A collective over the default group where :func:`materialize` left any; ``device`` is where that can reduce. It then
+    reads tensors on the host.
     """
     names = vars(model).pop(_UNINITIALIZED, [])
     if not names:

@@ -1,7 +1,6 @@
-"""Wrapper modules, and the prefixes that they add to parameter names."""
+"""Names of parameters, without the prefixes that wrapper modules add."""
 
-WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
-"""Attributes in which activation checkpointing and ``torch.compile`` hold the module that they wrap."""
+from lightning_automodel.torch_internals import WRAPPED
 
 
 def without_wrappers(name: str) -> str:

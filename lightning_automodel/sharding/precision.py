@@ -38,11 +38,7 @@ FSDP2_PRECISIONS = {
 
 
 def check_precision(plugin: Precision, data_parallel: str) -> None:
-    """Refuse a precision that the engine does not support.
-
-    Raises:
-        ValueError: For a plugin of another strategy, and under FSDP2 for one that replaces layers or parameters.
-    """
+    """Raise ValueError for a plugin of another strategy, and under FSDP2 for one that replaces layers or parameters."""
     foreign = isinstance(plugin, (DeepSpeedPrecision, FSDPPrecision, XLAPrecision))
     replacing = isinstance(plugin, (BitsandbytesPrecision, TransformerEnginePrecision))
     is_known = plugin.precision in FSDP2_PRECISIONS and not replacing
@@ -71,20 +67,12 @@ def check_policy(policy: MixedPrecisionPolicy | None) -> None:
 def resolve_policy(
     plugin: Precision, mp_policy: MixedPrecisionPolicy | None, parameters: Iterable[Tensor]
 ) -> MixedPrecisionPolicy:
-    """The policy of FSDP2 units for a Trainer precision.
+    """The policy of FSDP2 units for a Trainer precision: the user's ``mp_policy`` if it agrees, or the default.
 
     Mixed precisions keep parameters as they are ("master weights", float32 unless the user made them otherwise),
     gather and compute in half precision, reduce in float32 and return float32 to the code around the model: losses are
     not rounded then, and a sum over tokens does not overflow, as it would in float16. True precisions compute in the
     dtype of the parameters, cast nothing, and reduce in float32 at least.
-
-    Args:
-        plugin: The Trainer's precision plugin, after :func:`check_precision`.
-        mp_policy: The user's policy, which replaces the default; None for the default.
-        parameters: The module's parameters, after the plugin has converted them.
-
-    Raises:
-        ValueError: If ``mp_policy`` computes in another dtype than the precision, or in float16 without a scaler.
     """
     if mp_policy is not None:
         _check_agreement(plugin, mp_policy)
@@ -121,10 +109,7 @@ def unit_policy(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
 
 
 def step_policy(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """The policy of a root whose forward is a Lightning step: batches and losses keep their dtype.
-
-    A rounded count or target would be silently wrong. :func:`cast_around` casts for the modules below.
-    """
+    """The policy of a root whose forward is a Lightning step: a rounded count or target would be silently wrong."""
     return replace(policy, cast_forward_inputs=False, output_dtype=None)
 
 
@@ -142,11 +127,7 @@ def kept_wide(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]:
 
 
 class OutermostCall:
-    """Wraps methods so that only the outermost of nested calls runs through ``run``: modules may call each other.
-
-    Args:
-        run: Called with a method and its arguments; must call the method.
-    """
+    """Wraps methods so that only the outermost of nested calls runs through ``run(method, args, kwargs)``."""
 
     def __init__(self, run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
         self._run = run
@@ -192,11 +173,7 @@ def cast_floating(values: Any, dtype: torch.dtype) -> Any:
 
 
 def check_conversion(plugin: Precision, model: nn.Module) -> None:
-    """Refuse to convert sharded parameters that were gathered: FSDP2 keeps the dtype of the first all-gather.
-
-    Raises:
-        ValueError: If a true precision asks for another dtype.
-    """
+    """Refuse to convert sharded parameters that were gathered: FSDP2 keeps the dtype of the first all-gather."""
     wanted = FSDP2_PRECISIONS[plugin.precision]
     if plugin.precision == "32-true" or isinstance(plugin, MixedPrecision):
         return
@@ -244,13 +221,7 @@ def is_applied(policy: MixedPrecisionPolicy, model: nn.Module) -> bool:
 
 
 def describe_dtypes(plugin: Precision, model: nn.Module, policy: MixedPrecisionPolicy | None) -> dict[str, str]:
-    """The Trainer's precision, and the dtypes that result from it.
-
-    Args:
-        plugin: The Trainer's precision plugin.
-        model: The distributed module.
-        policy: The policy of the units; None if this strategy made no units.
-    """
+    """The Trainer's precision, and the dtypes that result; ``policy`` is None if this strategy made no units."""
     parameters = {p.dtype for p in model.parameters() if p.is_floating_point()}
     autocast = {FSDP2_PRECISIONS[plugin.precision]} if isinstance(plugin, MixedPrecision) else set()
     reductions = {torch_internals.reduction_dtype(group) for group in torch_internals.fsdp_param_groups(model)} - {None}

@@ -15,11 +15,7 @@ def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
 
     Units are expected to run in the order of their registration. If they do not, memory is wasted, but no rank hangs:
     which gathers start depends only on the unit that runs. Not a collective, but ranks must agree on the arguments.
-
-    Args:
-        model: A model sharded by FSDP2.
-        num_ahead: 0 for FSDP2's own behaviour: one unit ahead in the backward.
-        in_background: Whether gathers run in the background of this thread, as they always do on devices with streams.
+    0 is FSDP2's own behaviour: one unit ahead in the backward. ``in_background``: as always on devices with streams.
     """
     for root in fsdp_roots(model):
         below = [unit for unit in torch_internals.fsdp_units(cast(nn.Module, root)) if unit is not root]

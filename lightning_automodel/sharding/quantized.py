@@ -6,20 +6,10 @@ from torch.distributed.tensor import DTensor
 
 
 def kept_whole(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]:
-    """Frozen parameters that stay whole on every rank because FSDP2 cannot shard them, or would cast their codes.
+    """Frozen parameters that FSDP2 cannot shard, or whose codes ``policy`` would cast, by name with the reason.
 
-    FSDP2 shards plain tensors, and classes with ``fsdp_pre_all_gather``, such as torchao's for training.
-
-    Args:
-        model: The model, not sharded yet.
-        policy: Policy of the units: FSDP2 casts floating-point parameters to its ``param_dtype``.
-
-    Returns:
-        Names with the reason.
-
-    Raises:
-        ValueError: For a parameter that FSDP2 cannot shard if it is trainable, or if a sharded model with it could not
-            be saved.
+    FSDP2 shards plain tensors, and classes with ``fsdp_pre_all_gather``, such as torchao's for training. Raises
+    ValueError for a trainable parameter of another class, and for one whose sharded model could not be saved.
     """
     reasons = {}
     for name, parameter in model.named_parameters():

@@ -44,15 +44,8 @@ STYLES: dict[str, ParallelStyle] = {
 def distribute(module: nn.Module, mesh: RunMesh) -> None:
     """Distribute the Hugging Face models in ``module`` by their ``tp_plan``, unless the module is distributed already.
 
-    A collective over the tensor-parallel group: all ranks get its first rank's weights.
-
-    Args:
-        module: The LightningModule.
-        mesh: The run's device mesh.
-
-    Raises:
-        ValueError: If ``tensor_parallel_size`` is above 1 and no parameter would be distributed, if a plan cannot be
-            applied on this many ranks, or if a module with tensor-parallel parameters is compiled.
+    A collective over the tensor-parallel group: all ranks get its first rank's weights. Raises ValueError if no
+    parameter would be distributed, a plan cannot be applied on this many ranks, or a distributed module is compiled.
     """
     if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
         return
@@ -160,19 +153,10 @@ def synchronize_metrics(module: nn.Module, mesh: RunMesh, patches: PatchStack) -
 
 
 def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device, kind: str) -> None:
-    """Refuse peers with unequal batches: they would silently compute a mixture of both.
+    """Raise ValueError on all peers if their batches differ: they would silently compute a mixture of both.
 
     A collective over the group: two all-reduces of one number. Copies all tensors to the host, except sparse and nested
-    ones, which are not compared.
-
-    Args:
-        batch: This rank's batch.
-        group: The ranks that must have the same batch.
-        device: Device on which the group reduces.
-        kind: Name of the group's ranks in the message.
-
-    Raises:
-        ValueError: On every rank of the group, if batches differ.
+    ones, which are not compared. ``kind`` names the ranks in the message.
     """
     checksum = 0
 

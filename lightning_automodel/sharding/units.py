@@ -18,13 +18,7 @@ SHARED_BETWEEN_ROOTS = "shared between FSDP roots"
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Which modules FSDP2 shards, and which parameters stay whole.
-
-    Attributes:
-        roots: FSDP roots, each with the parameters that no unit below it takes.
-        units: Modules below the roots that become FSDP units of their own, outermost only.
-        replicated: Names of parameters that stay whole on every rank, with the reason.
-    """
+    """What FSDP2 shards: roots, and outermost units below them; and parameters that stay whole, with the reason."""
 
     roots: list[nn.Module]
     units: list[nn.Module]
@@ -42,21 +36,15 @@ def has_fsdp_units(model: nn.Module) -> bool:
 
 
 def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> ShardingPlan:
-    """Decide which modules become FSDP units.
+    """Decide which modules become FSDP units; the model is unchanged.
 
     By default a unit is an outermost repeated block: a child with parameters of an ``nn.ModuleList`` or
     ``nn.Sequential``, or, below a module with a ``_no_split_modules`` list (Hugging Face), an instance of a class named
     there. A block that shares a parameter with anything outside of it is left to the root, so that tied parameters stay
-    in one unit.
+    in one unit. A ``policy`` overrides the default: classes whose outermost instances become units, or a predicate.
 
-    Args:
-        model: The LightningModule, not sharded yet.
-        policy: Overrides the default: classes whose (outermost) instances become units, or a predicate on modules.
-        root_is_model: True: the whole model is one root, if its class allows that, and its steps run as its forward.
-            False, for manual optimization: each child is a root, since gradients are needed while the step still runs.
-
-    Returns:
-        The plan; the model is unchanged.
+    With ``root_is_model`` the whole model is one root, if its class allows that, and its steps run as its forward.
+    Else, for manual optimization, each child is a root, since gradients are needed while the step still runs.
     """
     root_is_model = root_is_model and _takes_fsdp_class(type(model))
     roots = [model] if root_is_model else distinct(callable_children(model))

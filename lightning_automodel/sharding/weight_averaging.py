@@ -1,56 +1,65 @@
-"""Lightning's callbacks that average weights (EMA, SWA), prune or unfreeze them, with sharded weights.
+"""Lightning's callbacks that average weights (EMA, SWA), with sharded weights.
 
-The averaging callbacks deep-copy the module in their ``setup`` hook. There it is not sharded yet; or it has no values,
-so the copy cannot be moved; or an earlier run has sharded it, and FSDP2 refuses the copy. So the callbacks get an empty
-copy, which is filled when the module is distributed. Each rank averages its own shards, without communication.
+They deep-copy the module in their ``setup`` hook. There it is not sharded yet; or it has no values, so the copy cannot
+be moved; or an earlier run has sharded it, and FSDP2 refuses the copy. So their hook runs once the module is
+distributed, with a copy that is distributed like it. Each rank averages its own shards, without communication.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    Callback,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import meta_init
-from lightning_automodel.sharding.param_names import WRAPPED
 from lightning_automodel.sharding.units import is_sharded
-from lightning_automodel.torch_internals import local_tensor
+from lightning_automodel.torch_internals import WRAPPED, local_tensor
 
 
-class WeightCopy(nn.Module):
-    """The weights of a module under their names, without a forward; empty until :meth:`fill`."""
+class LateAverages:
+    """Delays the ``setup`` of a Trainer's averaging callbacks until the module is distributed."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._moves: list[tuple[Any, Any]] | None = []
+        self._delayed: list[Callable[[], None]] = []
 
-    @override
-    def to(self, *args: Any, **kwargs: Any) -> "WeightCopy":
-        if self._moves is None:
-            return super().to(*args, **kwargs)
-        self._moves.append((args, kwargs))
-        return self
+    def delay(self, module: pl.LightningModule, shards: bool, patches: PatchStack) -> None:
+        """Delay them until :meth:`set_up`, if ``module`` will be sharded, or some of its tensors have no values."""
+        self._delayed = []
+        if not shards and not meta_init.names_without_values(module):
+            return
+        for callback in _callbacks(module):
+            if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+                patches.set(callback, "setup", partial(self._delay, callback))
 
-    def fill(self, module: nn.Module) -> None:
-        """Copy the weights of ``module``, shards as shards, and move them as the empty copy was. Not a collective."""
-        _copy_weights(module, self, {})
-        moves, self._moves = self._moves or [], None
-        for args, kwargs in moves:
-            self.to(*args, **kwargs)
+    def _delay(self, callback: Callback, *args: Any, **kwargs: Any) -> None:
+        self._delayed.append(partial(type(callback).setup, callback, *args, **kwargs))
+
+    def set_up(self, module: pl.LightningModule) -> None:
+        """Run the delayed hooks, now that ``module`` is distributed. Not a collective."""
+        with PatchStack() as patches:
+            # Only within these calls: other callbacks that copy the module want it whole.
+            patches.set(module, "__deepcopy__", partial(_copy_of, module), is_new=True)
+            if is_overridden("configure_model", module):
+                patches.set(module, "configure_model", lambda: None)  # WeightAveraging calls it, to have layers to copy
+            for set_up in self._delayed:
+                set_up()
+        self._delayed = []
+        for averaged in filter(is_sharded, averaged_models(module)):
+            averaged.update_parameters = partial(_update_locally, averaged)  # type: ignore[method-assign]
+
+
+def _copy_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """The weights of ``module`` under their names, shards as shards, without a forward. Not a collective."""
+    copied = nn.Module()
+    _copy_weights(module, copied, {})
+    return copied
 
 
 def _copy_weights(module: nn.Module, into: nn.Module, copies: dict[int, Any]) -> None:
@@ -70,10 +79,11 @@ def _copy_weights(module: nn.Module, into: nn.Module, copies: dict[int, Any]) ->
             copies[id(buffer)] = buffer.detach().clone()
         into.register_buffer(name, copies[id(buffer)], persistent=name in persistent)
     # Not named_children(), which leaves out a module's second name.
-    for name, child in module._modules.items():
-        if child is not None and id(child) not in copies:
-            _copy_weights(child, _empty_copy(child), copies)
-        into.register_module(name, copies.get(id(child)))
+    for name, child in module.named_modules(remove_duplicate=False):
+        if name and "." not in name:
+            if id(child) not in copies:
+                _copy_weights(child, _empty_copy(child), copies)
+            into.register_module(name, copies[id(child)])
 
 
 def _wrapped_by(module: nn.Module) -> nn.Module | None:
@@ -101,85 +111,6 @@ class _ExtraState(nn.Module):
     @override
     def set_extra_state(self, state: Any) -> None:
         self._state = state
-
-
-class AverageCopies:
-    """Gives the averaging callbacks of a Trainer copies of the module that are distributed like the module."""
-
-    def __init__(self) -> None:
-        self._patches = PatchStack()
-        self._copies: list[WeightCopy] = []
-
-    def prepare(self, module: pl.LightningModule, shards: bool) -> None:
-        """Patch the averaging callbacks until :meth:`end_setup_hooks`: their deep copies in ``setup`` are empty.
-
-        Args:
-            module: The LightningModule, with its Trainer.
-            shards: Whether it will be sharded. If not, this does nothing unless some of its tensors have no values.
-        """
-        self._copies = []
-        if not shards and not meta_init.names_without_values(module):
-            return
-        for callback in _callbacks(module):
-            if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-                self._patches.set(callback, "setup", partial(self._set_up, callback))
-
-    def _set_up(self, callback: Callback, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
-        patches = PatchStack()
-        # Only within this call: other callbacks that copy the module want it whole.
-        patches.set(module, "__deepcopy__", self._copy, is_new=True)
-        try:
-            type(callback).setup(callback, trainer, module, stage)
-        finally:
-            patches.restore()
-
-    def _copy(self, memo: dict[int, Any]) -> WeightCopy:
-        self._copies.append(WeightCopy())
-        return self._copies[-1]
-
-    def end_setup_hooks(self) -> None:
-        """Restore the callbacks, also if their ``setup`` never ran."""
-        self._patches.restore()
-
-    def fill(self, module: pl.LightningModule) -> None:
-        """Fill the copies with the weights of ``module``, now that it is distributed. Not a collective."""
-        for empty in self._copies:
-            empty.fill(module)
-        self._copies = []
-        for averaged in filter(is_sharded, averaged_models(module)):
-            averaged.update_parameters = partial(_update_locally, averaged)  # type: ignore[method-assign]
-
-
-def refuse_pruning(module: pl.LightningModule) -> None:
-    """Raise ValueError if a callback would prune ``module``, which will be sharded."""
-    if any(isinstance(callback, ModelPruning) for callback in _callbacks(module)):
-        raise ValueError(
-            "ModelPruning masks a parameter by comparing all its elements, but each rank holds only a part of a sharded"
-            " one: pass AutomodelStrategy(data_parallel='ddp'), or prune the trained model afterwards with"
-            " torch.nn.utils.prune."
-        )
-
-
-def finetune_by_identity(module: pl.LightningModule, patches: PatchStack) -> None:
-    """Make finetuning callbacks of a sharded ``module`` look for parameters of an optimizer by identity.
-
-    Lightning compares values, which takes a collective for each pair of sharded parameters, fails for a sharded and a
-    replicated one, and takes two layers of equal weights for one.
-    """
-    if any(isinstance(callback, BaseFinetuning) for callback in _callbacks(module)):
-        patches.set(BaseFinetuning, "filter_on_optimizer", staticmethod(_not_in_optimizer))
-
-
-def _not_in_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    owned = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    params = list(params)
-    new = [parameter for parameter in params if parameter not in owned]
-    if len(new) < len(params):
-        rank_zero_warn(
-            f"{len(params) - len(new)} parameters to be unfrozen belong to {type(optimizer).__name__} already, and stay"
-            " in their group: give it only trainable parameters in configure_optimizers."
-        )
-    return new
 
 
 def _callbacks(module: pl.LightningModule) -> list[Callback]:

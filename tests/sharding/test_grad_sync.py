@@ -42,9 +42,8 @@ class Training:
             loss = _loss(self.model.inner["net"], features, forward)
             if fail:
                 loss.register_hook(_raise)
-            self.sync.start_backward()
-            loss.backward()
-            self.sync.end_backward()
+            with self.sync.backward(loss, set()):
+                loss.backward()
 
     def window(self, *steps: int, forward: Callable[[Net, Tensor], Tensor] | None = None) -> dict[str, Tensor]:
         """Whole gradients of a window of these steps."""

@@ -1,0 +1,256 @@
+"""One micro-batch, from the batch that a training step gets to the backward whose gradients a window keeps."""
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_automodel import lightning_internals
+from lightning_automodel.advice import Advice
+from lightning_automodel.context_parallel.steps import ContextParallelSteps
+from lightning_automodel.data.batches import TrackedLoader
+from lightning_automodel.data.padding import ModuleState
+from lightning_automodel.data.uneven_inputs import UnevenInputs
+from lightning_automodel.data.window_ahead import WindowAhead
+from lightning_automodel.gradients.grad_scaling import LossScaling
+from lightning_automodel.gradients.optimizer_watch import OptimizerWatch
+from lightning_automodel.gradients.token_loss import Count, TokenWeighting, WindowTotals
+from lightning_automodel.gradients.windows import GradientWindows
+from lightning_automodel.sharding import checks
+from lightning_automodel.sharding.engine import Engine
+
+
+@dataclass
+class _Step:
+    """What the backwards of one training step need of it.
+
+    Attributes:
+        batch: What the step got.
+        count: Its label tokens, under automatic optimization.
+        aux_loss: [] the part of the loss that is not a token loss.
+        counted: By toggled optimizer, how many resets there were when the whole batch was counted.
+    """
+
+    batch: Any = None
+    count: Count | None = None
+    aux_loss: Tensor | None = None
+    counted: dict[Optimizer | None, int] = field(default_factory=dict)
+
+
+@dataclass
+class MicroBatches:
+    """Runs the training steps and backwards of a fit, one micro-batch after the other.
+
+    ``unit`` is what is counted, in singular: label token, sample or micro-batch. ``seconds_drawing`` were spent on
+    drawing batches ahead of their steps.
+    """
+
+    module: pl.LightningModule
+    plugin: Precision
+    engine: Engine
+    windows: GradientWindows
+    watch: OptimizerWatch
+    weighting: TokenWeighting
+    scaling: LossScaling
+    context: ContextParallelSteps | None
+    inputs: UnevenInputs
+    ahead: WindowAhead | None
+    advice: Advice
+    divisor: int
+    unit: str
+    seconds_drawing: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._draws_its_batches = lightning_internals.draws_its_batches(self.module.training_step)
+        self._step = _Step()
+        self._ends_window = True
+        self._state_before_padding: ModuleState | None = None
+
+    # --- The forward --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Called when a training batch is about to be used, after its hooks."""
+        start = time.perf_counter()
+        trainer = self.module.trainer
+        prefetched = getattr(lightning_internals.training_data_fetcher(trainer), "batches", ())
+        loader = trainer.train_dataloader
+        handle = loader.begin(len(prefetched)) if isinstance(loader, TrackedLoader) else None
+        self.inputs.begin_training_batch(handle)
+        if self.ahead is not None:
+            self.ahead.begin_batch(handle)
+            self.seconds_drawing += time.perf_counter() - start
+
+    def training_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``step``, and count the label tokens of the loss that it returns under automatic optimization."""
+        args, attention = self.sliced(args, "training_step")
+        batch = args[0] if args else next(iter(kwargs.values()), None)
+        self._step = _Step(batch)
+        # Only in the first window, since it reads the device.
+        if self.ahead is not None and self.windows.last_step is None and not self.inputs.is_filler:
+            self.weighting.check_unchanged(batch, self.ahead.count)
+        self.engine.start_forward(batch)
+        # Only now, since start_forward may have broadcast buffers.
+        self._state_before_padding = ModuleState(self.module) if self.inputs.is_filler else None
+        with checks.explained_errors(self.module), self.inputs.training_step(), attention:
+            output = step(*args, **kwargs)
+        if self.module.automatic_optimization and output is not None:
+            self._count(output)
+        else:
+            self.restore_state_before_padding()
+        return output
+
+    def sliced(self, args: tuple[Any, ...], step: str) -> tuple[tuple[Any, ...], AbstractContextManager[None]]:
+        """A step's arguments, the batch first, and its context. Under context parallelism, the batch is a slice."""
+        if self.context is None:
+            return args, nullcontext()
+        return (self.context.slice(args[0]), *args[1:]), self.context.step(step)
+
+    def _count(self, output: Any) -> None:
+        step = self._step
+        if self.inputs.is_filler:
+            step.count = 0
+        elif self.ahead is None:
+            step.count = self._checked_count(output)
+        else:
+            self.weighting.check_returned_count(output, self.ahead.count, reads_device=self.windows.last_step is None)
+            step.count = self.ahead.count
+        step.aux_loss = self.weighting.aux_loss(output, self.ahead is not None)
+        self.advice.about_count(self.module, self.weighting, output)
+
+    def _checked_count(self, output: Any) -> Count:
+        if self.context is not None:
+            self.context.check_count(self.weighting, self._step.batch, output, "training_step")
+        return self.weighting.count(self._step.batch, output)
+
+    @contextmanager
+    def communicating(self, is_last: bool) -> Generator[None, None, None]:
+        """Context for the forward and backward of one micro-batch; ``is_last``: its backward ends the window."""
+        before, self._ends_window = self._ends_window, is_last
+        try:
+            with checks.explained_errors(self.module), self.engine.sync.micro_batch(is_last):
+                yield
+        finally:
+            self._ends_window = before
+
+    # --- The backward -------------------------------------------------------------------------------------------------
+
+    def backward(
+        self, loss: Tensor, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """See :meth:`AutomodelStrategy.backward`."""
+        module, plugin, is_filler = self.module, self.plugin, self.inputs.is_filler
+        if optimizer is not None and not self.windows.open_windows:
+            self._zero_if_skipped(optimizer)
+        count, accumulate = self._take_count(kwargs)
+        window = self.windows.open()
+        window.ahead = None if self.ahead is None else self.ahead.totals()
+        plugin_loss = plugin.pre_backward(loss, module)
+        self.advice.about_half_precision(loss, count)
+        reported, objective = self._objective(loss, count, accumulate, window.ahead)
+        if self.scaling.scaler is None and plugin_loss is not loss:
+            # A plugin may have changed the loss: its own is backpropagated, the user's is reported.
+            objective = self._objective(plugin_loss, count, accumulate, window.ahead)[1]
+        self._step.aux_loss = None
+        if is_filler:
+            objective = objective * 0
+        # Checkpointed blocks recompute their attention.
+        attention = nullcontext() if self.context is None else self.context.backward()
+        with (
+            checks.explained_errors(module, loss),
+            self.windows.backward(window, loss, self._ends_window, counts=not is_filler),
+            attention,
+        ):
+            scaled = self.scaling.apply(objective, count, window.sums)
+            plugin.backward(scaled, module, optimizer, *args, **kwargs)
+            if not is_filler:
+                window.sums.add(reported, count)
+        if module.automatic_optimization:
+            self.restore_state_before_padding()
+        return plugin.post_backward(loss, module)
+
+    def _objective(
+        self, loss: Tensor, count: Count, accumulate: int, ahead: WindowTotals | None
+    ) -> tuple[Tensor, Tensor]:
+        """[] the sum of token losses behind a loss that was divided by ``accumulate``, and [] what to backpropagate."""
+        aux_loss = self._step.aux_loss
+        token_loss = loss if aux_loss is None else loss - aux_loss / accumulate
+        token_losses = self.weighting.objective(token_loss, count) * accumulate
+        if ahead is None:
+            return token_losses, token_losses
+        denominator = ahead.num_label_tokens if self.weighting.per_token_loss else ahead.num_micro_batches
+        objective = token_losses * (self.divisor / denominator if denominator else 0.0)
+        if aux_loss is not None:
+            objective = objective + aux_loss * (self.divisor / ahead.num_micro_batches)
+        return token_losses, objective
+
+    def _take_count(self, kwargs: dict[str, Any]) -> tuple[Count, int]:
+        """The label tokens of this backward, and what Lightning has divided its loss by."""
+        step = self._step
+        if self.module.automatic_optimization and step.count is not None:
+            count, step.count = step.count, None
+            return count, self.module.trainer.accumulate_grad_batches
+        self.watch.check_known(kwargs.pop("optimizer", None))
+        if self.inputs.is_filler:
+            kwargs.pop("num_label_tokens", None)
+            return 0, 1
+        given = {"num_label_tokens": kwargs.pop("num_label_tokens")} if "num_label_tokens" in kwargs else None
+        if given is None and self.weighting.per_token_loss:
+            self._check_not_counted_before()
+        return self._checked_count(given), 1
+
+    def _check_not_counted_before(self) -> None:
+        """Refuse chunks of a batch that would each weigh as all of it.
+
+        Only warn where two backwards may be of the whole batch: samples are those of a GAN, and with a step or
+        ``zero_grad`` in between they may be of SAM.
+        """
+        key, resets, counted = self.windows.toggled, self.windows.num_resets, self._step.counted
+        before, counted[key] = counted.get(key), resets
+        counts_samples = self.unit == "sample"
+        if before is None or (counts_samples and before != resets):
+            return
+        text = (
+            f"manual_backward is called again for the same batch, and each loss weighs by all {self.unit}s of"
+            " that batch. For the loss of a chunk, give the chunk's count: self.manual_backward(loss,"
+            " num_label_tokens=n)."
+        )
+        if before == resets and not counts_samples:
+            raise ValueError(f"{text} Losses of the whole batch: add them up for one manual_backward, or give counts.")
+        self.advice.say_once(f"{text} Losses of the whole batch, as of a GAN, are right as they are.")
+
+    def _zero_if_skipped(self, optimizer: Optimizer) -> None:
+        """Zero the gradients of the previous step if Lightning has not: it does so only in a window's first batch.
+
+        It skips that batch if the loader yields None, and reads the batch index too early for a step that draws its
+        batches from a ``dataloader_iter``. The module's own ``optimizer_zero_grad`` is called, as Lightning does.
+        """
+        trainer = self.module.trainer
+        index = trainer.fit_loop.epoch_loop.batch_idx
+        if index % trainer.accumulate_grad_batches or self._draws_its_batches:
+            self.module.optimizer_zero_grad(trainer.current_epoch, index, optimizer)
+
+    def is_misplaced_zero_grad(self) -> bool:
+        """Whether Lightning zeroes in mid-window, one batch late, as it does for a ``dataloader_iter`` step."""
+        if not self._draws_its_batches or not self.module.automatic_optimization or self._step.count is None:
+            return False
+        trainer = self.module.trainer
+        return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches != 0
+
+    # --- Its end ------------------------------------------------------------------------------------------------------
+
+    def restore_state_before_padding(self) -> None:
+        """Restore what a step on a padding batch has changed in the module."""
+        state, self._state_before_padding = self._state_before_padding, None
+        if state is not None:
+            state.restore()
+
+    def reset(self) -> None:
+        """Drop open windows and the data of the current step: an exception was raised, or the run ends."""
+        self.windows.reset()
+        self._step = _Step()
