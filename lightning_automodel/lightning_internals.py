@@ -9,10 +9,7 @@ from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
-from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper as DatasetSamplerWrapper
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as share_cores
-from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
-from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -58,11 +55,16 @@ def draws_its_batches(step: Callable[..., Any]) -> bool:
     return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
 
 
+def start_other_ranks(launcher: SubprocessScriptLauncher) -> None:
+    """Run this script once more for each other rank of this node."""
+    launcher._call_children_scripts()
+
+
 def shares_out_batches(loader: Any) -> bool:
     """Whether Lightning shares out between ranks what a sampler yields, and that is lists of indices."""
-    wrapped = getattr(getattr(loader, "sampler", None), "dataset", None)
-    return isinstance(wrapped, DatasetSamplerWrapper) and any(
-        isinstance(v, BatchSampler) for v in vars(wrapped).values()
+    sampler = getattr(loader, "sampler", None)
+    return isinstance(sampler, DistributedSamplerWrapper) and any(
+        isinstance(value, BatchSampler) for value in vars(sampler.dataset).values()
     )
 
 
@@ -167,6 +169,10 @@ def skip_validation(validation_loop: Any) -> None:
 def epoch_metrics(trainer: Trainer) -> dict[str, Any]:
     """This epoch's training metrics for callbacks, from the batches so far. A collective if any is synchronised."""
     return trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
+
+
+STEPS = "_batches_that_stepped"
+"""Key in the state of Lightning's loop of batches, of what :func:`logging_step` returns."""
 
 
 def logging_step(trainer: Trainer) -> int:

@@ -31,6 +31,11 @@ else:
     except ModuleNotFoundError:  # private before torch 2.15
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter  # noqa: F401
 
+BACKWARD = "_engine_run_backward"
+"""Innermost Python function of every backward."""
+RESET_PARAMETERS = "_reset_parameters"
+"""How torch's attention and transformer modules initialise themselves."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes are not public
 FSDPParam: TypeAlias = Any  # one parameter of such a group
@@ -506,6 +511,8 @@ def _probe() -> None:
     check(GradScaler, "_per_optimizer_states", "_unscale_grads_")
     check(DistributedDataParallel, "_check_reducer_finalized")
     check(nn.Module, "_compiled_call_impl")
+    check(nn.MultiheadAttention, RESET_PARAMETERS)
+    check(torch.autograd.graph, BACKWARD)
     check(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks", "_version")
 
 

@@ -14,13 +14,13 @@ import lightning_automodel
 from lightning_automodel import release_probe
 from lightning_automodel.release_probe import UnsupportedReleaseError
 
-MAX_PRIVATE_NAMES = 60
-MAX_OUTSIDE = 10  # of Lightning's classes that ours inherit from, and names that are part of a file format
+MAX_PRIVATE_NAMES = 55
+MAX_OUTSIDE = 0
 PACKAGE = Path(lightning_automodel.__file__).parent
 INTERNALS = ("torch_internals.py", "lightning_internals.py")
-# Documented in spite of their names (namedtuple, os, torch's foreach functions), or of other libraries (transformers).
+# Documented in spite of their names (namedtuple, os, sys, torch's foreach functions), or transformers'.
 NOT_PRIVATE = re.compile(
-    r"_fields|_replace|_exit|_foreach_.*|_no_split_modules|_init_weights|_gradient_checkpointing_func|_attn_implementation"
+    r"_fields|_replace|_exit|_current_frames|_foreach_.*|_no_split_modules|_init_weights|_gradient_checkpointing_func|_attn_implementation"
 )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_automodel.sharding.param_names import without_wrappers
+from lightning_automodel.torch_internals import uncompiled
 
 KEY = "hugging_face"
 """Key of the list of descriptions in a checkpoint."""
@@ -37,7 +38,7 @@ def _models(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, child in module.named_children():
         place = without_wrappers(f"{prefix}{name}.")
         if callable(getattr(getattr(child, "config", None), "to_dict", None)) and hasattr(child, "save_pretrained"):
-            yield place, getattr(child, "_orig_mod", child)
+            yield place, uncompiled(child)
         else:
             yield from _models(child, place)
 

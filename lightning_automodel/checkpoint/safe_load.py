@@ -137,7 +137,7 @@ class MetadataUnpickler(pickle.Unpickler):
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         ):
             return getattr(torch, name)
-        if (module, name) == ("torch.serialization", "_get_layout"):  # torch's way of pickling a layout
+        if module == "torch.serialization" and name.lstrip("_") == "get_layout":  # torch's way of pickling a layout
             return _layout
         raise CheckpointError(f".metadata names {module}.{name}, which is not a class that describes shards")
 

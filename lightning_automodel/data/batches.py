@@ -73,7 +73,7 @@ class TrackedLoader(Iterator[Any]):
             _group=group,
             rank_lengths=rank_lengths,
             if_empty=empty,
-            _ahead=deque(),
+            drawn_ahead=deque(),
             _source=iter(()),
         )
 
@@ -101,7 +101,7 @@ class TrackedLoader(Iterator[Any]):
         """Begin an epoch, with an iterator of the loader that is made now, as Lightning and resuming expect."""
         self.handed_out.clear()
         self.num_handed_out = 0
-        self._ahead.clear()
+        self.drawn_ahead.clear()
         batches = iter(self.loader)
         source = self._padded(batches) if self.pads else ((BatchHandle(batch is None), batch) for batch in batches)
         self._source = map(self._counted, source)
@@ -110,7 +110,7 @@ class TrackedLoader(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
-        handle, batch = self._ahead.popleft() if self._ahead else next(self._source)
+        handle, batch = self.drawn_ahead.popleft() if self.drawn_ahead else next(self._source)
         self.handed_out.append(handle)
         self.num_handed_out += 1
         return batch
@@ -124,8 +124,8 @@ class TrackedLoader(Iterator[Any]):
 
     def ahead(self, number: int) -> list[BatchHandle]:
         """Draw ``number`` batches now, to be handed out later. Returns their handles, fewer if the data ends."""
-        self._ahead.extend(islice(self._source, max(number - len(self._ahead), 0)))
-        return [handle for handle, _ in self._ahead][:number]
+        self.drawn_ahead.extend(islice(self._source, max(number - len(self.drawn_ahead), 0)))
+        return [handle for handle, _ in self.drawn_ahead][:number]
 
     def _counted(self, drawn: tuple[BatchHandle, Any]) -> tuple[BatchHandle, Any]:
         handle, batch = drawn
@@ -165,6 +165,11 @@ class TrackedLoader(Iterator[Any]):
         shared = [None if batch is _END else batch]
         dist.broadcast_object_list(shared, dist.get_global_rank(self._group, source), self._group)
         return shared[0] if batch is _END else copy.deepcopy(batch)
+
+
+def is_stateful(loader: Any) -> bool:
+    """Whether ``loader`` tells its position, as torchdata's ``StatefulDataLoader`` does."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def users_own(loader: Any) -> Any:

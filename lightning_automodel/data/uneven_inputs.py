@@ -18,7 +18,7 @@ from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.data.batches import BatchHandle, TrackedLoader, users_own
+from lightning_automodel.data.batches import BatchHandle, TrackedLoader, is_stateful, users_own
 from lightning_automodel.data.exchange import Exchange
 from lightning_automodel.data.padding import neutral
 
@@ -122,7 +122,7 @@ class UnevenInputs:
         problem = None
         if lightning_internals.draws_its_batches(module.training_step):
             problem = "training_step(dataloader_iter) draws its batches itself: let it take the batch"
-        elif isinstance(loader, lightning_internals.Stateful):
+        elif is_stateful(loader):
             problem = f"{type(loader).__name__} starts again when it is resumed after its end: use torch's DataLoader"
         elif any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
             problem = "SyncBatchNorm would average over padding batches: leave sync_batchnorm out"

@@ -5,6 +5,8 @@ import threading
 import traceback
 from types import FrameType
 
+from lightning_automodel import torch_internals
+
 WAITING = ("/threading.py", "/concurrent/futures/", "/torch/_ops.py")
 COLLECTIVE = ("/torch/distributed/", "/lightning_automodel/distributed/", "/lightning_automodel/failure/")
 RUN = "/lightning_automodel/failure/supervisor.py"
@@ -24,7 +26,7 @@ def main_thread_position(exception: BaseException | None = None) -> tuple[bool, 
     if not stack:
         return False, "its end" if frames else "an unknown line"
     file, _, name = stack[0]
-    waits = any(part in file for part in COLLECTIVE) or name == "_engine_run_backward"
+    waits = any(part in file for part in COLLECTIVE) or name == torch_internals.BACKWARD
     below = max((index for index, each in enumerate(stack) if RUN in each[0]), default=len(stack))
     own = [each for each in stack[:below] if not any(part in each[0] for part in FOREIGN)] or stack[:1]
     at = dict.fromkeys([own[-1], own[0]])

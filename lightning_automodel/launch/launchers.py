@@ -27,7 +27,8 @@ from lightning_automodel.distributed import rendezvous
 from lightning_automodel.failure import supervisor
 from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.launch.results import collect, restore
-from lightning_automodel.launch.workers import describe_exit, wait_for_workers, write_failure, write_report
+from lightning_automodel.launch.workers import describe_exit, share_cores, wait_for_workers, write_failure, write_report
+from lightning_automodel.resume import rng
 
 _RUN = "run.pt"
 
@@ -64,10 +65,10 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
         if self.starts_processes:
             if self.num_nodes == 1:
                 os.environ.update(rendezvous.shared_secret())
-            self._call_children_scripts()
+            lightning_internals.start_other_ranks(self)
             first_rank = self.cluster_environment.node_rank() * self.num_processes
             supervisor.watch_processes(partial(_find_ended, dict(enumerate(self.procs, start=first_rank + 1))))
-        lightning_internals.share_cores(self.num_processes)
+        share_cores(self.num_processes)
         try:
             return self._supervisor.run(function, *args, **kwargs)
         finally:
@@ -167,7 +168,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         run: tuple[Any, ...] | None = self, trainer, function, None
         if self.method == "spawn":
             # Global state that affects results, which a process that is not a fork does not inherit.
-            random_states = lightning_internals.collect_rng_states(include_cuda=False)
+            random_states = rng.global_states(torch.device("cpu"))
             global_state = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, random_states
             try:
                 # Multiprocessing would put CPU tensors in memory that all workers share: they would train one
@@ -213,8 +214,8 @@ def _run_worker(local_rank: int, folder: Path, variables: Mapping[str, str], run
     else:
         deterministic, torch.backends.cudnn.benchmark, random_states = global_state
         torch.set_deterministic_debug_mode(deterministic)
-        lightning_internals.set_rng_states(random_states)
-        lightning_internals.share_cores(trainer.strategy.num_processes)
+        rng.set_global_states(random_states, torch.device("cpu"))
+        share_cores(trainer.strategy.num_processes)
     try:
         # Calls the launcher, which runs the function and reports, and then `on_exception` hooks.
         lightning_internals.call_and_handle_interrupt(trainer, function.func, *function.args, **function.keywords)

@@ -47,6 +47,14 @@ def describe_exit(status: int) -> str:
     return f"ended with exit status {status}"
 
 
+def share_cores(num_processes: int) -> None:
+    """Give this process its part of the node's cores, as Lightning does, unless the user has said how many."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        os.environ["OMP_NUM_THREADS"] = str(max(1, cores // num_processes))
+        torch.set_num_threads(max(1, cores // num_processes))
+
+
 def write_report(folder: Path, local_rank: int, **report: Any) -> None:
     """Write what this worker reports, unless it has reported before.
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from typing_extensions import override
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.data.batches import users_own
+from lightning_automodel.data.batches import is_stateful, users_own
 from lightning_automodel.resume import loops, rng
 
 _TOO_SHORT = (
@@ -152,7 +152,7 @@ class TrainingLoaders:
 
     def process(self, loader: Any) -> None:
         """Record a training loader that is about to be iterated."""
-        if isinstance(loader, DataLoader) and not _is_stateful(loader) and _recorder(loader) is None:
+        if isinstance(loader, DataLoader) and not is_stateful(loader) and _recorder(loader) is None:
             # No bound method, which a copy of the loader would follow to the Trainer.
             self._recorders.append(RecordingSampler(loader, self._device, lambda: self._num_used()))
 
@@ -173,7 +173,7 @@ class TrainingLoaders:
 
     def before_fetch(self) -> None:
         """Called before a batch is drawn. If that is one batch ahead of the loop, the last two states are kept."""
-        if loops.prefetches(self._trainer) and any(map(_is_stateful, self._all())):
+        if loops.prefetches(self._trainer) and any(map(is_stateful, self._all())):
             self._stateful = self._stateful[1], [_state_of(loader) for loader in self._all()]
 
     def positions(self, at: loops.Position, is_fetching: bool) -> list[dict[str, Any]]:
@@ -191,7 +191,7 @@ class TrainingLoaders:
         if isinstance(sampler := _innermost_sampler(loader), DistributedSampler):
             found["seed"] = sampler.seed
         recorder = _recorder(loader)
-        if _is_stateful(loader):
+        if is_stateful(loader):
             if not loops.prefetches(self._trainer):
                 # Between epochs the loader is at the end of an epoch, and does not know that it is over.
                 return found if at.stage == loops.EPOCH else found | {"state": _state_of(loader)}
@@ -262,14 +262,14 @@ class TrainingLoaders:
     def _restore_position(self, plan: dict[str, Any], loader: Any, at: dict[str, Any]) -> None:
         self._restore_seed(loader, at)
         if not plan["is_iterated"]:
-            if _is_stateful(loader) and "state" in at:
+            if is_stateful(loader) and "state" in at:
                 # The state says that the loader is exhausted, so it starts over, with what it keeps between epochs.
                 loader.load_state_dict(at["state"])
             return
         for owner in (getattr(loader, "sampler", None), _innermost_sampler(loader)):
             if callable(set_epoch := getattr(owner, "set_epoch", None)):
                 set_epoch(plan["epochs"])
-        if not plan["is_drawn"] and ("state" in at) != _is_stateful(loader):
+        if not plan["is_drawn"] and ("state" in at) != is_stateful(loader):
             raise ValueError(
                 f"The checkpoint does not hold what {type(loader).__name__} needs to go on within an epoch, since a"
                 " training loader of another kind was used: pass one of that kind, or resume from the end of an epoch."
@@ -311,17 +311,13 @@ class TrainingLoaders:
         self._recorders = []
 
 
-def _is_stateful(loader: Any) -> bool:
-    return isinstance(loader, lightning_internals.Stateful)
-
-
 def _is_map_style(loader: Any) -> bool:
     recorder = _recorder(loader)
     return recorder is not None and not recorder.is_stream
 
 
 def _state_of(loader: Any) -> Any:
-    return copy.deepcopy(loader.state_dict()) if _is_stateful(loader) else None
+    return copy.deepcopy(loader.state_dict()) if is_stateful(loader) else None
 
 
 def _recorder(loader: Any) -> RecordingSampler | None:

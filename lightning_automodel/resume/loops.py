@@ -105,7 +105,7 @@ def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, A
     counters["epoch_loop.scheduler_progress"] = _all_completed(saved["epoch_loop.scheduler_progress"])
     # The loop counts the batch's step after the validation that may be due.
     counted = logged - 1 if at.stage in (STEP, VALIDATION) else logged
-    counters["epoch_loop.state_dict"] = {**saved["epoch_loop.state_dict"], "_batches_that_stepped": counted}
+    counters["epoch_loop.state_dict"] = {**saved["epoch_loop.state_dict"], lightning_internals.STEPS: counted}
     # Each rank's loaders have their own states, and Lightning would load those of rank 0 on every rank.
     counters["state_dict"] = {name: value for name, value in saved["state_dict"].items() if name != "combined_loader"}
     return {**saved, **counters}

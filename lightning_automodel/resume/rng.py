@@ -9,10 +9,7 @@ import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch.utils.data import Sampler
 
-from lightning_automodel import lightning_internals
-
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-_SAMPLERS = (Sampler, lightning_internals.DatasetSamplerWrapper)
 _FOLLOWED_ATTRIBUTES = ("sampler", "batch_sampler", "dataset", "_inner")
 
 
@@ -21,7 +18,7 @@ def global_states(device: torch.device) -> dict[str, Any]:
 
     Does not synchronise: the state of a CUDA generator is on the host. An accelerator's is that of the current device.
     """
-    states = lightning_internals.collect_rng_states(include_cuda=False)
+    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
     if device.type != "cpu":
         states["device"] = torch.get_device_module(device).get_rng_state()
     return states
@@ -29,7 +26,9 @@ def global_states(device: torch.device) -> dict[str, Any]:
 
 def set_global_states(states: dict[str, Any], device: torch.device) -> None:
     """Set the global states to what :func:`global_states` returned."""
-    lightning_internals.set_rng_states({name: state for name, state in states.items() if name != "device"})
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
     if device.type != "cpu" and "device" in states:
         torch.get_device_module(device).set_rng_state(states["device"])
 
@@ -42,7 +41,7 @@ def generators_of(owners: Iterable[Any]) -> list[Generator]:
 
 def samplers_of(loader: Any) -> list[Any]:
     """The samplers of a loader that have ``state_dict`` and ``load_state_dict``, in a fixed order."""
-    samplers = [owner for owner in reachable_from(loader) if isinstance(owner, _SAMPLERS)]
+    samplers = [owner for owner in reachable_from(loader) if isinstance(owner, Sampler)]
     # Asked of the class: a sampler that records another has its attributes.
     return [sampler for sampler in samplers if hasattr(type(sampler), "load_state_dict")]
 
@@ -52,7 +51,7 @@ def reachable_from(owner: Any) -> list[Any]:
     found, waiting = {id(owner): owner}, [owner]
     while waiting:
         held = getattr(waiting.pop(0), "__dict__", {})
-        new = [value for name, value in held.items() if name in _FOLLOWED_ATTRIBUTES or isinstance(value, _SAMPLERS)]
+        new = [value for name, value in held.items() if name in _FOLLOWED_ATTRIBUTES or isinstance(value, Sampler)]
         waiting += [value for value in new if id(value) not in found]
         found |= {id(value): value for value in new}
     return list(found.values())

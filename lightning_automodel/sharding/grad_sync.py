@@ -73,16 +73,22 @@ def check_deferral(defer: Deferral) -> None:
 
 
 @contextmanager
-def _reduction(units: Sequence[FSDPModule], is_last: bool, defer: Deferral) -> Iterator[None]:
-    """Context for one micro-batch, in which ``units`` reduce as ``defer`` says. Restores all they communicate."""
+def _reduction(
+    units: Sequence[FSDPModule], is_last: bool, defer: Deferral, with_unused: bool = False
+) -> Iterator[None]:
+    """Context for one micro-batch, in which ``units`` reduce as ``defer`` says. Restores all they communicate.
+
+    ``with_unused``: zeros stand for parameters that this rank has not used, so that ranks send the same shapes.
+    """
     with torch_internals.communication_restored(units), ExitStack() as hooks:
         for unit in units:
             unit.set_requires_gradient_sync(is_last or defer is not True, recurse=False)
             unit.set_requires_all_reduce(is_last or defer is False, recurse=False)
             groups = torch_internals.param_groups(unit)
-            if defer == "all_reduce" and any(torch_internals.num_replicas(group) > 1 for group in groups):
-                # The partial sums of a window live in one flat buffer: every micro-batch must fill the same places of
-                # it, and the last one must take part even where the unit was not used in it.
+            # The partial sums of a window live in one flat buffer: every micro-batch must fill the same places of it,
+            # and the last one must take part even where the unit was not used in it.
+            has_sums = defer == "all_reduce" and any(torch_internals.num_replicas(group) > 1 for group in groups)
+            if with_unused or has_sums:
                 unit.set_reduce_scatter_unused_params(True, recurse=False)
         # All gradients of a unit get one dtype: parameters that no earlier micro-batch has used would get a narrower.
         for group in (group for unit in units if is_last for group in torch_internals.param_groups(unit)):
@@ -171,11 +177,9 @@ class FSDPGradSync(GradSync):
         if self.is_last is not None:
             yield
             return
-        with _reduction(self._units, is_last, self._defer):
-            for unit in self._units:
-                # Ranks may differ in what they use of a unit, and must send gradients of the same shapes.
-                unit.set_reduce_scatter_unused_params(True, recurse=False)
-                if self._retain_unsharded:
+        with _reduction(self._units, is_last, self._defer, with_unused=True):
+            if self._retain_unsharded:
+                for unit in self._units:
                     unit.set_reshard_after_forward(False, recurse=False)
                     # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).
                     unit.set_reshard_after_backward(False, recurse=False)

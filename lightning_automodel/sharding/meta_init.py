@@ -78,7 +78,7 @@ def _initializers(model: nn.Module) -> Iterator[tuple[nn.Module, Iterable[nn.Mod
     of Hugging Face, timm and many others have ``_init_weights(module)``, which is called for each submodule.
     """
     for _, module in _children_first(model):
-        for name in ("reset_parameters", "_reset_parameters"):
+        for name in ("reset_parameters", torch_internals.RESET_PARAMETERS):
             if _takes(module, name, 0):
                 yield module, module.modules(), getattr(module, name)
                 break
