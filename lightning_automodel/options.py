@@ -69,7 +69,7 @@ class StrategyOptions:
     process_group_backend: str | None = None
     init_method: str | None = None
     timeout: timedelta | float = 30
-    start_method: Literal["popen", "spawn", "fork"] = "popen"
+    start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
     first_rank_setup: bool = False
     save_distributed_checkpoint: bool | None = None
     uneven_inputs: Literal["error", "pad"] = "error"

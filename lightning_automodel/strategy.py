@@ -112,8 +112,8 @@ class AutomodelStrategy(ParallelStrategy):
         process_group_backend: Backend of the default process group. None: gloo for CPU, nccl for CUDA.
         init_method: Where the ranks meet: ``"tcp://host:port"`` or ``"file:///path"``. None: as the environment says.
         start_method: How the ranks of a node are started, if no launcher has started them. ``"popen"``: this process
-            is rank 0 and runs the script again for each other rank. ``"fork"`` (also in notebooks) and
-            ``"spawn"``: as workers, which end with the run; trained weights and metrics come back. A forked rank
+            is rank 0 and runs the script again for each other rank. ``"fork"`` (also in notebooks), ``"spawn"`` and
+            ``"forkserver"``: as workers, which end with the run; trained weights and metrics come back. A forked rank
             computes with one CPU thread.
         timeout: How long a collective may wait, and how long a rank may miss its heartbeats: ``timedelta`` or minutes.
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
@@ -176,7 +176,7 @@ class AutomodelStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         init_method: str | None = None,
         timeout: timedelta | float = 30,
-        start_method: Literal["popen", "spawn", "fork"] = "popen",
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         first_rank_setup: bool = False,
         save_distributed_checkpoint: bool | None = None,
         uneven_inputs: Literal["error", "pad"] = "error",

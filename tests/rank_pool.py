@@ -45,6 +45,8 @@ from tests.processes import forked
 
 START_TIMEOUT_S = 180.0
 GRACE_AFTER_FAILURE_S = 20.0
+MAX_THREADS = 40
+"""Of a rank that is used again. Those of groups that something still refers to wake a hundred times a second each."""
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -83,6 +85,7 @@ class _Answer:
     failed_at: float = 0.0
     in_group: bool = True
     died: bool = False
+    num_threads: int = 0
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,8 @@ class RankPool:
             raise
         if not all(answer.in_group for answer in answers.values()):
             self._group_number += 1
+        if max(answer.num_threads for answer in answers.values()) > MAX_THREADS:
+            self.stop()
         return [pickle.loads(answers[rank].value or b"") for rank in range(self.num_ranks)]
 
     def _collect(self, timeout_s: float) -> dict[int, _Answer]:
@@ -321,7 +326,8 @@ def _answer(call: _Call, membership: _Membership) -> _Answer:
         with _clean_slate(call.main_port):
             fn, args, kwargs = pickle.loads(call.function)
             value = _pickled(fn(*args, **kwargs))
-        return _Answer(value=value, in_group=membership.intact)
+        num_threads = len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else 0
+        return _Answer(value=value, in_group=membership.intact, num_threads=num_threads)
     except BaseException:
         error, failed_at = traceback.format_exc(), time.monotonic()
         membership.hang_up()

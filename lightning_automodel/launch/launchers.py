@@ -97,7 +97,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
     def __init__(
         self,
         strategy: ParallelStrategy,
-        start_method: Literal["spawn", "fork"],
+        start_method: Literal["spawn", "fork", "forkserver"],
         num_processes: int,
         num_nodes: int,
         supervisor: Supervisor,
@@ -166,7 +166,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         if self._num_nodes == 1:
             variables |= rendezvous.shared_secret()
         run: tuple[Any, ...] | None = self, trainer, function, None
-        if self.method == "spawn":
+        if self.method != "fork":
             # Global state that affects results, which a process that is not a fork does not inherit.
             random_states = rng.global_states(torch.device("cpu"))
             global_state = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, random_states
@@ -194,7 +194,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
                 torch.save(part, io.BytesIO())
             except Exception as cause:
                 raise TypeError(
-                    "start_method='spawn' sends the Trainer, the module and its data to new processes, but"
+                    f"start_method={self.method!r} sends the Trainer, the module and its data to new processes, but"
                     f" {type(part).__name__} cannot be pickled: {str(cause).rstrip('.')}. Define that at the top level"
                     " of a module that can be imported, make it in setup(), or pass start_method='fork', or 'popen' in"
                     " a script."
@@ -226,7 +226,7 @@ def _run_worker(local_rank: int, folder: Path, variables: Mapping[str, str], run
 
 def make_launcher(
     strategy: ParallelStrategy,
-    start_method: Literal["popen", "spawn", "fork"],
+    start_method: Literal["popen", "spawn", "fork", "forkserver"],
     num_processes: int,
     num_nodes: int,
     supervisor: Supervisor,

@@ -64,6 +64,7 @@ class Resume:
         self._plan: dict[str, Any] | None = None
         self._averaging: list[StochasticWeightAveraging] = []
         self._told: set[str] = set()
+        self._validates_to_stop = False
 
     # --- Recording ----------------------------------------------------------------------------------------------------
 
@@ -103,6 +104,11 @@ class Resume:
         """Before any hook of an epoch's end."""
         # Restarted after the epoch's last batch, the loop of batches would end the next epoch at once.
         self._trainer.fit_loop.epoch_loop.restarting = False
+        at = loops.position(self._trainer)
+        is_window_open = self._snapshot is not None and self._snapshot.at.stage == loops.BATCH
+        if at.stage == loops.BATCH and not is_window_open and not self._validates_to_stop:
+            # The run ends within the epoch, and Lightning resets the epoch's metrics as if it were over.
+            self._snapshot = self._take(at, lightning_internals.logging_step(self._trainer))
         # Reduce what was logged over the epoch, on every rank. Otherwise the progress bar, on rank 0 alone, would do it
         # while another rank gathers parameters in a hook of the module: both would wait.
         _ = self._trainer.callback_metrics
@@ -147,6 +153,7 @@ class Resume:
         if self._snapshot is None or (self._is_manual and not self._holds_gradients()):
             at = replace(loops.position(self._trainer), stage=loops.STEP)
             self._snapshot = self._take(at, self._logged + 1)
+            self._validates_to_stop = lightning_internals.validates_to_stop(self._trainer)
 
     def close(self) -> None:
         """Restore what was patched; :meth:`add_to` still adds where the fit ended."""
@@ -206,7 +213,8 @@ class Resume:
                     f" a run that resumes from it begins with that window, at batch {held.at.batches} of epoch"
                     f" {at.epochs}."
                 )
-            if not is_window and at.stage == loops.STEP:
+            # A run that goes on after all has no validation where it was stopped.
+            if not is_window and (at.stage == loops.STEP or (self._validates_to_stop and at.stage == loops.BATCH)):
                 return held, None
         remark = None
         if self._is_manual and self._holds_gradients():

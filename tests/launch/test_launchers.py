@@ -35,7 +35,7 @@ from tests.trainer.runs import CASE, SILENT, TOLERANCE
 
 TRAINED = [("fork", "fsdp2"), ("fork", "ddp")]
 # What these start imports everything anew; what can be sent there, test_pickling shows.
-TRAINED_IN_THE_SWEEP = [(method, engine) for method in ("spawn",) for engine in ("fsdp2", "ddp")]
+TRAINED_IN_THE_SWEEP = [(method, engine) for method in ("spawn", "forkserver") for engine in ("fsdp2", "ddp")]
 # What happens to rank 1 of a script; the status of rank 0; what is printed.
 SCRIPT_FAILS = {
     "SIGKILL": (1, "its process was ended by SIGKILL"),
@@ -181,7 +181,7 @@ def make_trainer(start_method: Any, devices: int = 2) -> pl.Trainer:
 
 def test_launchers_in_notebooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only forked ranks know what the cells defined; no script could run again, but one device needs no other rank."""
-    launchers = {name: make_trainer(name).strategy.launcher for name in ("fork", "spawn")}
+    launchers = {name: make_trainer(name).strategy.launcher for name in ("fork", "forkserver", "spawn")}
     assert all(isinstance(launcher, WorkerLauncher) for launcher in launchers.values())
     assert {name for name, launcher in launchers.items() if launcher.is_interactive_compatible} == {"fork"}
     assert not make_trainer("popen").strategy.launcher.is_interactive_compatible

@@ -40,7 +40,7 @@ FAULTS = {
     "SIGTERM": (128 + signal.SIGTERM, "SIGTERMException: ", ""),
 }
 FAILED = [("fork", "exception"), ("fork", "leave"), ("fork", "SIGKILL"), ("fork", "SIGTERM")]
-FAILED_IN_THE_SWEEP = [("fork", "exit"), ("spawn", "SIGKILL")]
+FAILED_IN_THE_SWEEP = [("fork", "exit"), ("forkserver", "exception"), ("spawn", "SIGKILL")]
 
 
 @pytest.fixture(scope="module")
