@@ -199,10 +199,11 @@ def _check_model(entries: Mapping[str, Tensor | None], targets: dict[str, Any], 
     unknown = [name for name in saved if name not in targets]
     # Nothing in common is an error also where loading is not strict: it would train from scratch in silence.
     if (targets and len(missing) == len(targets)) or (strict and (missing or unknown)):
-        lacks = f"lacks {_some(missing)}" if missing else ""
-        holds = f"holds {_some(unknown)}, which this model lacks" if unknown else ""
+        differing = [
+            f"{word} {_some(names)}" for word, names in (("missing", missing), ("unexpected", unknown)) if names
+        ]
         raise CheckpointError(
-            f"it is of another model: it {' and '.join(filter(None, (lacks, holds)))}"
+            f"it does not match the model: {', '.join(differing)}"
             " (with LightningModule.strict_loading = False, what both have is loaded)"
         )
     for name, target in targets.items():
