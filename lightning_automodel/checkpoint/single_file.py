@@ -174,8 +174,8 @@ def fill_module(module: nn.Module, checkpoint: Mapping[str, Any], optimizers: li
         module.load_state_dict(state, strict=strict)
     except RuntimeError as error:
         raise CheckpointError(
-            f"it does not match the model: {error} (with LightningModule.strict_loading = False, names that only one of the"
-            " two has are skipped)"
+            f"it does not match the model: {error} (with LightningModule.strict_loading = False, names that only one"
+            " of the two has are skipped)"
         ) from error
 
 
