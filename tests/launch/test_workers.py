@@ -39,8 +39,8 @@ FAULTS = {
     "SIGKILL": (1, "RankFailedError: rank 1 on ", "its process was ended by SIGKILL"),
     "SIGTERM": (128 + signal.SIGTERM, "SIGTERMException: ", ""),
 }
-FAILED = [("fork", "exception"), ("fork", "leave"), ("fork", "SIGKILL"), ("fork", "SIGTERM")]
-FAILED_IN_THE_SWEEP = [("fork", "exit"), ("forkserver", "exception"), ("spawn", "SIGKILL")]
+FAILED = [("fork", "exception"), ("fork", "SIGKILL"), ("fork", "SIGTERM")]
+FAILED_IN_THE_SWEEP = [("fork", "exit"), ("fork", "leave"), ("forkserver", "exception"), ("spawn", "SIGKILL")]
 
 
 @pytest.fixture(scope="module")

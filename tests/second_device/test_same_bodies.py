@@ -135,7 +135,8 @@ def as_markdown(found: dict[Cell, str]) -> str:
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("launcher", ["script", pytest.param("torchrun", marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("launcher", ["script", "torchrun"])
 def test_launching(extension: None, tmp_path: Path, launcher: str) -> None:
     """Each rank has a device of its own, and both the same weights."""
     script = tmp_path / "train.py"
