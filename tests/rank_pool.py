@@ -46,7 +46,7 @@ from tests.processes import forked
 START_TIMEOUT_S = 180.0
 GRACE_AFTER_FAILURE_S = 20.0
 MAX_THREADS = 24
-"""Of a rank that is used again; two fits leave 17. Those of a group that something refers to wake 100 times a second."""
+"""Of a rank that is used again; fits leave 17. Those of a group that something refers to wake 100 times a second."""
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
