@@ -156,7 +156,7 @@ class AfterStep(L.Callback):
             self.on_step()
 
 
-def fit(strategy: Any, module: Module, data: Rows, on_step: Callable[[], None]) -> nn.Module:
+def fit(strategy: Any, module: Module, data: Rows, on_step: Callable[[], None], repeats: bool = True) -> nn.Module:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=RANKS,
@@ -164,11 +164,14 @@ def fit(strategy: Any, module: Module, data: Rows, on_step: Callable[[], None]) 
         max_epochs=1,
         accumulate_grad_batches=ACCUMULATE,
         callbacks=[AfterStep(on_step)],
+        use_distributed_sampler=False,
         **QUIET,
     )
-    # Lightning puts a DistributedSampler in, which shuffles: `sampler=` keeps the order of the rows.
-    sampler = torch.utils.data.DistributedSampler(data, RANKS, int(os.environ["RANK"]), shuffle=False)
-    trainer.fit(module, DataLoader(data, ROWS, sampler=sampler))
+    # As Lightning's own sampler, which repeats rows for equal numbers, but in order; or each row once.
+    rank = int(os.environ["RANK"])
+    own = torch.utils.data.Subset(data, range(rank, len(data), RANKS))
+    sampler = torch.utils.data.DistributedSampler(data, RANKS, rank, shuffle=False)
+    trainer.fit(module, DataLoader(data, ROWS, sampler=sampler) if repeats else DataLoader(own, ROWS))
     return module.model
 
 
@@ -182,23 +185,7 @@ def automodel_ddp(data: Rows, layers: int, on_step: Callable[[], None]) -> nn.Mo
 
 def automodel_pad(data: Rows, layers: int, on_step: Callable[[], None]) -> nn.Module:
     strategy = AutomodelStrategy(label_shift=1, data_parallel="ddp", uneven_inputs="pad")
-    return fit_own_rows(strategy, Module(layers), data, on_step)
-
-
-def fit_own_rows(strategy: Any, module: Module, data: Rows, on_step: Callable[[], None]) -> nn.Module:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=RANKS,
-        strategy=strategy,
-        max_epochs=1,
-        accumulate_grad_batches=ACCUMULATE,
-        callbacks=[AfterStep(on_step)],
-        use_distributed_sampler=False,
-        **QUIET,
-    )
-    own = torch.utils.data.Subset(data, range(int(os.environ["RANK"]), len(data), RANKS))
-    trainer.fit(module, DataLoader(own, ROWS))
-    return module.model
+    return fit(strategy, Module(layers), data, on_step, repeats=False)
 
 
 def lightning_ddp(data: Rows, layers: int, on_step: Callable[[], None]) -> nn.Module:
@@ -272,7 +259,7 @@ def hugging_face_trainer(data: Rows, layers: int, on_step: Callable[[], None]) -
 WAYS: dict[str, tuple[str, Callable[..., nn.Module], tuple[Any, ...]]] = {
     "automodel-fsdp2": ("`AutomodelStrategy()`", automodel_fsdp2, (fit, Module)),
     "automodel-ddp": ('`AutomodelStrategy(data_parallel="ddp")`', automodel_ddp, (fit, Module)),
-    "automodel-pad": ('the same, `uneven_inputs="pad"`', automodel_pad, (fit_own_rows, Module)),
+    "automodel-pad": ('the same, `uneven_inputs="pad"`', automodel_pad, (fit, Module)),
     "lightning-ddp": ('Lightning `"ddp"`', lightning_ddp, (fit, Module)),
     "model-parallel": ("Lightning `ModelParallelStrategy`", lightning_model_parallel, (fit, Module, ShardedModule)),
     "accelerate": ("Accelerate, its recipe for ragged data", accelerate, ()),
