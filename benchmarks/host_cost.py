@@ -26,7 +26,7 @@ from time import process_time
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from report import describe_environment, table
+from report import describe_environment, publish, table
 from turns import CollectiveCounter, PausedTraining
 from variants import VARIANTS
 from workload import Workload
@@ -109,9 +109,7 @@ def run_rank(rank: int, meeting_point: str, args: argparse.Namespace, command: s
             f"- two ranks, gloo on loopback, accumulation {ACCUMULATE}, width 32, 16 tokens, {args.rounds} rounds",
         ]
         report = "\n\n".join(["\n".join(head), *sections])
-        print(report, flush=True)
-        if args.output:
-            args.output.write_text(report + "\n")
+        publish(report, args.output)
     dist.destroy_process_group()
 
 

@@ -16,7 +16,7 @@ import lightning as L  # noqa: N812
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from report import describe_environment, table
+from report import describe_environment, publish, table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -136,9 +136,7 @@ def main() -> None:
     head = [f"- {name}: {value}" for name, value in describe_environment().items()]
     columns = ["your training", "Lightning's `ddp`", "`AutomodelStrategy`"]
     report = "\n".join(["# How far off", "", *head, "", table(columns, rows)])
-    print(report)
-    if args.output:
-        args.output.write_text(report + "\n")
+    publish(report, args.output)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llama import SHAPES, Case, main_or_case
-from report import describe_environment, table
+from report import describe_environment, publish, table
 
 SWITCHES = {
     "`F.cross_entropy` over all logits": {},
@@ -58,9 +58,7 @@ def main() -> None:
             table(HEADER, rows),
         ]
     )
-    print(report)
-    if args.output:
-        args.output.write_text(report + "\n")
+    publish(report, args.output)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -32,7 +32,7 @@ import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch.strategies import ModelParallelStrategy
 from llama import ByteCounter
 from peak_memory import MEBIBYTE, peak, start_peak
-from report import describe_environment, table
+from report import describe_environment, publish, table
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -363,9 +363,7 @@ def main() -> None:
         f"- {RANKS} ranks, gloo on loopback, float32, {ROWS} rows a micro-batch, accumulation {ACCUMULATE}, SGD",
     ]
     report = "\n".join([*head, "", compare(args.layers, args.rows, args.rounds)])
-    print(report)
-    if args.output:
-        args.output.write_text(report + "\n")
+    publish(report, args.output)
 
 
 if __name__ == "__main__":

@@ -30,3 +30,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def publish(report: str, output: Path | None) -> None:
+    """Print a report, and write it to ``output`` where one is given."""
+    print(report, flush=True)
+    if output is not None:
+        output.write_text(report + "\n")

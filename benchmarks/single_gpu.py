@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from llama import SHAPES, Case, device_name, main_or_case
-from report import describe_environment, table
+from report import describe_environment, publish, table
 
 WAYS = {
     "loop": "FSDP2 by hand",
@@ -62,9 +62,7 @@ def main() -> None:
             add_switches(case, args.peak_tflops),
         ]
     )
-    print(report)
-    if args.output:
-        args.output.write_text(report + "\n")
+    publish(report, args.output)
 
 
 def compare_ways(case: Case, rounds: int, peak_tflops: float) -> str:

@@ -19,7 +19,7 @@ from time import perf_counter, process_time
 import torch
 import torch.nn.functional as F  # noqa: N812
 from peak_memory import MALLOC, MEBIBYTE, peak, start_peak
-from report import describe_environment, table
+from report import describe_environment, publish, table
 from torch import Tensor, nn
 
 from lightning_automodel import token_loss
@@ -58,9 +58,7 @@ def main() -> None:
             table(header, rows),
         ]
     )
-    print(report)
-    if args.output:
-        args.output.write_text(report + "\n")
+    publish(report, args.output)
 
 
 def measure(args: argparse.Namespace, way: str, vocabulary: int) -> tuple[int, float]:
