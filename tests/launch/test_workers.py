@@ -40,7 +40,13 @@ FAULTS = {
     "SIGTERM": (128 + signal.SIGTERM, "SIGTERMException: ", ""),
 }
 FAILED = [("fork", "exception"), ("fork", "SIGTERM")]
-FAILED_IN_THE_SWEEP = [("fork", "SIGKILL"), ("fork", "exit"), ("fork", "leave"), ("forkserver", "exception"), ("spawn", "SIGKILL")]
+FAILED_IN_THE_SWEEP = [
+    ("fork", "SIGKILL"),
+    ("fork", "exit"),
+    ("fork", "leave"),
+    ("forkserver", "exception"),
+    ("spawn", "SIGKILL"),
+]
 
 
 @pytest.fixture(scope="module")
