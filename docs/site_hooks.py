@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 LOG = logging.getLogger("mkdocs.hooks")
 OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)")
 LANGUAGES = {".py": "python", ".yaml": "yaml"}
-STACKED_COLUMNS = 4
-"""A table with more columns scrolls on a phone, below a first column that stays; rows of others become blocks."""
+SHORT_CELL = 20
+"""Characters. A phone shows a table of short cells beside a first column that stays; rows of others become blocks."""
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -94,9 +94,10 @@ def _option_list(names: str) -> str:
 
 
 def _responsive(table: str) -> str:
-    """In a container for the stylesheet; with few columns, each cell but the first knows the title of its column."""
+    """In a container for the stylesheet; in a table of long cells, each but the first knows the title of its column."""
     titles = [html.escape(_text(title)) for title in re.findall(r"<th\b.*?</th>", table, flags=re.S)]
-    if len(titles) > STACKED_COLUMNS:
+    rows = [re.findall(r"<td.*?</td>", row, flags=re.S) for row in re.findall(r"<tr>.*?</tr>", table, flags=re.S)]
+    if all(len(_text(cell)) <= SHORT_CELL for row in rows for cell in row[1:]):
         return f'<div class="scrolled-table">{table}</div>'
 
     def titled(row: re.Match[str]) -> str:
@@ -116,5 +117,5 @@ def _coloured(found: re.Match[str]) -> str:
 
 def _collapsed(found: re.Match[str]) -> str:
     """A section below its heading, closed. A link into it opens it, and so does the search."""
-    count = f'<span class="kind-count">{found[2].count("<h3 ")}</span>'
+    count = f'<span class="kind-count">{found[2].count("<h3 ")} entries</span>'
     return f'<details class="kind"><summary>{found[1]}{count}</summary>{found[2]}</details>'
