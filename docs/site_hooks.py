@@ -56,7 +56,7 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
     """Prepare tables for phones; colour the words of the support table, and collapse troubleshooting by kind."""
     content = re.sub(r"<table>.*?</table>", lambda found: _responsive(found[0]), content, flags=re.S)
     if page.file.src_uri == "support.md":
-        content = re.sub(r"<td>(passed|refused|not run)\b", _coloured, content)
+        content = re.sub(r"<td>(passed|agrees|refused|differs|not run|not selected)\b", _coloured, content)
     if page.file.src_uri == "troubleshooting.md":
         content = re.sub(r"(<h2 .*?</h2>)(.*?)(?=<h2 |\Z)", _collapsed, content, flags=re.S)
     return content
