@@ -56,7 +56,7 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
     """Prepare tables for phones; colour the words of the support table, and collapse troubleshooting by kind."""
     content = re.sub(r"<table>.*?</table>", lambda found: _responsive(found[0]), content, flags=re.S)
     if page.file.src_uri == "support.md":
-        content = re.sub(r"<td>(passed|agrees|refused|differs|not run|not selected)\b", _coloured, content)
+        content = re.sub(r"<td([^>]*)>(passed|agrees|refused|differs|not run|not selected)\b", _coloured, content)
     if page.file.src_uri == "troubleshooting.md":
         content = re.sub(r"(<h2 .*?</h2>)(.*?)(?=<h2 |\Z)", _collapsed, content, flags=re.S)
     return content
@@ -112,7 +112,7 @@ def _text(element: str) -> str:
 
 
 def _coloured(found: re.Match[str]) -> str:
-    return f'<td class="support-{found[1].replace(" ", "-")}">{found[1]}'
+    return f'<td{found[1]} class="support-{found[2].replace(" ", "-")}">{found[2]}'
 
 
 def _collapsed(found: re.Match[str]) -> str:

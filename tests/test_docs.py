@@ -205,6 +205,8 @@ def test_site(site: Path) -> None:
     assert [page.name for page in site.rglob("*.html") if re.search(loaded, page.read_text())] == []
     api = (site / "api.html").read_text()
     assert [name for name in lightning_automodel.__all__ if f'id="lightning_automodel.{name}"' not in api] == []
+    support = (site / "support.html").read_text()
+    assert set(re.findall(r'class="?support-(\w+)', support)) == {"passed", "agrees", "refused", "differs", "not"}
     assert re.findall(r":(?:func|class|meth|data|math):|={9}", api) == []
 
 
