@@ -215,7 +215,7 @@ def test_what_fails_the_build(tmp_path: Path) -> None:
     """A broken link or anchor, a page outside of the navigation, an option or a file that is not there."""
     for name in ("docs", "lightning_automodel", "examples", "benchmarks"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    for name in ("mkdocs.yml", "CONTRIBUTING.md"):
+    for name in ("mkdocs.yml", "CONTRIBUTING.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, tmp_path)
     assert build(tmp_path, tmp_path / "site")[0] == 0
     links = "[a](nowhere.md) [b](index.md#nowhere) [c](../examples/nowhere.py)"
