@@ -149,6 +149,7 @@ def test_image_classifier(folder: Folder) -> None:
     assert numbers(r"Accuracy on these: ([\d.]+)%", printed)[0] > 12
 
 
+@pytest.mark.sweep
 def test_gan(folder: Folder) -> None:
     """It trains; whether the ring comes out takes longer."""
     printed = folder.run("gan.py", "--epochs", "1")

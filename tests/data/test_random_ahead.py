@@ -236,7 +236,9 @@ def _check_training(setting: Training, pool: RankPool) -> None:
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("seed", [*range(1000, 1004), *(pytest.param(n, marks=pytest.mark.sweep) for n in range(300))])
+@pytest.mark.parametrize(
+    "seed", [1000, 1001, *(pytest.param(n, marks=pytest.mark.sweep) for n in (*range(300), 1002, 1003))]
+)
 def test_training(pool2: RankPool, pool4: RankPool, seed: int) -> None:
     setting = draw_training(seed)
     _check_training(setting, pool_of(setting.engine, pool2, pool4))
@@ -387,7 +389,9 @@ def _check_evaluation(setting: Evaluation, pool: RankPool) -> None:
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("seed", [*range(1000, 1004), *(pytest.param(n, marks=pytest.mark.sweep) for n in range(300))])
+@pytest.mark.parametrize(
+    "seed", [1000, 1001, *(pytest.param(n, marks=pytest.mark.sweep) for n in (*range(300), 1002, 1003))]
+)
 def test_evaluation(pool2: RankPool, pool4: RankPool, seed: int) -> None:
     setting = draw_evaluation(seed)
     _check_evaluation(setting, pool_of(setting.engine, pool2, pool4))

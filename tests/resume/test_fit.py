@@ -192,6 +192,7 @@ def resume_with(engine: dict[str, Any], folder: Path) -> list[str]:
     return ends
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("engine", [pytest.param(DDP, marks=pytest.mark.sweep), FSDP2], ids=["ddp", "fsdp2"])
 def test_weights_only_is_heeded(pool2: RankPool, engine: dict[str, Any], tmp_path: Path) -> None:
     """Lightning forgets it where checkpoints are loaded after set-up."""

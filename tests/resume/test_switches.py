@@ -100,6 +100,7 @@ class Zeroing(Learner):
         optimizer.zero_grad(set_to_none=False)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("setting", "stops"),
     [

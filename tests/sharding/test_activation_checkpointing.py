@@ -141,6 +141,7 @@ def _count_products(options: dict[str, Any], choice: Any) -> tuple[Outcome, int]
     return weights, counter.get_total_flops()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", by_default(OPTIONS, "kept"))
 def test_what_is_kept_is_not_computed_again(pool2: RankPool, options: dict[str, Any]) -> None:
     """A policy keeps every product, "selective" half of them."""

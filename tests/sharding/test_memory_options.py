@@ -84,6 +84,7 @@ def test_reshard_after_forward(pool4: RankPool, options: dict[str, Any]) -> None
         assert described["reshard_after_forward"] == options["reshard_after_forward"]
 
 
+@pytest.mark.sweep
 def test_kept_parameters_are_not_resharded_to_a_part(pool4: RankPool) -> None:
     """What is kept for the window is not freed after the forward; that the option waits is said in `describe`."""
     expected = prefixed(plain_weights(Scalars(), ACCUMULATE, CASE4))

@@ -323,6 +323,7 @@ def _average_by_hand() -> dict[str, Tensor]:
     return state(module.model)
 
 
+@pytest.mark.sweep
 def test_average_of_a_model_sharded_by_hand(pool2: RankPool) -> None:
     expected, _ = averaged_plainly("ema")
     for weights in pool2.run(_average_by_hand):
