@@ -19,7 +19,17 @@ from lightning_automodel.plan.micro_batch import run
 
 NODE, GIB = 8, 1 << 30
 CASES = [("8B", build_8b, 1), ("70B", build_70b, 1), ("70B", build_70b, NODE)]
-HEADER = ["model", "ranks", "layout", "GiB a rank", "of it state", "GiB sent a rank", "between nodes", "seconds", "hidden"]
+HEADER = [
+    "model",
+    "ranks",
+    "layout",
+    "GiB a rank",
+    "of it state",
+    "GiB sent a rank",
+    "between nodes",
+    "seconds",
+    "hidden",
+]
 
 
 def layouts(ranks: int, tensor: int) -> list[Layout]:

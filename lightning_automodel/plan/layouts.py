@@ -127,7 +127,9 @@ class Plan:
         self.local_ranks, self.is_half = local_ranks, is_half
         self._is_sharded = layout.data_parallel == "fsdp2"
         self._shards = layout.shard * layout.context if self._is_sharded else 1
-        self._gathered, self._unsharded, self._reduced, self._own = ([0] * (micro.num_units + 1) for _ in range(4))
+        # By unit, the root last: parameters gathered, gradients as computed, as accumulated, as reduced, own shards.
+        sizes = ([0] * (micro.num_units + 1) for _ in range(5))
+        self._gathered, self._unsharded, self._accumulated, self._reduced, self._own = sizes
         self._held = Counter[str](inputs=micro.inputs)
         self._trained = [p for p in micro.parameters if p.is_trained]
         for p in micro.parameters:
@@ -138,9 +140,11 @@ class Plan:
             self._held["buckets"] += 0 if self._is_sharded else own * p.itemsize * p.is_trained
             if p.unit is not None and self._is_sharded:
                 computed = micro.compute_itemsize or p.itemsize
+                reduced = micro.reduce_itemsize or computed
                 self._gathered[p.unit] += own * self._shards * computed
                 self._unsharded[p.unit] += p.numel * computed * p.is_trained
-                self._reduced[p.unit] += own * self._shards * (micro.reduce_itemsize or computed) * p.is_trained
+                self._accumulated[p.unit] += p.numel * reduced * p.is_trained
+                self._reduced[p.unit] += own * self._shards * reduced * p.is_trained
                 self._own[p.unit] += own * p.itemsize * p.is_trained
         self._state = sum(self._held[name] for name in _ON_HOST)
         self.memory: dict[str, int] = {}
@@ -176,18 +180,20 @@ class Plan:
                 parameter = micro.parameters[event.index]
                 is_whole = self._is_whole(parameter)
                 newest = parameter.numel * ((not is_whole and micro.compute_itemsize) or parameter.itemsize)
-                held["gradients" if is_whole else "unsharded_gradients"] += newest if is_first else 0
-                self._see(0 if is_first else newest)
+                # FSDP2 adds to a gradient of another dtype once it has all of a unit.
+                is_new = is_first or (not is_whole and self._accumulated != self._unsharded)
+                held["gradients" if is_whole else "unsharded_gradients"] += newest if is_new else 0
+                self._see(0 if is_new else newest)
                 unreduced |= {parameter.unit or 0}
             elif event.kind in ("gather", "gather_again"):
                 self._gather(event.index, 1 if event.kind == "gather" else -1)
             elif event.kind == "free" and not self.layout.retains:
                 self._free(event.index)
             elif event.kind == "reduce":
-                self._reduce(event.index, is_last)
+                self._reduce(event.index, is_first, is_last)
                 unreduced.discard(event.index)
         for unit in sorted(unreduced):  # autograd still holds the gradient that came last
-            self._reduce(unit, is_last, newest)
+            self._reduce(unit, is_first, is_last, newest)
         held["reducing"] = 0
         for unit in list(self._ready) if is_last else ():
             self._free(unit)
@@ -216,15 +222,21 @@ class Plan:
             self._ready.remove(unit)
             self._held["gathered"] -= self._gathered[unit]
 
-    def _reduce(self, unit: int, is_last: bool, still: int = 0) -> None:
+    def _reduce(self, unit: int, is_first: bool, is_last: bool, still: int = 0) -> None:
+        """End a unit's backward; ``still`` bytes of its gradients are freed later."""
+        fresh, accumulated = self._unsharded[unit], self._accumulated[unit]
         if not self.layout.retains:
             self._free(unit)
+        if not is_first and self._accumulated != self._unsharded:
+            self._held["unsharded_gradients"] -= fresh
+        elif is_first and not is_last:
+            self._held["unsharded_gradients"] += accumulated - fresh
         if is_last:
             self._held["reducing"] = self._reduced[unit]  # that of the unit before is freed
             self._see(0)
-            self._held["unsharded_gradients"] -= self._unsharded[unit]
+            self._held["unsharded_gradients"] -= fresh if is_first else accumulated
             self._held["gradients"] += self._own[unit]
-            self._see(self.assumed.staging * self._reduced[unit] + min(still, self._unsharded[unit]))
+            self._see(self.assumed.staging * self._reduced[unit] + min(still, fresh))
 
     def _see(self, extra: int) -> None:
         """Note what is held now, with ``extra`` bytes for a while, if it is the most."""

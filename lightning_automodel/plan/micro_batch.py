@@ -142,7 +142,7 @@ class _Recorder(TorchDispatchMode):
             self.follow(tensor)
         size = [tensor.nbytes for tensor in (*_leaves((args, kwargs or {})), *outputs)]
         name = func.overloadpacket.__name__.strip("_").replace("all_", "all")
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if "c10d" in func.namespace:
             group = "context" if func.namespace == "c10d" else "tensor"
             for kind in COLLECTIVES:  # torch has several operators of each kind
                 if name.startswith(kind.replace("all_", "all")):
