@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(*(f"{name} = {str(value).lower()}" for name, value in asdict(assumed).items()), "", sep="\n")
     print(f"{len(fitting)} of {len(plans)} layouts of {parsed.world_size} ranks fit; GiB and seconds of one step")
     print(*_table((fitting or plans)[: parsed.top]), "", sep="\n")
-    print(*(f"left out: {name}: {reason}" for name, reason in left_out.items()), sep="\n")
+    print(*(f"left out: {name}: {reason}\n" for name, reason in left_out.items()), sep="", end="")
     best = fitting[0] if fitting else min(plans, key=lambda plan: plan.high_water)
     print(*_details(best), "", *(_yaml(parsed, best) if fitting else _what_would_fit(best)), sep="\n")
     return 0 if fitting else 1
