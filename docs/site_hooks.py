@@ -1,7 +1,8 @@
-"""What the site needs beside its pages: files of the repository that they link to, and lists of options."""
+"""What the site needs beside its pages: files of the repository, lists of options, tables that a phone can show."""
 
 from __future__ import annotations
 
+import html
 import logging
 import re
 import shutil
@@ -15,6 +16,8 @@ ROOT = Path(__file__).parents[1]
 LOG = logging.getLogger("mkdocs.hooks")
 OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)")
 LANGUAGES = {".py": "python", ".yaml": "yaml"}
+SHORT_CELL = 20
+"""Characters. A phone shows a table of short cells beside a first column that stays; rows of others become blocks."""
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -49,6 +52,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return re.sub(r"^Options: (.*?)\n\n", lambda found: _option_list(found[1]), markdown, flags=re.M | re.S)
 
 
+def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
+    """Prepare tables for phones; colour the words of the support table, and collapse troubleshooting by kind."""
+    content = re.sub(r"<table>.*?</table>", lambda found: _responsive(found[0]), content, flags=re.S)
+    if page.file.src_uri == "support.md":
+        content = re.sub(r"<td([^>]*)>(passed|agrees|refused|differs|not run|not selected)\b", _coloured, content)
+    if page.file.src_uri == "troubleshooting.md":
+        content = re.sub(r"(<h2 .*?</h2>)(.*?)(?=<h2 |\Z)", _collapsed, content, flags=re.S)
+    return content
+
+
 def on_post_build(config: Any) -> None:
     """Serve the pages as they are written too: ``llms.txt`` lists them."""
     for page in Path(config.docs_dir).glob("*.md"):
@@ -78,3 +91,31 @@ def _option_list(names: str) -> str:
         parameter = strategy.parameters[name]
         items.append(f"- **`{name}`** `{parameter.annotation}` = `{parameter.default}`<br>{meanings[name]}")
     return "\n".join(items) + "\n\n"
+
+
+def _responsive(table: str) -> str:
+    """In a container for the stylesheet; in a table of long cells, each but the first knows the title of its column."""
+    titles = [html.escape(_text(title)) for title in re.findall(r"<th\b.*?</th>", table, flags=re.S)]
+    rows = [re.findall(r"<td.*?</td>", row, flags=re.S) for row in re.findall(r"<tr>.*?</tr>", table, flags=re.S)]
+    if all(len(_text(cell)) <= SHORT_CELL for row in rows for cell in row[1:]):
+        return f'<div class="scrolled-table">{table}</div>'
+
+    def titled(row: re.Match[str]) -> str:
+        columns = iter(titles)
+        return re.sub(r"<td", lambda _: f'<td data-title="{next(columns)}"', row[0])
+
+    return f'<div class="stacked-table">{re.sub(r"<tr>.*?</tr>", titled, table, flags=re.S)}</div>'
+
+
+def _text(element: str) -> str:
+    return html.unescape(re.sub(r"<[^>]+>", "", element))
+
+
+def _coloured(found: re.Match[str]) -> str:
+    return f'<td{found[1]} class="support-{found[2].replace(" ", "-")}">{found[2]}'
+
+
+def _collapsed(found: re.Match[str]) -> str:
+    """A section below its heading, closed. A link into it opens it, and so does the search."""
+    count = f'<span class="kind-count">{found[2].count("<h3 ")} entries</span>'
+    return f'<details class="kind"><summary>{found[1]}{count}</summary>{found[2]}</details>'

@@ -1,14 +1,15 @@
 """Fixtures of all tests: the rank pools, which are started once, and a process that is as it was.
 
 How to run: `pytest` for the suite, `pytest -m sweep` for what takes long, `pytest tests/gradients` for one room.
-A test on ranks with several sets of parameters runs the first and the last by default, on four ranks the first alone;
-the sweep has the rest.
+A test on ranks with several sets of parameters runs the first by default, and one under DDP; on four ranks the first
+alone. The sweep has the rest.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.processes import start_importing
 from tests.rank_pool import RankPool
 
 
@@ -27,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave other sets of parameters than the first and the last to the sweep, unless it is marked `every_case`."""
+    """Leave all sets of parameters but the first, and one under DDP, to the sweep, unless it is marked `every_case`."""
     by_test: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         on_ranks = {"pool1", "pool2", "pool4"} & set(getattr(item, "fixturenames", ()))
@@ -36,15 +38,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for cases in by_test.values():
         # Four ranks on two cores take their time.
         only_four = {"pool1", "pool2", "pool4"}.intersection(cases[0].fixturenames) == {"pool4"}
-        kept = (0,) if only_four else (0, len(cases) - 1)
-        for index, item in enumerate(cases):
-            if index not in kept:
+        under_ddp = [] if only_four else [item for item in cases if re.search("ddp|replicated", item.name)]
+        for item in cases:
+            if item not in (cases[0], *under_ddp[-1:]):
                 item.add_marker(pytest.mark.sweep)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """One thread for the references: with more, waiting for each other costs far more than these tiny tensors do."""
     torch.set_num_threads(1)
+    if not config.option.collectonly:
+        start_importing()
 
 
 def pytest_collection_finish() -> None:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 from collections.abc import Sequence
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -28,6 +29,12 @@ def forked() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     return context
+
+
+def start_importing() -> None:
+    """Start the server ahead of the first process, so that it imports while tests are collected."""
+    forked()
+    forkserver.ensure_running()
 
 
 def fresh_environment() -> dict[str, str]:

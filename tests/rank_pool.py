@@ -252,6 +252,9 @@ def _serve(rank: int, num_ranks: int, pipe: Connection, store_port: int, log: Pa
     # As in a user's program: else what a rank starts, such as DataLoader workers, would import everything anew.
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):  # Linux. Ranks that move between two cores take a fifth longer.
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     os.environ.update(
         GLOO_SOCKET_IFNAME=LOOPBACK_INTERFACE,
         OMP_NUM_THREADS="1",

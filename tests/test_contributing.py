@@ -1,11 +1,13 @@
-"""CONTRIBUTING.md, the hosted workflow and the citation name what there is."""
+"""CONTRIBUTING.md, the hosted workflow, its scripts and the citation name what there is."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
@@ -45,8 +47,32 @@ def test_workflow_runs_the_scripts() -> None:
     assert constraints["torch"] in matrix["torch"]
 
 
+def test_workflow_is_safe() -> None:
+    """Actions are those of one commit, jobs may read the repository and nothing else, and each has a limit."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    assert [step["uses"] for step in steps if not re.search(r"@[0-9a-f]{40}$", step.get("uses", "@" + "0" * 40))] == []
+    assert workflow["permissions"] == {}
+    assert all(job["permissions"] == {"contents": "read"} for job in workflow["jobs"].values())
+    assert all(job["timeout-minutes"] <= 90 for job in workflow["jobs"].values())
+
+
+@pytest.mark.parametrize("name", ["main command", "test command"])
+def test_readme_commands(name: str) -> None:
+    """What the scripts run is a block of README, whole."""
+    printed = subprocess.run(
+        ["bash", str(ROOT / ".ci" / "readme_command.sh"), name], check=True, capture_output=True, text=True
+    ).stdout
+    assert f"<!-- {name} -->\n" in (readme := (ROOT / "README.md").read_text())
+    assert f"```bash\n{printed}```\n" in readme
+    assert printed.startswith("python3 -m venv .venv && ")
+
+
 def test_citation_has_the_version() -> None:
-    """The one of pyproject.toml."""
+    """The one of pyproject.toml, which is the newest of CHANGELOG.md."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+    newest = re.search(r"^## (\S+) - ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == project["version"]

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,8 @@ def test_site(site: Path) -> None:
     assert [page.name for page in site.rglob("*.html") if re.search(loaded, page.read_text())] == []
     api = (site / "api.html").read_text()
     assert [name for name in lightning_automodel.__all__ if f'id="lightning_automodel.{name}"' not in api] == []
+    support = (site / "support.html").read_text()
+    assert set(re.findall(r'class="?support-(\w+)', support)) == {"passed", "agrees", "refused", "differs", "not"}
     assert re.findall(r":(?:func|class|meth|data|math):|={9}", api) == []
 
 
@@ -216,7 +219,7 @@ def test_what_fails_the_build(tmp_path: Path) -> None:
     """A broken link or anchor, a page outside of the navigation, an option or a file that is not there."""
     for name in ("docs", "lightning_automodel", "examples", "benchmarks"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    for name in ("mkdocs.yml", "CONTRIBUTING.md"):
+    for name in ("mkdocs.yml", "CONTRIBUTING.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, tmp_path)
     assert build(tmp_path, tmp_path / "site")[0] == 0
     links = "[a](nowhere.md) [b](index.md#nowhere) [c](../examples/nowhere.py)"
@@ -239,3 +242,45 @@ def test_site_on_a_phone(site: Path) -> None:
                 wide[path.name] = width
         assert [url for url in page.fetched if not url.startswith(("file:", "data:"))] == []
     assert wide == {}
+
+
+SEARCH = """new Promise(found => {
+    const query = document.querySelector("[data-md-component=search-query]")
+    document.querySelector("label[for=__search]").click()
+    query.value = "heartbeats"
+    query.dispatchEvent(new Event("input", {bubbles: true}))
+    query.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true}))
+    const started = Date.now()
+    const look = () => {
+        const links = [...document.querySelectorAll(".md-search-result__item a")].map(link => link.href)
+        links.length || Date.now() - started > 30000 ? found(links) : setTimeout(look, 100)
+    }
+    look()
+})"""
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(browser.CHROMIUM is None, reason="no chromium")
+def test_site_from_a_folder(site: Path) -> None:
+    """Without a server: search finds a message, and the link to it opens its kind, which is closed before."""
+    is_open = "[...document.querySelectorAll('details.kind')].map(kind => kind.open)"
+    with browser.opened_browser() as page:
+        page.open(site / "index.html", 1280, 900)
+        found = [link for link in page.evaluate(SEARCH) if "/troubleshooting.html" in link and "#" in link]
+        assert found
+        page.open(site / "troubleshooting.html", 1280, 900)
+        assert set(page.evaluate(is_open)) == {False}
+        anchor = found[0].partition("#")[2]
+        page.evaluate(f"new Promise(done => {{ location.hash = {anchor!r}; setTimeout(done, 1000) }})")
+        assert page.evaluate(is_open).count(True) == 1
+        assert page.errors == []
+        assert [url for url in page.fetched if not url.startswith(("file:", "data:"))] == []
+
+
+def test_pictures_say_what_they_show() -> None:
+    """To those who do not see them; their text is text."""
+    names = ("checkpoints", "layouts", "resume", "window")
+    for picture in (xml.etree.ElementTree.parse(DOCS / "images" / f"{name}.svg").getroot() for name in names):
+        assert picture.attrib["aria-labelledby"] == "title desc"
+        assert [picture[index].attrib["id"] for index in (0, 1)] == ["title", "desc"]
+        assert len(picture.findall("{*}text")) > 5

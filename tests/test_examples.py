@@ -169,6 +169,7 @@ def test_gan_finds_the_ring(folder: Folder) -> None:
 PERPLEXITIES = r"  ([\d.]+) by two ranks in training\n  ([\d.]+) by one process"
 
 
+@pytest.mark.sweep
 def test_hugging_face(folder: Folder) -> None:
     """The export has the perplexity of the run."""
     ranks, alone = numbers(PERPLEXITIES, folder.run("hugging_face.py", "--rows", "40", "--epochs", "1"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -34,3 +36,19 @@ def test_an_editable_install_beside_a_folder_of_its_name(tmp_path: Path) -> None
     command = [sys.executable, "-I", "-S", "-c", IMPORT, str(tmp_path / "beside"), str(tmp_path / "site")]
     ended = subprocess.run(command, text=True, capture_output=True, check=False)
     assert ended.stdout.strip() == str(package / "__init__.py"), ended.stderr
+
+
+def test_a_release_names_its_repository(tmp_path: Path) -> None:
+    """Its README clones it and leads into it, to files that exist; metadata has its addresses."""
+    repository = "https://example.invalid/owner/lightning_automodel"
+    script = ROOT / ".ci" / "release_source.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path), f"{repository}.git"], check=True)
+    project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
+    readme = (tmp_path / "README.md").read_text()
+    assert project["urls"]["Repository"] == repository
+    assert f"git clone {repository} " in readme
+    targets = re.findall(r"\]\(([^)]+)\)", readme)
+    inside = re.compile(rf"{repository}/(?:blob|raw)/v{project['version']}/([^#]+)(#\S+)?")
+    assert [each for each in targets if not inside.fullmatch(each) and "https://img.shields.io/" not in each] == []
+    assert [each for each in targets if (found := inside.fullmatch(each)) and not (ROOT / found[1]).exists()] == []
+    assert len(targets) > 30

@@ -64,6 +64,7 @@ def test_others_that_derive_from_its_base_are_taken() -> None:
     check_callbacks([StepCounter()])
 
 
+@pytest.mark.sweep
 def test_aliases() -> None:
     """A library's Trainer, callbacks and modules are then those of `lightning`, each loaded once."""
     ended = subprocess.run([sys.executable, "-c", WITH_ALIASES], capture_output=True, text=True, check=False)

@@ -167,10 +167,8 @@ def plain_program() -> float:
 
 if __name__ == "__main__":
     import sys
-    import tempfile
 
-    with tempfile.TemporaryDirectory() as folder:
-        assert lightning_automodel.callbacks.StepMonitor is StepMonitor  # after `import lightning_automodel` alone
-        print(f"{lightning_automodel.__file__}: {lightning_program(Path(folder), int(sys.argv[1])):.3f}")
-    if len(sys.argv) > 2:
+    assert lightning_automodel.callbacks.StepMonitor is StepMonitor  # after `import lightning_automodel` alone
+    print(f"{lightning_automodel.__file__}: {lightning_program(Path(sys.argv[2]), int(sys.argv[1])):.3f}")
+    if "plain" in sys.argv:
         print(f"plain: {plain_program():.3f}")

@@ -29,7 +29,7 @@ _GOES_ON, _IS_LAST, _HAS_ENDED = range(3)
 
 
 class UnevenInputs:
-    """Keeps ranks in step whose loaders have different lengths.
+    """Synchronises ranks with unequal numbers of batches.
 
     If the loaders of a stage have the same length on all ranks, nothing is communicated per batch. Otherwise each rank
     sends with every batch whether it is its last. Only a rank whose data ends waits for the other ranks' answers. In

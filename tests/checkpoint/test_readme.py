@@ -25,6 +25,7 @@ def saved(path: Path) -> nn.Module:
     return module
 
 
+@pytest.mark.sweep
 def test_weights_load_without_this_package(tmp_path: Path) -> None:
     """As the README says, in a process that imports torch alone."""
     module, directory = saved(tmp_path / "a.ckpt"), tmp_path / "a.ckpt"

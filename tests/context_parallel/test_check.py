@@ -100,15 +100,17 @@ BATCH = {"input_ids": torch.arange(2 * 18).view(2, 18) % 11, "labels": torch.one
 LAYER = "model.blocks.2.out (Linear) gives something else on slices of sequences than on whole ones: off by"
 REFUSED = {
     "one layer by hand": Refused(lambda: OneByHand(Run()), LAYER, lambda: [BATCH]),
+    "other positions": Refused(lambda: CountsFromZero(Run()), "gives something else on slices", lambda: [BATCH]),
+    "its own, replicated": Refused(
+        lambda: CallsItself(Run()), "model.blocks.0.norm (LayerNorm) gives", lambda: [BATCH], {"data_parallel": "ddp"}
+    ),
+}
+REFUSED_IN_THE_SWEEP = {
     "blocks called one by one": Refused(lambda: CallsParts(Run()), LAYER, lambda: [BATCH]),
     "replicated": Refused(lambda: OneByHand(Run()), LAYER, lambda: [BATCH], {"data_parallel": "ddp"}),
     "recomputed": Refused(lambda: OneByHand(Run()), LAYER, lambda: [BATCH], {"activation_checkpointing": True}),
     "compiled": Refused(lambda: OneCompiledByHand(Run()), "model.head (Linear) gives", lambda: [BATCH]),
-    "other positions": Refused(lambda: CountsFromZero(Run()), "gives something else on slices", lambda: [BATCH]),
     "its own": Refused(lambda: CallsItself(Run()), "model.blocks.0.norm (LayerNorm) gives", lambda: [BATCH]),
-    "its own, replicated": Refused(
-        lambda: CallsItself(Run()), "model.blocks.0.norm (LayerNorm) gives", lambda: [BATCH], {"data_parallel": "ddp"}
-    ),
 }
 
 
@@ -117,8 +119,18 @@ def refusals() -> dict[str, str]:
     return messages(REFUSED)
 
 
+def refusals_in_the_sweep() -> dict[str, str]:
+    """Runs on every rank."""
+    return messages(REFUSED_IN_THE_SWEEP)
+
+
 def test_what_no_step_tells_of_itself_is_seen(pool2: RankPool) -> None:
     check_refused(pool2, refusals, REFUSED)
+
+
+@pytest.mark.sweep
+def test_what_no_step_tells_of_itself_is_seen_in_other_layouts(pool2: RankPool) -> None:
+    check_refused(pool2, refusals_in_the_sweep, REFUSED_IN_THE_SWEEP)
 
 
 class Draws(DecoderModule):

@@ -344,6 +344,7 @@ def test_two_by_two(pool4: RankPool) -> None:
     check(pool4, Run(num_ranks=2, label_shift=1, clipping="norm", padded=True, recompute=True))
 
 
+@pytest.mark.sweep
 def test_replicas(pool4: RankPool) -> None:
     check(pool4, Run(layout="hsdp", num_ranks=2, told="returned", is_causal=False))
 
@@ -352,6 +353,7 @@ def test_ddp(pool4: RankPool) -> None:
     check(pool4, Run(layout="ddp", num_ranks=2, gap="rank", loss_reduction="sum", told="callable"))
 
 
+@pytest.mark.sweep
 def test_tensor_parallel(pool4: RankPool) -> None:
     check(pool4, Run(tensor=2, gap="micro_batches", label_shift=1, clipping="norm", padded=True, recompute=True))
 

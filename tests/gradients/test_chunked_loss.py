@@ -577,6 +577,7 @@ def fit_by_two(output: str, wraps_head: bool) -> dict[str, Tensor]:
     return full_weights(module.model)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("head", first_by_default([("sharded", True), ("gathered", False)]))
 def test_trained_by_tensor_parallel_ranks(pool4: RankPool, head: tuple[str, bool]) -> None:
     """Beside FSDP2, as a unit of its own or in the root's."""

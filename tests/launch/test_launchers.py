@@ -109,6 +109,7 @@ def assert_exact(folder: Path, engine: str = "fsdp2") -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sweep
 def test_after_a_run_on_one_device(tmp_path: Path) -> None:
     """Forked ranks would be in the group that the launching process is in since then: it leaves it first."""
     assert run(train_alone_before, tmp_path) == 0, (tmp_path / "log").read_text()

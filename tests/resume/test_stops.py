@@ -256,6 +256,7 @@ def train(folder: Path, name: str, ckpt_path: Path | None = None, dies: bool = F
     trainer.fit(Learner(), training_loader("distributed", 0, 2), ckpt_path=ckpt_path)
 
 
+@pytest.mark.sweep
 @pytest.mark.timeout(400)
 def test_new_processes(pool2: RankPool, tmp_path: Path) -> None:
     """All ranks die after a save; other processes take up what they left."""

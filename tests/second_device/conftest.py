@@ -13,7 +13,15 @@ import pytest
 from tests.rank_pool import RankPool
 from tests.second_device import build
 
-LONG = ("test_from_everywhere", "test_early_stopping", "test_training_goes_on_while_a_checkpoint_is_written")
+LONG = (
+    "test_around_a_fit",
+    "test_early_stopping",
+    "test_equals_one_process",
+    "test_failure_in_the_background",
+    "test_from_everywhere",
+    "test_misuse_raises",
+    "test_training_goes_on_while_a_checkpoint_is_written",
+)
 """Tests of other rooms that take longer than the default run has."""
 
 

@@ -19,9 +19,7 @@ COMMAND = (
     'python -m pytest tests/second_device/test_steady_step.py -m "sweep or not sweep" --support-table docs/support.md'
 )
 BY_DEFAULT = {
-    ("FSDP2", "window counted ahead"),
     ("FSDP2", "activations in host memory"),
-    ("FSDP2", "16-mixed"),
     ("DDP", "norm clipped and tracked"),
     ("CP x FSDP2", "non-finite check"),
 }

@@ -477,6 +477,7 @@ class Logits(nn.Module):
         return self.inner(input_ids=input_ids).logits
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", by_default({name: OPTIONS[name] for name in ("kept", "ddp")}, "kept"))
 def test_hugging_face_layers(pool2: RankPool, options: dict[str, Any]) -> None:
     """Their own switch is used, also to offload, and turned back: the cache that they would fill twice is left out."""

@@ -138,6 +138,7 @@ def test_clipping_by_value(pool4: RankPool) -> None:
         assert deviation(weights, expected) <= TOLERANCE
 
 
+@pytest.mark.sweep
 def test_all_ranks_start_from_the_weights_of_rank_0(pool4: RankPool) -> None:
     """Over both meshes, for what is distributed and for what stays plain."""
     expected = plain_weights(decoder(), ACCUMULATE, CASE)
@@ -311,6 +312,7 @@ def initial_weights_from_meta(tensor: int) -> dict[str, Tensor]:
     return full_weights(module.model)
 
 
+@pytest.mark.sweep
 def test_weights_from_the_meta_device_do_not_depend_on_the_layout(pool4: RankPool) -> None:
     """One seed gives one model, cut along one or two mesh dimensions, unevenly."""
     expected = pool4.run(initial_weights_from_meta, 1)[0]

@@ -68,6 +68,7 @@ def losses_at(rates: list[float], smoothed_over: float = 0.98) -> tuple[list[flo
     return losses, full_weights(model)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("by_tuner", first_by_default([False, True]), ids=["callback", "Tuner"])
 def test_learning_rate_finder(pool2: RankPool, tmp_path: Path, by_tuner: bool, engine: str) -> None:
