@@ -48,8 +48,12 @@ def test_few_blocks_do_not_run() -> None:
 
 def test_commands() -> None:
     """Scripts and modules that are called exist, and have the options that they get."""
-    cli = (ROOT / "lightning_automodel" / "checkpoint").rglob("*.py")
-    sources = {"lightning_automodel.checkpoint": "\n".join(path.read_text() for path in cli)}
+    sources = {
+        f"lightning_automodel.{room}": "\n".join(
+            path.read_text() for path in (ROOT / "lightning_automodel" / room).rglob("*.py")
+        )
+        for room in ("checkpoint", "plan")
+    }
     called, missing = 0, []
     for page in PAGES:
         for line in (line for block in blocks(page, "bash") for line in block.text.splitlines()):

@@ -15,6 +15,7 @@ PACKAGE = Path(lightning_automodel.__file__).parent
 NAME = PACKAGE.name
 # From the top: a room imports from itself and from those below it.
 ORDER = [
+    "plan",
     "strategy",
     "training_run",
     "micro_batch",

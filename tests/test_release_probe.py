@@ -18,9 +18,9 @@ MAX_PRIVATE_NAMES = 55
 MAX_OUTSIDE = 0
 PACKAGE = Path(lightning_automodel.__file__).parent
 INTERNALS = ("torch_internals.py", "lightning_internals.py")
-# Documented in spite of their names (namedtuple, os, sys, torch's foreach functions), or transformers'.
+# Documented in spite of their names (namedtuple, os, sys, torch's foreach functions and modes), or transformers'.
 NOT_PRIVATE = re.compile(
-    r"_fields|_replace|_exit|_current_frames|_foreach_.*|_no_split_modules|_init_weights|_gradient_checkpointing_func|_attn_implementation"
+    r"_fields|_replace|_exit|_current_frames|_python_dispatch|_foreach_.*|_no_split_modules|_init_weights|_gradient_checkpointing_func|_attn_implementation"
 )
 
 

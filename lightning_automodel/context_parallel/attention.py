@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from lightning_automodel.gradients.chunked_loss import autocasts
 from lightning_automodel.torch_internals import not_compiled
 
 
@@ -178,7 +179,7 @@ def _attend_to_end(query: Tensor, key: Tensor, value: Tensor, slices: Slices, op
     Autocast would cast the mask of all layers again in each layer, so the inputs are cast before there is one.
     """
     device = query.device.type
-    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
+    if autocasts(device) and query.dtype != torch.float64:
         query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
     if device == "cuda" and query.dtype in (torch.float16, torch.bfloat16):
         mask: Tensor = causal_lower_right(query.shape[-2], key.shape[-2])

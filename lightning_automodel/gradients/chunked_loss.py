@@ -1,6 +1,7 @@
 """Cross-entropy from the last hidden states in chunks, without the logits of all positions or their gradient."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -110,10 +111,16 @@ def token_loss(
     return (loss.full_tensor() if isinstance(loss, DTensor) else loss), count
 
 
-def _autocast_without_cache(device_type: str) -> torch.autocast:
+def _autocast_without_cache(device_type: str) -> AbstractContextManager[Any]:
     """The current autocast without its cache: a weight cast under ``no_grad`` must not be reused with gradients."""
-    dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
-    return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False)
+    if not autocasts(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, dtype=torch.get_autocast_dtype(device_type), cache_enabled=False)
+
+
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on; torch raises where a device, as the meta device, has none."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _sum_over_chunks(
@@ -186,7 +193,7 @@ class _LinearInPlace(TorchFunctionMode):
 
     def _cast(self, weight: Tensor) -> Tensor:
         device_type = weight.device.type
-        if not torch.is_autocast_enabled(device_type) or weight.dtype == torch.float64:
+        if not autocasts(device_type) or weight.dtype == torch.float64:
             return weight.detach()
         if weight not in self._casts:
             self._casts[weight] = weight.detach().to(torch.get_autocast_dtype(device_type))

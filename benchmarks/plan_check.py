@@ -1,0 +1,208 @@
+"""The plan of a run beside the run: high-water of a rank, collectives and bytes of an optimizer step.
+
+Each case is a run of its own on gloo ranks. Memory is the most that a rank's process held in an optimizer step, above
+what it held before the model was built (`peak_memory.py`); ranks' CPU memory takes shards, activations, gathered
+parameters and gloo's copies alike. Collectives are counted at the dispatcher.
+
+    python benchmarks/plan_check.py --output report.md
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from llama import SHAPES, Case, LlamaModule, Meter, run
+from peak_memory import MEBIBYTE
+from report import describe_environment, publish, table
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_automodel.plan.layouts import DEVICES, Layout, Plan
+from lightning_automodel.plan.micro_batch import run as run_micro_batch
+
+SHAPES["plan"] = {
+    **{"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "vocab_size": 8000},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4},
+}
+KINDS = {"allgather": "all_gather", "reduce_scatter": "reduce_scatter", "allreduce": "all_reduce"}
+
+
+class Counted(TorchDispatchMode):
+    """Collectives by kind, and their bytes: of each the larger of what a rank gives and what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types):
+            return NotImplemented
+        output = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional") and not func.overloadpacket.__name__.strip("_").startswith(
+            ("wait", "wrap")
+        ):
+            leaves = [each for each in torch.utils._pytree.tree_leaves((args, output)) if isinstance(each, Tensor)]
+            name = kind_of(func.overloadpacket.__name__)
+            self.counts[name] += 1
+            self.bytes[name] += max(leaf.nbytes for leaf in leaves)
+        return output
+
+
+def kind_of(name: str) -> str:
+    """The kind of a collective, whatever torch calls the operator."""
+    plain = name.replace("all_", "all")
+    return next((kind for start, kind in KINDS.items() if start in plain), name.strip("_"))
+
+
+class PlanMeter(Meter):
+    """Also counts by kind. Fits that follow each other in one process start from what the last one has left."""
+
+    def __init__(self, case: Case) -> None:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        super().__init__(case)
+        self.kinds = Counted()
+
+    def start(self) -> None:
+        super().start()
+        self.kinds.__enter__()
+
+    def stop(self) -> None:
+        self.kinds.__exit__(None, None, None)
+        super().stop()
+        if torch.distributed.get_rank() == 0:
+            print(json.dumps({"counts": self.kinds.counts, "bytes": self.kinds.bytes}), flush=True)
+
+
+def measure(cases: list[Case]) -> list[dict[str, Any]]:
+    """Run cases of one number of ranks, one after the other."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cases[0].ranks}"]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 16), "OMP_NUM_THREADS": "1"}
+    # The first fit of a process also brings code and libraries into memory.
+    arguments = [__file__, "--cases", json.dumps([asdict(case) for case in (cases[0], *cases)])]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [first | second for first, second in zip(lines[2::2], lines[3::2], strict=True)]
+
+
+def plan_layout(case: Case) -> Layout:
+    """The case's layout."""
+    options: dict[str, Any] = dict(case.options)
+    tensor = options.get("tensor_parallel_size", 1)
+    replicas = options.get("data_parallel_replicate_size", 1)
+    data = case.ranks // (tensor * case.context)
+    is_ddp = options.get("data_parallel") == "ddp"
+    return Layout(
+        "ddp" if is_ddp else "fsdp2",
+        data if is_ddp else replicas,
+        1 if is_ddp else data // replicas,
+        tensor,
+        case.context,
+        recomputes=bool(case.recompute),
+        retains=not options.get("reshard_during_accumulation", True),
+    )
+
+
+def plan(case: Case) -> Plan:
+    """The same run by the plan."""
+    layout, batch = plan_layout(case), list(case.batches())[-1]
+    shape = layout.tensor, layout.context, layout.recomputes
+    micro = run_micro_batch(lambda: (LlamaModule(case), batch), "32-true", *shape, label_shift=0, foreach=False)
+    return Plan(micro, layout, case.accumulate, DEVICES["cpu"], case.ranks, is_half=False)
+
+
+def cases() -> list[Case]:
+    """Every layout and switch that runs on CPU ranks."""
+    kept, freed = ({"reshard_during_accumulation": value} for value in (False, True))
+    base = Case("automodel", "plan", "cpu", 256, ranks=2, warm_up=2)  # DDP settles its buckets in the second step
+    two: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"data_parallel": "ddp"}, {}),
+        ({"data_parallel": "ddp"}, {"accumulate": 2, "recompute": True}),
+        (kept, {}),
+        (kept, {"accumulate": 2}),
+        (freed, {}),
+        (freed, {"accumulate": 2}),
+        (freed, {"recompute": True}),
+        (freed, {"recompute": True, "is_chunked": True}),
+        (kept, {"context": 2}),
+        ({**freed, "tensor_parallel_size": 2}, {}),
+        ({**freed, "cpu_offload": True}, {}),
+    ]
+    four = [
+        (freed, {}),
+        ({**freed, "data_parallel_replicate_size": 2}, {}),
+        ({**kept, "data_parallel_replicate_size": 2}, {"accumulate": 2}),
+        ({**freed, "tensor_parallel_size": 2}, {"recompute": True}),
+        ({**freed, "data_parallel_replicate_size": 2}, {"context": 2}),
+    ]
+    return [
+        replace(base, ranks=ranks, options=tuple(options.items()), **changed)
+        for ranks, cases in ((2, two), (4, four))
+        for options, changed in cases
+    ]
+
+
+def title(case: Case) -> str:
+    """The layout and what else differs between the cases."""
+    parts = [str(plan_layout(case)), f"accumulation {case.accumulate}"]
+    parts += ["`token_loss`"] * case.is_chunked + ["`cpu_offload`"] * dict(case.options).get("cpu_offload", False)
+    return ", ".join(parts)
+
+
+def compare(case: Case, found: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    planned = plan(case)
+    times, num_bytes = Counter[str](), Counter[str]()
+    for each in planned.collectives:
+        times[each.kind] += each.times
+        num_bytes[each.kind] += each.num_bytes
+    is_same = (times, num_bytes) == (found["counts"], found["bytes"])
+    high_water = planned.high_water / MEBIBYTE
+    return [
+        *(str(case.ranks), title(case), f"{found['peak']:.0f}", f"{high_water:.0f}"),
+        *(f"{high_water / found['peak']:.3f}", str(sum(times.values())), f"{sum(num_bytes.values()):,}"),
+        "yes" if is_same else f"no: {found['counts']}, {found['bytes']}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="also write the report to this file")
+    parsed, rows = parser.parse_args(), []
+    for ranks in (2, 4):
+        chosen = [case for case in cases() if case.ranks == ranks]
+        rows += [compare(case, found) for case, found in zip(chosen, measure(chosen), strict=True)]
+    header = ["ranks", "layout", "measured, MiB", "planned, MiB", "planned / measured", "collectives", "bytes", "equal"]
+    report = [
+        "# The plan beside the run",
+        "",
+        *(f"- {name}: {value}" for name, value in describe_environment("transformers").items()),
+        f"- command: `python benchmarks/plan_check.py {shlex.join(sys.argv[1:])}`",
+        f"- Llama of the shape {SHAPES['plan']}, 256 tokens a micro-batch, float32, AdamW",
+        "- kept, freed: `reshard_during_accumulation=False`, `True`. Collectives and bytes are those planned, of one",
+        "  optimizer step; equal: the run's are the same, by kind",
+        "",
+        table(header, rows),
+    ]
+    publish("\n".join(report), parsed.output)
+
+
+if __name__ == "__main__":
+    if "--cases" in sys.argv:
+        for fields in json.loads(sys.argv[sys.argv.index("--cases") + 1]):
+            run(Case(**{**fields, "options": tuple(map(tuple, fields["options"]))}), PlanMeter)
+    else:
+        main()

@@ -1,0 +1,74 @@
+"""What grows with the number of ranks and what does not: Llama 3 8B and 70B from 8 to 4,096 ranks, by the plan's code.
+
+Nothing of it was run: `plan_check.py` holds the plan beside runs on up to 4 ranks.
+
+    python benchmarks/scale.py --output report.md
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from report import describe_environment, publish, table
+
+from examples.llama3 import build_8b, build_70b
+from lightning_automodel.plan.layouts import DEVICES, Layout, Plan
+from lightning_automodel.plan.micro_batch import run
+
+NODE, GIB = 8, 1 << 30
+CASES = [("8B", build_8b, 1), ("70B", build_70b, 1), ("70B", build_70b, NODE)]
+HEADER = [
+    "model",
+    "ranks",
+    "layout",
+    "GiB a rank",
+    "of it state",
+    "GiB sent a rank",
+    "between nodes",
+    "seconds",
+    "hidden",
+]
+
+
+def layouts(ranks: int, tensor: int) -> list[Layout]:
+    """One shard of everything on each rank, and one replica for every 64 ranks."""
+    data = ranks // tensor
+    replicas = ranks // 64
+    found = [Layout("fsdp2", 1, data, tensor, recomputes=True, retains=False)]
+    if replicas > 1:
+        found.append(Layout("fsdp2", replicas, data // replicas, tensor, recomputes=True, retains=False))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="also write the report to this file")
+    parsed, rows = parser.parse_args(), []
+    for name, build, tensor in CASES:
+        micro = run(build, "bf16-mixed", tensor, 1, recomputes=True, label_shift=0, foreach=True)
+        for ranks in (8, 64, 512, 4096):
+            for layout in layouts(ranks, tensor):
+                # As many micro-batches in a step as there are ranks, whatever the layout.
+                plan = Plan(micro, layout, tensor, DEVICES["h100"], NODE, is_half=True)
+                state = sum(plan.memory.get(key, 0) for key in ("parameters", "optimizer", "gradients"))
+                sent = sum(each.num_bytes for each in plan.collectives)
+                sizes = (plan.high_water, state, sent, plan.bytes_between_nodes())
+                seconds = (f"{plan.seconds[key]:.2f}" for key in ("step", "hidden"))
+                rows.append([name, f"{ranks:,}", str(layout), *(f"{size / GIB:.1f}" for size in sizes), *seconds])
+    report = [
+        "# Llama 3 from 8 to 4,096 ranks, planned",
+        "",
+        *(f"- {key}: {value}" for key, value in describe_environment("transformers").items()),
+        f"- command: `python benchmarks/scale.py {' '.join(sys.argv[1:])}`",
+        f"- assumed: {DEVICES['h100']}",
+        "- sequences of 8,192 tokens, one a micro-batch, as many in a step as ranks; bf16-mixed, AdamW, `token_loss`",
+        "",
+        table(HEADER, rows),
+    ]
+    publish("\n".join(report), parsed.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""The plan: numbers against sizes counted by hand, refusals on one line; as a sweep against real runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from lightning_automodel import AutomodelStrategy
+from lightning_automodel.plan.__main__ import main
+from lightning_automodel.plan.layouts import DEVICES, Layout, Plan
+from lightning_automodel.plan.micro_batch import CannotPlanError, run
+
+WIDTH, ROWS, BLOCKS = 64, 32, 3
+BLOCK = WIDTH * WIDTH * 4  # bytes of a weight in float32
+
+
+class Chain(pl.LightningModule):
+    """Linear blocks, one FSDP unit each, and a loss that reads no values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class ReadsValues(Chain):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.item() > 0 else -loss
+
+
+class Fused(Chain):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+class Manual(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def build(kind: type[Chain] = Chain) -> tuple[pl.LightningModule, Tensor]:
+    return kind(), torch.zeros(ROWS, WIDTH)
+
+
+def reads_values() -> tuple[pl.LightningModule, Tensor]:
+    return build(ReadsValues)
+
+
+def fused() -> tuple[pl.LightningModule, Tensor]:
+    return build(Fused)
+
+
+def manual() -> tuple[pl.LightningModule, Tensor]:
+    return build(Manual)
+
+
+def _plan(layout: Layout, accumulate: int = 1) -> Plan:
+    micro = run(build, "32-true", 1, 1, layout.recomputes, 0, foreach=False)
+    return Plan(micro, layout, accumulate, DEVICES["cpu"], 2, is_half=False)
+
+
+def test_replicas_hold_everything() -> None:
+    """Parameters, momentum, gradients, DDP's buckets; one bucket is reduced, and the count of the window."""
+    plan = _plan(Layout("ddp", 2, 1))
+    assert {plan.memory[name] for name in ("parameters", "optimizer", "gradients", "buckets")} == {BLOCKS * BLOCK}
+    (reduced,) = plan.collectives
+    assert (reduced.kind, reduced.ranks, reduced.times, reduced.num_bytes) == ("all_reduce", 2, 2, BLOCKS * BLOCK + 24)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("retains", [True, False])
+def test_shards(retains: bool, accumulate: int) -> None:
+    """Two ranks hold a half each; blocks are gathered once a window, or for each forward and backward."""
+    plan = _plan(Layout("fsdp2", 1, 2, retains=retains), accumulate)
+    assert {plan.memory[name] for name in ("parameters", "optimizer")} == {BLOCKS * BLOCK // 2}
+    sent = {each.kind: (each.times, each.num_bytes) for each in plan.collectives}
+    gathers = BLOCKS if retains else 2 * BLOCKS * accumulate
+    assert sent["all_gather"] == (gathers, gathers * BLOCK)
+    assert sent["reduce_scatter"] == (BLOCKS, BLOCKS * BLOCK)
+    assert sent["all_reduce"] == (1, 8 * (3 + BLOCKS))
+
+
+def test_work_of_a_micro_batch() -> None:
+    """Each product runs once forward and twice backward, but for the gradient of the batch."""
+    micro = run(build, "32-true", 1, 1, False, 0, foreach=False)
+    done = sum(flops * number for (flops, _), number in micro.work.items())
+    assert done == (3 * BLOCKS - 1) * 2 * ROWS * WIDTH * WIDTH
+
+
+def test_activations_are_those_kept() -> None:
+    """At the forward's end: the outputs of the blocks (inputs of the next, and of the square), and the loss."""
+    micro = run(build, "32-true", 1, 1, False, 0, foreach=False)
+    kinds = [event.kind for event in micro.events]
+    at_loss = sum(event.net for event in micro.events[: kinds.index("loss") + 1])
+    assert at_loss == BLOCKS * ROWS * WIDTH * 4 + 4
+    assert sum(event.net for event in micro.events) <= 4  # the loss itself
+
+
+def test_command_gives_a_strategy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The YAML that it prints builds a strategy; what is assumed can be replaced."""
+    (tmp_path / "table.toml").write_text("latency = 0.0\nnetwork_bandwidth = 1e6\n")
+    options = ["--world-size", "16", "--precision", "32-true", "--device", "cpu", "--context", "1", "--tensor", "1"]
+    assert main(["tests.test_plan:build", *options, "--assume", str(tmp_path / "table.toml")]) == 0
+    printed = capsys.readouterr().out
+    assert "network_bandwidth = 1000000.0" in printed
+    trainer = yaml.safe_load(printed[printed.index("trainer:") :])["trainer"]
+    assert trainer["num_nodes"] * trainer["devices"] == 16
+    AutomodelStrategy(**trainer["strategy"]["init_args"])
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "said"),
+    [
+        ("no_such_module:build", (), "cannot be imported"),
+        ("tests.test_plan:nothing", (), "cannot be imported"),
+        ("config.yaml", (), "A LightningCLI configuration is not read"),
+        ("tests.test_plan:reads_values", (), "training_step does not run on the meta device"),
+        ("tests.test_plan:fused", (), "pass fused=self.device.type == 'cuda'"),
+        ("tests.test_plan:manual", (), "manual optimization is not planned"),
+        ("tests.test_plan:build", ("--micro-batches", "7"), "pass another --micro-batches"),
+    ],
+)
+def test_refusals(capsys: pytest.CaptureFixture[str], target: str, options: tuple[str, ...], said: str) -> None:
+    """One line, with the remedy, and status 1."""
+    assert main([target, "--world-size", "4", *options]) == 1
+    told = capsys.readouterr()
+    assert said in told.err
+    assert len(told.err.splitlines()) == 1
+    assert told.out == ""
+
+
+def test_what_would_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "table.toml").write_text("memory = 1e4\n")
+    options = ["--world-size", "2", "--precision", "32-true", "--context", "1", "--tensor", "1"]
+    assert main(["tests.test_plan:build", *options, "--assume", str(tmp_path / "table.toml")]) == 1
+    assert "Nothing fits in 0.0 GiB. Most of the least is" in capsys.readouterr().out
+
+
+def test_layouts_that_cannot_be() -> None:
+    """A module whose attention stays within a slice, and one without a tensor-parallel plan."""
+    for tensor, context in ((2, 1), (1, 2)):
+        with pytest.raises(CannotPlanError, match="parallel"):
+            run(build, "32-true", tensor, context, False, 0, foreach=False)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_real_runs(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """Every layout that runs on a CPU: memory within a tenth, and all collectives and bytes the same."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import plan_check
+
+    chosen: list[Any] = [case for case in plan_check.cases() if case.ranks == ranks]
+    for case, found in zip(chosen, plan_check.measure(chosen), strict=True):
+        row = plan_check.compare(case, found)
+        assert (float(row[4]), row[7]) == (pytest.approx(1.0, abs=0.1), "yes"), row
