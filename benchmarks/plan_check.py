@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_automodel.plan.layouts import DEVICES, Layout, Plan
-from lightning_automodel.plan.micro_batch import run as run_micro_batch
+from lightning_automodel.plan.recording import run as run_micro_batch
 
 SHAPES["plan"] = {
     **{"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "vocab_size": 8000},

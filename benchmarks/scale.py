@@ -15,7 +15,7 @@ from report import describe_environment, publish, table
 
 from examples.llama3 import build_8b, build_70b
 from lightning_automodel.plan.layouts import DEVICES, Layout, Plan
-from lightning_automodel.plan.micro_batch import run
+from lightning_automodel.plan.recording import run
 
 NODE, GIB = 8, 1 << 30
 CASES = [("8B", build_8b, 1), ("70B", build_70b, 1), ("70B", build_70b, NODE)]

@@ -1,15 +1,13 @@
 """Fixtures of all tests: the rank pools, which are started once, and a process that is as it was.
 
 How to run: `pytest` for the suite, `pytest -m sweep` for what takes long, `pytest tests/gradients` for one room.
-A test on ranks with several sets of parameters runs the first by default, and one under DDP; on four ranks the first
-alone. The sweep has the rest.
+A test on ranks with several sets of parameters runs the first by default; the sweep has the rest.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -29,19 +27,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave all sets of parameters but the first, and one under DDP, to the sweep, unless it is marked `every_case`."""
+    """Leave all sets of parameters but the first to the sweep, unless the test is marked `every_case`."""
     by_test: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         on_ranks = {"pool1", "pool2", "pool4"} & set(getattr(item, "fixturenames", ()))
         if on_ranks and not item.get_closest_marker("sweep") and not item.get_closest_marker("every_case"):
             by_test[item.nodeid.split("[")[0]].append(item)
     for cases in by_test.values():
-        # Four ranks on two cores take their time.
-        only_four = {"pool1", "pool2", "pool4"}.intersection(cases[0].fixturenames) == {"pool4"}
-        under_ddp = [] if only_four else [item for item in cases if re.search("ddp|replicated", item.name)]
-        for item in cases:
-            if item not in (cases[0], *under_ddp[-1:]):
-                item.add_marker(pytest.mark.sweep)
+        for item in cases[1:]:
+            item.add_marker(pytest.mark.sweep)
 
 
 def pytest_configure(config: pytest.Config) -> None:

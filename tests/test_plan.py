@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.plan.__main__ import main
 from lightning_automodel.plan.layouts import DEVICES, Layout, Plan
-from lightning_automodel.plan.micro_batch import CannotPlanError, run
+from lightning_automodel.plan.recording import CannotPlanError, run
 
 WIDTH, ROWS, BLOCKS = 64, 32, 3
 BLOCK = WIDTH * WIDTH * 4  # bytes of a weight in float32

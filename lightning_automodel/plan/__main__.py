@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from lightning_automodel.plan.layouts import DEVICES, Assumptions, Layout, Plan
-from lightning_automodel.plan.micro_batch import PRECISIONS, Build, CannotPlanError, run
+from lightning_automodel.plan.recording import PRECISIONS, Build, CannotPlanError, run
 
 _GIB = 1 << 30
 _REMEDIES = {

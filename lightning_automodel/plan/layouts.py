@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_automodel.plan.micro_batch import MicroBatch, Parameter
+from lightning_automodel.plan.recording import MicroBatch, Parameter
 
 _DDP_BUCKETS = (1 << 20, 25 << 20)  # bytes of the first bucket, and of the others
 _ON_HOST = ("parameters", "gradients", "optimizer")  # under cpu_offload

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -36,14 +35,10 @@ def set_global_states(states: dict[str, Any], device: torch.device) -> None:
 
 def generators_of(owners: Iterable[Any]) -> list[Generator]:
     """Generators in the attributes of ``owners`` (modules, or :func:`reachable_from` a loader), each once, in order."""
-    held = (value for owner in owners for value in getattr(owner, "__dict__", {}).values())
-    return list({id(value): value for value in held if _is_generator(type(value))}.values())
-
-
-@cache
-def _is_generator(kind: type) -> bool:
-    """Remembered: a model has tens of thousands of attributes, and torch's check of an instance runs in Python."""
-    return issubclass(kind, Generator)
+    held = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
+    # Asked of each class once: a model has tens of thousands of attributes, and torch answers in Python.
+    kinds = {kind for kind in set(map(type, held)) if issubclass(kind, Generator)}
+    return list({id(value): value for value in held if type(value) in kinds}.values())
 
 
 def samplers_of(loader: Any) -> list[Any]:

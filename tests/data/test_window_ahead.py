@@ -52,7 +52,7 @@ def _fit(kind: str, ahead: bool, **options: Any) -> dict[str, Tensor]:
 KINDS = ("stream", "workers", "limit", "scheduler", "none", "validation in mid-window")
 
 
-IN_THE_SWEEP = ("workers", "limit", "validation in mid-window", "none")
+IN_THE_SWEEP = ("workers", "limit", "validation in mid-window", "none", "scheduler")
 
 
 @pytest.mark.every_case

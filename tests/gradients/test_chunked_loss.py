@@ -277,7 +277,7 @@ def test_half_precision_gradients_do_not_drown() -> None:
     assert relative_error(actual, expected) <= 2**-7
 
 
-@pytest.mark.parametrize("compiled", ["step", "head", "method"])
+@pytest.mark.parametrize("compiled", [pytest.param("step", marks=pytest.mark.sweep), "head", "method"])
 def test_compiled(compiled: str) -> None:
     (hidden, labels), head = inputs(), nn.Linear(WIDTH, VOCABULARY).double()
     called: Any = head

@@ -204,6 +204,7 @@ def fit_exact(accumulate: int, folder: Path, saves: bool) -> dict[str, Tensor]:
     return full_weights(learner)
 
 
+@pytest.mark.sweep
 @pytest.mark.timeout(400)
 def test_other_ranks(pool2: RankPool, pool4: RankPool, tmp_path: Path) -> None:
     """Stopped on four ranks and resumed on two, with windows twice as long: the same data, exactly."""

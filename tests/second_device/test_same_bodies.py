@@ -61,8 +61,6 @@ __all__ = [
 
 BY_DEFAULT = {
     Cell("FSDP2", "16-mixed", "clip by norm"),
-    Cell("FSDP2", "bf16-mixed", "parameters resharded"),
-    Cell("FSDP2", "64-true", "activations in host memory"),
     Cell("FSDP2", "64-true", "CPU offload"),
     Cell("DDP", "64-true", "accumulation, short window"),
     Cell("CP x FSDP2", "64-true", "non-finite check, norm tracked"),

@@ -21,7 +21,7 @@ COMMAND = (
 BY_DEFAULT = {
     ("FSDP2", "activations in host memory"),
     ("DDP", "norm clipped and tracked"),
-    ("CP x FSDP2", "non-finite check"),
+    ("FSDP2", "non-finite check"),
 }
 NUM_STEPS = (LAST - FIRST) // ACCUMULATE
 BATCH_TO_DEVICE = "utilities/apply_func.py:"  # Lightning's

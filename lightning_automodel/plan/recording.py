@@ -17,6 +17,7 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -229,35 +230,19 @@ def run(
         foreach: Whether optimizers step with all parameters at once, their default on a GPU.
     """
     recorder, plugin, patches = _Recorder(), PRECISIONS[precision_name](), PatchStack()
-    trace = recorder.trace
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # what the run itself will tell
         mesh = stack.enter_context(_pretended_mesh(tensor, context)) if tensor * context > 1 else None
-        with _explained("build"), torch.device("meta"):
-            module, batch = build()
-            if mesh is not None:
-                lightning_internals.set_device_mesh(module, mesh.mesh)
-            module.configure_model()
-        module.to("meta").train()
-        if not module.automatic_optimization:
-            raise CannotPlanError("manual optimization is not planned: let build() return a module without it.")
+        module, batch = _built(build, mesh)
         plugin.convert_module(module)
         state = _optimizer_state(module, recorder, foreach)
         if mesh is not None and tensor > 1:
             with _explained("tensor_parallel_size"):
                 tensor_parallel.distribute(module, mesh)
         policy = precision.resolve_policy(plugin, None, module.parameters())
-        trace.compute_itemsize = None if policy.param_dtype is None else policy.param_dtype.itemsize
-        trace.reduce_itemsize = None if policy.reduce_dtype is None else policy.reduce_dtype.itemsize
         plan = units.plan_sharding(module, None, root_is_model=True)
-        unit_of = {parameter: index for index, unit in enumerate(plan.units) for parameter in unit.parameters()}
-        trace.num_units = len(plan.units)
-        for name, parameter in module.named_parameters():
-            local, unit = torch_internals.local_tensor(parameter), unit_of.get(parameter, len(plan.units))
-            sizes = local.shape[0] if local.ndim else 1, local.numel(), local.element_size()
-            unit_or_none = None if name in plan.replicated else unit
-            trace.parameters.append(Parameter(unit_or_none, *sizes, parameter.requires_grad, state.get(name, 0.0)))
+        _note_parameters(recorder.trace, module, plan, policy, state)
         if recomputes:
             with _explained("activation_checkpointing"):
                 patches.callback(CheckpointedBlocks(module, True, None, root_is_model=True).undo)
@@ -270,12 +255,7 @@ def run(
         if mesh is not None and context > 1:
             with _explained("context_parallel_size"):
                 batch, slices = _sliced(module, batch, mesh, label_shift, patches)
-        kept = module.state_dict(keep_vars=True).keys()
-        buffers = {name: buffer.nbytes for name, buffer in module.named_buffers()}
-        trace.buffers = sum(buffers.values()), sum(size for name, size in buffers.items() if name in kept)
-        trace.inputs = trace.buffers[0] + sum(each.nbytes for each in _leaves(batch))
-        for each in (*module.parameters(), *module.buffers(), *_leaves(batch)):
-            recorder.follow(each, counts=False)
+        _note_inputs(recorder, module, batch)
         _watch(module, plan, recorder)
         stack.callback(patches.restore)
         on_device = _AsOnADevice(recorder, patches, is_packed)
@@ -287,7 +267,47 @@ def run(
             raise CannotPlanError(
                 "attention stays within a slice: call lightning_automodel.context_parallel_attention."
             )
-    return trace
+    return recorder.trace
+
+
+def _built(build: Build, mesh: RunMesh | None) -> tuple[pl.LightningModule, Any]:
+    """What the user's function returns, configured, without values."""
+    with _explained("build"), torch.device("meta"):
+        module, batch = build()
+        if mesh is not None:
+            lightning_internals.set_device_mesh(module, mesh.mesh)
+        module.configure_model()
+    if not module.automatic_optimization:
+        raise CannotPlanError("manual optimization is not planned: let build() return a module without it.")
+    return module.to("meta").train(), batch
+
+
+def _note_parameters(
+    trace: MicroBatch,
+    module: pl.LightningModule,
+    plan: units.ShardingPlan,
+    policy: MixedPrecisionPolicy,
+    state: dict[str, float],
+) -> None:
+    trace.compute_itemsize = None if policy.param_dtype is None else policy.param_dtype.itemsize
+    trace.reduce_itemsize = None if policy.reduce_dtype is None else policy.reduce_dtype.itemsize
+    trace.num_units = len(plan.units)
+    unit_of = {parameter: index for index, unit in enumerate(plan.units) for parameter in unit.parameters()}
+    for name, parameter in module.named_parameters():
+        local = torch_internals.local_tensor(parameter)
+        unit = None if name in plan.replicated else unit_of.get(parameter, len(plan.units))
+        sizes = local.shape[0] if local.ndim else 1, local.numel(), local.element_size()
+        trace.parameters.append(Parameter(unit, *sizes, parameter.requires_grad, state.get(name, 0.0)))
+
+
+def _note_inputs(recorder: _Recorder, module: pl.LightningModule, batch: Any) -> None:
+    """Bytes that are there all the time, which no layout's activations are."""
+    kept = module.state_dict(keep_vars=True).keys()
+    buffers = {name: buffer.nbytes for name, buffer in module.named_buffers()}
+    recorder.trace.buffers = sum(buffers.values()), sum(size for name, size in buffers.items() if name in kept)
+    recorder.trace.inputs = sum(buffers.values()) + sum(each.nbytes for each in _leaves(batch))
+    for each in (*module.parameters(), *module.buffers(), *_leaves(batch)):
+        recorder.follow(each, counts=False)
 
 
 @contextmanager
