@@ -45,8 +45,9 @@ from tests.processes import forked
 
 START_TIMEOUT_S = 180.0
 GRACE_AFTER_FAILURE_S = 20.0
-MAX_THREADS = 24
-"""Of a rank that is used again; fits leave 17. Those of a group that something refers to wake 100 times a second."""
+MAX_THREADS_BY_RANKS = 16
+"""Of a rank that is used again, for each rank of its pool; fits leave 17 with two ranks, 26 with four, 45 on the second
+device. Those of a group that something refers to wake 100 times a second."""
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -184,7 +185,7 @@ class RankPool:
             raise
         if not all(answer.in_group for answer in answers.values()):
             self._group_number += 1
-        if max(answer.num_threads for answer in answers.values()) > MAX_THREADS:
+        if max(answer.num_threads for answer in answers.values()) > MAX_THREADS_BY_RANKS * max(self.num_ranks, 2):
             self.stop()
         return [pickle.loads(answers[rank].value or b"") for rank in range(self.num_ranks)]
 
