@@ -62,6 +62,6 @@ def test_kills(tmp_path: Path, expected: list[dict[str, Tensor]], form: str) -> 
     print(
         f"{form}: {len(outcomes)} kills, {within_a_save} of them within a save; newest steps {[s for s, _ in outcomes]}"
     )
-    assert len({step for step, _ in outcomes}) > 3, "all were killed at the same few steps"
+    assert len({step for step, _ in outcomes}) > 5, "all were killed at the same few steps"
     assert max(step for step, _ in outcomes) < LARGEST_STEP, "the run had ended"
     assert within_a_save > 0, "no kill came within a save"
