@@ -152,7 +152,9 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
     for root in fsdp_roots(model):
         torch_internals.initialise_fsdp_root(root)
     names = {id(module): name for name, module in model.named_modules()}
-    for group in torch_internals.fsdp_param_groups(model):
+    units = torch_internals.fsdp_units(model)
+    groups = [group for unit in units for group in torch_internals.param_groups(unit)]
+    for group in groups:
         averaged_over = torch_internals.averaging_size(group)
         if averaged_over != divisor:
             raise ValueError(
@@ -166,10 +168,10 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
                 f"An FSDP unit divides gradients by {group.gradient_divide_factor} (set_gradient_divide_factor), but"
                 f" the strategy rescales averages over {divisor} ranks; leave the factor unset."
             )
-    for unit in torch_internals.fsdp_units(model):
+    for unit in units:
         unit.unshard()
         unit.reshard()
-    for group in torch_internals.fsdp_param_groups(model):
+    for group in groups:
         for sharded, gathered in torch_internals.sharded_and_unsharded(group):
             vars(gathered).update(vars(sharded))
 

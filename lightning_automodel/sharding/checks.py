@@ -1,7 +1,7 @@
 """Checks that refuse what a model, an optimizer or a step must not contain, with the reason and a way out."""
 
 import traceback
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
@@ -158,8 +158,9 @@ def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: in
     These have parameters that are not the module's (any more), choose their step from a rank's own loss, or cannot
     compute with shards.
     """
-    known = {id(parameter) for parameter in module.parameters()}
-    is_sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    trained = list(module.parameters())
+    known = set(map(id, trained))
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in trained)
     for optimizer in optimizers:
         name = type(optimizer).__name__
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -184,8 +185,9 @@ def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: in
 
 def check_hooks(module: nn.Module, counts_ahead: bool) -> None:
     """Raise ValueError for hooks that get a gradient before it is final, as to step inside of the backward."""
-    check_shardable(module, {name for name, p in module.named_parameters() if not isinstance(p, DTensor)})
-    hooked = {n: p for n, p in module.named_parameters() if torch_internals.has_post_accumulate_hook(p)}
+    parameters = dict(module.named_parameters())
+    check_shardable(module, {name: p for name, p in parameters.items() if isinstance(p, DTensor)})
+    hooked = {name: p for name, p in parameters.items() if torch_internals.has_post_accumulate_hook(p)}
     named = f"{len(hooked)} parameters have post-accumulate-gradient hooks ({', '.join(list(hooked)[:3])}, ...)"
     if hooked and not counts_ahead:
         raise ValueError(
@@ -199,13 +201,9 @@ def check_hooks(module: nn.Module, counts_ahead: bool) -> None:
         )
 
 
-def check_shardable(module: nn.Module, whole: Collection[str]) -> None:
-    """Refuse gradient hooks and sparse embeddings, which FSDP2 would ignore or fail at in the first step.
-
-    The parameters named in ``whole`` are not sharded.
-    """
-    sharded = [(name, parameter) for name, parameter in module.named_parameters() if name not in whole]
-    if hooked := [name for name, parameter in sharded if torch_internals.has_gradient_hook(parameter)]:
+def check_shardable(module: nn.Module, sharded: Mapping[str, nn.Parameter]) -> None:
+    """Refuse gradient hooks of ``sharded`` parameters, which FSDP2 never calls, and sparse embeddings beside them."""
+    if hooked := [name for name, parameter in sharded.items() if torch_internals.has_gradient_hook(parameter)]:
         raise ValueError(
             f"{len(hooked)} parameters that FSDP2 shards have gradient hooks ({', '.join(hooked[:3])}), which it never"
             " calls: change gradients in on_before_optimizer_step, or pass data_parallel='ddp'."

@@ -132,7 +132,7 @@ class FSDPGradSync(GradSync):
         self._names = {id(module): name or "the root" for name, module in model.named_modules()}
         self._units = torch_internals.fsdp_units(model)
         self._roots = fsdp_roots(model)
-        self._groups = list(torch_internals.fsdp_param_groups(model))
+        self._groups = [group for unit in self._units for group in torch_internals.param_groups(unit)]
         self._retained: list[tuple[FSDPModule, list[int]]] = []
         self.is_last: bool | None = None
         self._in_backward = False
