@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,8 +56,8 @@ def streams_wait_for_each_other() -> None:
 
 
 def memory_that_a_copy_reads_must_live() -> None:
-    """What was freed before the other stream has copied it may hold anything, unless that stream was recorded."""
-    for recorded in (False, True):
+    """Freed before the other stream has copied it, and used again, it holds anything, unless that was recorded."""
+    for recorded, reused in itertools.product((False, True), repeat=2):
         tensor, side, pinned = torch.ones(4, device=HERE), torch.Stream(HERE), torch.zeros(4, pin_memory=True)
         side.wait_stream(torch.accelerator.current_stream())
         with side:
@@ -64,8 +65,9 @@ def memory_that_a_copy_reads_must_live() -> None:
         if recorded:
             tensor.record_stream(side)
         del tensor
+        _ = torch.ones(4, device=HERE) if reused else None
         side.synchronize()
-        assert pinned.isnan().all() == (not recorded)
+        assert pinned.isnan().all() == (reused and not recorded)
 
 
 def waits_are_told() -> None:

@@ -3,8 +3,9 @@
 // - A tensor on it is no CPU tensor: operators that mix devices, or two of its devices, raise.
 // - What makes the host wait is told: reading a value, copies that block, synchronizing.
 // - A copy to pinned memory that does not block arrives only when its event, stream or device is synchronized, or when a
-//   stream that has waited for it reads that memory. Until then it reads as bytes of 0xff: NaN, or -1. The same if the
-//   device's memory was freed meanwhile, without `record_stream` and without its stream having waited for the copy.
+//   stream that has waited for it reads that memory. Until then it reads as bytes of 0xff: NaN, or -1. It stays so if
+//   the device's memory may have been used again meanwhile: it was freed without `record_stream`, and the stream that
+//   it was allocated on has allocated once more without having waited for the copy.
 // - A stream that reads what another stream has written, without having waited for it, raises.
 //
 // Operators run at once. Only their order, which streams and events make, is kept: for each stream how much it has done,
@@ -48,6 +49,7 @@ struct LateCopy {
   Moment moment;
   Block* source;
   at::Tensor target, values;
+  std::optional<Key> freed_on = {};  // the stream that may use the source's memory again
   bool is_lost = false;
 };
 
@@ -127,8 +129,7 @@ void release_block(void* context) {
     for (auto& copy : state().late_copies) {
       if (copy.source != block) continue;
       copy.source = nullptr;
-      bool is_same_stream = copy.moment.stream == block->stream;
-      copy.is_lost = !is_same_stream && !block->is_recorded && !has_seen(block->stream, copy.moment);
+      if (copy.moment.stream != block->stream && !block->is_recorded) copy.freed_on = block->stream;
     }
     state().memory[block->device].allocated_bytes[0].decrease(block->num_bytes);
   }
@@ -137,8 +138,10 @@ void release_block(void* context) {
 }
 
 c10::DataPtr make_block(void* data, size_t num_bytes, c10::Storage adopted, c10::DeviceIndex device) {
-  auto* block = new Block{data, num_bytes, device, {device, current_streams[device]}, std::move(adopted)};
+  Key stream{device, current_streams[device]};
+  auto* block = new Block{data, num_bytes, device, stream, std::move(adopted)};
   Lock lock(state().mutex);
+  for (auto& copy : state().late_copies) copy.is_lost |= copy.freed_on == stream && !has_seen(stream, copy.moment);
   state().memory[device].allocated_bytes[0].increase(num_bytes);
   return {data, block, &release_block, c10::Device(kDevice, device)};
 }
