@@ -27,7 +27,7 @@ from report import describe_environment, publish, table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_automodel.plan.layouts import DEVICES, Layout, Plan
+from lightning_automodel.plan.layouts import DEVICES, Assumptions, Layout, Plan
 from lightning_automodel.plan.recording import run as run_micro_batch
 
 SHAPES["plan"] = {
@@ -116,12 +116,12 @@ def plan_layout(case: Case) -> Layout:
     )
 
 
-def plan(case: Case) -> Plan:
-    """The same run by the plan."""
+def plan(case: Case, assumed: Assumptions = DEVICES["cpu"], local_ranks: int | None = None) -> Plan:
+    """The same run by the plan; ``local_ranks`` share a node, by default all."""
     layout, batch = plan_layout(case), list(case.batches())[-1]
     shape = layout.tensor, layout.context, layout.recomputes
     micro = run_micro_batch(lambda: (LlamaModule(case), batch), "32-true", *shape, label_shift=0, foreach=False)
-    return Plan(micro, layout, case.accumulate, DEVICES["cpu"], case.ranks, is_half=False)
+    return Plan(micro, layout, case.accumulate, assumed, local_ranks or case.ranks, is_half=False)
 
 
 def cases() -> list[Case]:

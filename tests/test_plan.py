@@ -36,6 +36,11 @@ class Chain(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class Rows(pl.LightningDataModule):
+    def train_dataloader(self) -> torch.utils.data.DataLoader[Tensor]:
+        return torch.utils.data.DataLoader(torch.randn(ROWS, WIDTH), batch_size=ROWS)  # type: ignore[arg-type]
+
+
 class ReadsValues(Chain):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -123,12 +128,26 @@ def test_command_gives_a_strategy(capsys: pytest.CaptureFixture[str], tmp_path: 
     AutomodelStrategy(**trainer["strategy"]["init_args"])
 
 
+def test_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of LightningCLI: its model, and a batch of its data."""
+    config = tmp_path / "config.yaml"
+    options = [str(config), "--world-size", "2", "--precision", "32-true", "--context", "1", "--tensor", "1"]
+    config.write_text("model: {class_path: tests.test_plan.Chain}\ndata: {class_path: tests.test_plan.Rows}\n")
+    assert main(options) == 0
+    assert main(["tests.test_plan:build", *options[1:]]) == 0
+    first, second = capsys.readouterr().out.split("# assumed")[1:]
+    assert first == second
+    config.write_text("model: {class_path: tests.test_plan.Chain}\ndata: {init_args: {}}\n")
+    assert main(options) == 1
+    assert "has no class_path for data" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("target", "options", "said"),
     [
         ("no_such_module:build", (), "cannot be imported"),
         ("tests.test_plan:nothing", (), "cannot be imported"),
-        ("config.yaml", (), "A LightningCLI configuration is not read"),
+        ("no_such.yaml", (), "No such file"),
         ("tests.test_plan:reads_values", (), "training_step does not run on the meta device"),
         ("tests.test_plan:fused", (), "pass fused=self.device.type == 'cuda'"),
         ("tests.test_plan:manual", (), "manual optimization is not planned"),

@@ -1,12 +1,18 @@
 """The command line: ``python -m lightning_automodel.plan my_module:build --world-size 64 ...``."""
 
 import argparse
+import functools
 import importlib
 import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import yaml  # type: ignore[import-untyped]
 
 from lightning_automodel.plan.layouts import DEVICES, Assumptions, Layout, Plan
 from lightning_automodel.plan.recording import PRECISIONS, Build, CannotPlanError, run
@@ -26,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         assumed = _assumptions(parsed)
         plans, left_out = _plans(parsed, _import(parsed.build), assumed)
-    except (CannotPlanError, OSError, ValueError) as error:
+    except (CannotPlanError, ImportError, OSError, ValueError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     fitting = [plan for plan in plans if plan.high_water <= assumed.memory]
@@ -46,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Memory, communication and time of each layout, without weights and without the cluster.",
     )
     add = parser.add_argument
-    add("build", metavar="module:function", help="returns (LightningModule, batch of one micro-batch)")
+    add("build", metavar="module:function", help="returns (LightningModule, batch of one micro-batch); or config.yaml")
     add("--world-size", type=int, required=True, help="ranks of the run")
     add("--ranks-per-node", type=int, default=8, help="devices of a node (%(default)s)")
     add("--micro-batches", type=int, help="of one optimizer step, all ranks together (the world size)")
@@ -61,13 +67,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _import(target: str) -> Build:
-    name, _, function = target.partition(":")
-    if not function:
-        raise CannotPlanError(
-            f"{target} is not module:function. A LightningCLI configuration is not read: write a function that returns"
-            " (LightningModule, batch)."
-        )
     sys.path.insert(0, str(Path.cwd()))
+    if target.endswith((".yaml", ".yml")):
+        return _configured(Path(target))
+    name, _, function = target.partition(":")
     try:
         build: Build = getattr(importlib.import_module(name), function)
     except Exception as error:  # the user's module can raise anything
@@ -75,6 +78,30 @@ def _import(target: str) -> Build:
             f"{target} cannot be imported ({type(error).__name__}: {error}): run it where `import {name}` works."
         ) from error
     return build
+
+
+def _configured(path: Path) -> Build:
+    """What a LightningCLI configuration builds, and the first batch of its data, which has values."""
+    from jsonargparse import ArgumentParser  # what LightningCLI needs; an extra of Lightning's
+
+    given = yaml.safe_load(path.read_text())
+
+    def instance(name: str, base: type) -> Any:
+        if "class_path" not in (given.get(name) or {}):
+            raise CannotPlanError(f"{path} has no class_path for {name}: write it there, or pass module:function.")
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_subclass_arguments(base, name)
+        return parser.instantiate_classes(parser.parse_object({name: given[name]}))[name]
+
+    @functools.cache
+    def batch() -> Any:
+        with torch.device("cpu"):
+            data = instance("data", pl.LightningDataModule)
+            data.prepare_data()
+            data.setup("fit")
+            return next(iter(data.train_dataloader()))
+
+    return lambda: (instance("model", pl.LightningModule), batch())
 
 
 def _assumptions(parsed: argparse.Namespace) -> Assumptions:
