@@ -97,10 +97,11 @@ def _find_units(module: nn.Module, policy: WrapPolicy, is_entry: bool = False) -
         return
     # Hugging Face's own word for what must stay on one device; None and missing both occur.
     names = getattr(module, "_no_split_modules", None) or ()
-    named = list(outermost(module, lambda candidate: class_name(candidate) in names and can_be_unit(candidate)))
-    if named:
+    if names:
+        named = list(outermost(module, lambda candidate: class_name(candidate) in names and can_be_unit(candidate)))
         yield from named
-        return
+        if named:
+            return
     repeats = isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and not is_entry)
     for child in module.children():
         if repeats and can_be_unit(child):
