@@ -2,6 +2,7 @@
 
     python examples/why_token_weighting.py          # five seeds, about four minutes on two cores
     python examples/why_token_weighting.py --quick  # one seed and few steps, to see that it works
+    python examples/why_token_weighting.py --mixed  # answers of one to 512 bytes, as chats have
 
 The model writes docstrings of the standard library; only their bytes carry labels, the prompts carry none. Two ranks
 accumulate four micro-batches of one function each. The truth is a plain PyTorch loop in one process that takes all
@@ -11,7 +12,8 @@ order, and minimise the usual mean cross-entropy.
 The gradient error of a step is |g - g*| / |g*|, measured for the first seed. g is the whole gradient just before the
 optimizer step, and g* the truth's *at the same weights*, so it is the error of one step without those of earlier steps.
 Where all micro-batches hold equally many labels, a mean of means is the token mean, and all ways agree
-(`tests/trainer/test_exactness_negative.py`).
+(`tests/trainer/test_exactness_negative.py`). With `--mixed` each docstring ends after a part of it, short ones being as
+likely as long ones: the more the numbers of labels differ, the more it matters.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from random import Random
 from statistics import mean, median
 
 import matplotlib
@@ -47,6 +50,14 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     OURS: AutomodelStrategy,
 }
 COLORS = {DDP: "#D55E00", FSDP2: "#D55E00", OURS: "#0072B2"}  # vermillion and blue: no colour vision mixes them up
+
+
+def cut(dataset: DocstringDataset) -> None:
+    """Ends each docstring after 1 to all of its bytes, the logarithm of their number being uniform."""
+    random = Random(0)
+    for index, example in enumerate(dataset.examples):
+        length = max(1, int((len(example.docstring) + 1) ** random.random()))
+        dataset.examples[index] = example._replace(docstring=example.docstring[:length])
 
 
 def draw(seed: int, num_steps: int, data: DocstringData) -> tuple[Writer, Tensor]:
@@ -120,6 +131,9 @@ def main() -> None:
     data = DocstringData("outputs/corpus", max_docstring_bytes=512, num_val_examples=128)
     data.prepare_data()
     data.setup("fit")
+    if args.mixed:
+        cut(data.train_set)
+        cut(data.val_set)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(train_rank, (Path(folder), data, args.seeds, args.steps), nprocs=NUM_RANKS)
         errors, weights = torch.load(Path(folder) / "results.pt")
@@ -146,6 +160,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5, help="of weights and data order (%(default)s)")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each training (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("outputs/why_token_weighting.png"), help="(%(default)s)")
+    parser.add_argument("--mixed", action="store_true", help="end docstrings anywhere, so that many are short")
     parser.add_argument("--quick", action="store_true", help="the same as --seeds 1 --steps 4")
     args = parser.parse_args()
     return argparse.Namespace(**vars(args) | {"seeds": 1, "steps": 4}) if args.quick else args
