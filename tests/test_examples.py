@@ -216,9 +216,10 @@ def test_cli(folder: Folder, config: str) -> None:
 
 # Two ranks that import everything anew take half a minute.
 @pytest.mark.sweep
-def test_why_token_weighting(folder: Folder) -> None:
+@pytest.mark.parametrize("options", [(), ("--mixed",)], ids=["docstrings", "mixed"])
+def test_why_token_weighting(folder: Folder, options: tuple[str, ...]) -> None:
     """Only this strategy has the truth's gradients, in each step; Lightning's are off by more than a hundredth."""
-    printed = folder.run_anew("why_token_weighting.py", "--quick", "--output", "picture.png")
+    printed = folder.run_anew("why_token_weighting.py", "--quick", "--output", "picture.png", *options)
     table = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines() if line.startswith("|")]
     medians, largest = ({row[1]: float(row[column]) for row in table[2:]} for column in (2, 3))
     assert largest["AutomodelStrategy"] <= 1e-5
