@@ -283,6 +283,6 @@ def parse_arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
         fields = json.loads(sys.argv[3])
-        run(Case(**{**fields, "options": tuple(map(tuple, fields["options"]))}), METERS[sys.argv[2]])
+        run(Case.from_fields(fields), METERS[sys.argv[2]])
     else:
         sys.exit(main())

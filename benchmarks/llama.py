@@ -84,6 +84,11 @@ class Case:
     shares_device: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> "Case":
+        """The case of `asdict`, back from JSON, which has lists for tuples."""
+        return cls(**{**fields, "options": tuple(map(tuple, fields["options"]))})
+
     @property
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.device == "cuda" else torch.float32
@@ -337,6 +342,6 @@ def main_or_case(main: Callable[[], None]) -> None:
     """Runs the case of `--case`, in a process that `Case.measure` has started, or else `main`."""
     if "--case" in sys.argv:
         fields = json.loads(sys.argv[sys.argv.index("--case") + 1])
-        run(Case(**{**fields, "options": tuple(map(tuple, fields["options"]))}))
+        run(Case.from_fields(fields))
     else:
         main()

@@ -203,6 +203,6 @@ def main() -> None:
 if __name__ == "__main__":
     if "--cases" in sys.argv:
         for fields in json.loads(sys.argv[sys.argv.index("--cases") + 1]):
-            run(Case(**{**fields, "options": tuple(map(tuple, fields["options"]))}), PlanMeter)
+            run(Case.from_fields(fields), PlanMeter)
     else:
         main()

@@ -117,8 +117,7 @@ if __name__ == "__main__":
     if "--child" in sys.argv:
         what = sys.argv[sys.argv.index("--child") + 1]
         if what != "machine":
-            fields = json.loads(what)
-            run(Case(**{**fields, "options": tuple(map(tuple, fields["options"]))}), WallMeter)
+            run(Case.from_fields(json.loads(what)), WallMeter)
         else:
             print(json.dumps(machine()), flush=True)
     else:
