@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
@@ -193,6 +194,13 @@ def _noting(
 def sharded_and_unsharded(group: FSDPParamGroup) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Sharded parameters, each with the unsharded leaf that accumulates, the same from the first all-gather on."""
     return [(param.sharded_param, param.unsharded_param) for param in group.fsdp_params]
+
+
+def unsharded_numel(param: FSDPParam) -> int:
+    """Number of elements of the unsharded parameter on this rank: under tensor parallelism, of its part."""
+    sharded, others = param.sharded_param, param.mesh_info.mesh.ndim  # FSDP2's dimensions come first
+    sizes = zip(sharded.device_mesh.shape[others:], sharded.placements[others:], strict=True)
+    return sharded.numel() // math.prod(size for size, placement in sizes if placement.is_shard())
 
 
 def clear_unreduced_gradient(param: FSDPParam) -> None:

@@ -4,6 +4,7 @@ A snapshot neither synchronises nor communicates, and copies what changes in pla
 """
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,17 +68,10 @@ class ModuleState:
         """Find the module's present parts. Not done for each snapshot: finding them takes longer than copying."""
         modules = list(self._module.named_modules())
         self._metrics = {name: module for name, module in modules if isinstance(module, Metric)}
-        self.generators = rng.generators_of(self._module.modules())
-        averages = [each.named_modules() for each in weight_averaging.averaged_models(self._module)]
-        self._buffer_owners = [
-            (f"{prefix}.{name}".removeprefix("."), module, name)
-            for prefix, module in (
-                *modules,
-                *((f"average{i}.{n}", m) for i, named in enumerate(averages) for n, m in named),
-            )
-            if not isinstance(module, Metric)
-            for name, _ in module.named_buffers(recurse=False)
-        ]
+        self.generators = rng.generators_of(module for _, module in modules)
+        averages = enumerate(weight_averaging.averaged_models(self._module))
+        averaged = [owned for index, each in averages for owned in _buffer_owners(each, f"average{index}")]
+        self._buffer_owners = [*_buffer_owners(self._module), *averaged]
         switched = ("training", "track_running_stats")
         self._flag_owners = [
             (f"{name}.{flag}", module, flag) for name, module in modules for flag in switched if flag in vars(module)
@@ -155,6 +149,15 @@ class ModuleState:
         for name, owner, flag in self._flag_owners:
             if name in flags:
                 setattr(owner, flag, flags[name])
+
+
+def _buffer_owners(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, str]]:
+    """Full name, owner and own name of each buffer but those of metrics, which are saved by themselves."""
+    modules = dict(model.named_modules(prefix=prefix, remove_duplicate=False))
+    for name, _ in model.named_buffers(prefix, remove_duplicate=False):
+        owner, _, own_name = name.rpartition(".")
+        if not isinstance(modules[owner], Metric):
+            yield name, modules[owner], own_name
 
 
 def _copied(state: Any) -> Any:

@@ -87,12 +87,22 @@ def apply_fsdp2(
 
 
 @contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Context that may replace parameters: keeps the attributes that users gave them (a tag for weight decay)."""
+def attributes_kept(model: nn.Module) -> Iterator[bool]:
+    """Context that may replace parameters: keeps the attributes that users gave them (a tag for weight decay).
+
+    It gives whether there are any.
+    """
     before = {name: dict(vars(p)) for name, p in model.named_parameters(remove_duplicate=False)}
-    yield
+    yield any(before.values())
     for name, parameter in model.named_parameters(remove_duplicate=False):
         vars(parameter).update(before[name])
+
+
+def show_attributes(model: nn.Module) -> None:
+    """Give the attributes of sharded parameters to the gathered ones too, which forwards see."""
+    for group in torch_internals.fsdp_param_groups(model):
+        for sharded, gathered in torch_internals.sharded_and_unsharded(group):
+            vars(gathered).update(vars(sharded))
 
 
 def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module]) -> None:
@@ -143,18 +153,15 @@ def _around_units(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
-    """Run FSDP2's lazy initialisation at set-up, so that its errors come now and all steps are alike.
+    """Run FSDP2's lazy initialisation at set-up, so that its errors come now. Not a collective.
 
-    A collective: gathers every unit once. A unit that is first used in the last micro-batch of a window would
-    otherwise lack the gathered parameter that FSDP2 accumulates into. Raises ValueError if gradients would be averaged
-    over other ranks than the ``divisor`` that hold different tokens, or by another factor.
+    Raises ValueError if gradients would be averaged over other ranks than the ``divisor`` that hold different tokens,
+    or by another factor.
     """
     for root in fsdp_roots(model):
         torch_internals.initialise_fsdp_root(root)
     names = {id(module): name for name, module in model.named_modules()}
-    units = torch_internals.fsdp_units(model)
-    groups = [group for unit in units for group in torch_internals.param_groups(unit)]
-    for group in groups:
+    for group in torch_internals.fsdp_param_groups(model):
         averaged_over = torch_internals.averaging_size(group)
         if averaged_over != divisor:
             raise ValueError(
@@ -168,12 +175,6 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
                 f"An FSDP unit divides gradients by {group.gradient_divide_factor} (set_gradient_divide_factor), but"
                 f" the strategy rescales averages over {divisor} ranks; leave the factor unset."
             )
-    for unit in units:
-        unit.unshard()
-        unit.reshard()
-    for group in groups:
-        for sharded, gathered in torch_internals.sharded_and_unsharded(group):
-            vars(gathered).update(vars(sharded))
 
 
 def shard_like(tensor: Tensor, whole: Tensor) -> Tensor:

@@ -104,24 +104,28 @@ def check_equal_models(module: nn.Module, host_group: dist.ProcessGroup) -> None
     """Refuse on every rank a model that ranks cannot train together. A collective over the group."""
     if host_group.size() == 1:
         return
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    buffers = dict(module.named_buffers())
+    tensors = {**dict(module.named_parameters()), **buffers}
     held = {
         name: f"{tuple(tensor.shape)} and {'' if tensor.requires_grad else 'not '}trainable"
         for name, tensor in tensors.items()
         if not is_lazy(tensor)
     }
-    ranks: list[dict[str, str]] = [{}] * host_group.size()
-    dist.all_gather_object(ranks, held, group=host_group)
-    differing = [rank for rank, found in enumerate(ranks) if found != ranks[0]]
-    if differing:
-        other = ranks[differing[0]]
-        name = next(name for name in {**ranks[0], **other} if ranks[0].get(name) != other.get(name))
+    received = [held]
+    dist.broadcast_object_list(received, group=host_group, group_src=0)
+    first = received[0]
+    name = next((name for name in {**first, **held} if first.get(name) != held.get(name)), None)
+    # Only what differs is gathered: all names of all ranks would be hundreds of megabytes at a thousand ranks.
+    found: list[tuple[str, str, str] | None] = [None] * host_group.size()
+    own = None if name is None else (name, first.get(name, "missing"), held.get(name, "missing"))
+    dist.all_gather_object(found, own, group=host_group)
+    if differing := {rank: difference for rank, difference in enumerate(found) if difference is not None}:
+        rank, (name, on_first, on_other) = next(iter(differing.items()))
         raise ValueError(
-            f"Ranks hold different models: {name} is {ranks[0].get(name, 'missing')} on rank 0 and"
-            f" {other.get(name, 'missing')} on rank {differing[0]} (of ranks {differing}). Build and freeze the same"
-            " model on every rank."
+            f"Ranks hold different models: {name} is {on_first} on rank 0 and {on_other} on rank {rank} (of ranks"
+            f" {list(differing)}). Build and freeze the same model on every rank."
         )
-    for name, buffer in module.named_buffers():
+    for name, buffer in buffers.items():
         sizes = buffer.shape if buffer.layout == torch.strided else ()
         if any(size > 1 and buffer.stride(dim) == 0 for dim, size in enumerate(sizes)):
             raise ValueError(

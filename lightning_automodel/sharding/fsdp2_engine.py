@@ -62,7 +62,7 @@ class FSDP2Engine(Engine):
 
     @override
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
-        with apply.attributes_kept(module):
+        with apply.attributes_kept(module) as has_attributes:
             self._shard(module)
         give_values()
         self._report["averaged_by_the_strategy"] = [
@@ -71,6 +71,11 @@ class FSDP2Engine(Engine):
         apply.initialise_fsdp2(module, self.mesh.sizes.divisor)
         group = self.mesh.group if self.mesh.sizes.divisor > 1 else None
         self.sync = FSDPGradSync(module, self._defer(), self._retain_unsharded(module), group)
+        # The first forward may read the attributes, or a plain loss.backward() in it must be noticed.
+        if has_attributes or not module.automatic_optimization:
+            self.sync.complete()
+        if has_attributes:
+            apply.show_attributes(module)
         self.sync.discard()
         self._start_gathers_ahead(module)
         self._gathers = JoinedGathers(torch_internals.fsdp_units(module), self._patches)

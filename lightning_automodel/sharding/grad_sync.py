@@ -140,12 +140,27 @@ class FSDPGradSync(GradSync):
             if root is not model:
                 hook = partial(_reshard_unless_training, torch_internals.fsdp_units(root))
                 self._hooks.callback(root.register_forward_hook(hook).remove)
-        pairs = [pair for param_group in self._groups for pair in torch_internals.sharded_and_unsharded(param_group)]
-        for parameter, unsharded in pairs:
-            self.track(parameter, unsharded)
-        shards = {parameter for parameter, _ in pairs}
+        shards = {param.sharded_param for param_group in self._groups for param in param_group.fsdp_params}
+        self._is_complete = False
         self._unwatched = {name: p for name, p in model.named_parameters() if p in shards}
         self._bypassed: list[str] = []
+
+    def complete(self) -> None:
+        """Gather the units that have not been, and track all parameters. Only the first call does something.
+
+        A collective then: a unit that is first used in the last micro-batch of a window would lack the unsharded
+        parameter that FSDP2 accumulates into. The first backward calls it, when most units have been gathered.
+        """
+        if self._is_complete:
+            return
+        self._is_complete = True
+        for unit in self._units:
+            groups = torch_internals.param_groups(unit)
+            if not all(torch_internals.was_unsharded(group) for group in groups):
+                unit.unshard()
+                unit.reshard()
+            for sharded, unsharded in (p for group in groups for p in torch_internals.sharded_and_unsharded(group)):
+                self.track(sharded, unsharded)
 
     def _watch_shards(self) -> None:
         """Note which sharded parameters autograd reaches: FSDP2 writes their gradients itself, past their hooks."""
@@ -223,6 +238,7 @@ class FSDPGradSync(GradSync):
     @contextmanager
     def backward(self, loss: Tensor, trained: Set[nn.Parameter], counts: bool = True) -> Iterator[None]:
         """See the base class; after it, the module shows its sharded parameters. Raises if it has bypassed FSDP2."""
+        self.complete()
         self._watch_shards()
         if trained and (self.is_last or self._defer is not True):
             for group in self._groups:

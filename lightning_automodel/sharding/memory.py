@@ -23,10 +23,10 @@ def estimate(model: nn.Module, defers_gradients: bool) -> dict[str, int]:
     unsharded = gradients = state = 0
     for group in torch_internals.fsdp_param_groups(model):
         for param in group.fsdp_params:
-            whole = torch_internals.local_tensor(param.unsharded_param)
-            unsharded += whole.numel() * whole.element_size()
+            numel = torch_internals.unsharded_numel(param)
+            unsharded += numel * (param.param_dtype or param.orig_dtype).itemsize
             if defers_gradients and param.sharded_param.requires_grad:
-                gradients += whole.numel() * torch_internals.unsharded_gradient_dtype(param).itemsize
+                gradients += numel * torch_internals.unsharded_gradient_dtype(param).itemsize
     for parameter in model.parameters():
         if parameter.requires_grad:
             local = torch_internals.local_tensor(parameter)

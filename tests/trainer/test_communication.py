@@ -99,6 +99,36 @@ def test_norm_costs_one_all_reduce(
         assert ops[REDUCE] == all_reduces
 
 
+class CountsStart(Callback):
+    """Counts what runs from the callbacks' `setup`, which comes before the strategy's, to the first batch."""
+
+    def __init__(self) -> None:
+        self.counts = _Counts()
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        self.counts.__enter__()
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        if not self.counts.ops["counted"]:
+            self.counts.__exit__(None, None, None)
+            self.counts.ops["counted"] = 1
+
+
+def _count_start(is_tagged: bool) -> Counter[str]:
+    counter, module = CountsStart(), LabelledModule(CASE.seed)
+    for parameter in module.parameters() if is_tagged else []:
+        parameter.no_decay = True
+    make_trainer(AutomodelStrategy(), callbacks=[counter], max_steps=1).fit(module, loader(CASE))
+    return counter.counts.ops
+
+
+def test_nothing_is_gathered_before_the_first_forward(pool2: RankPool) -> None:
+    """All weights of a large model take minutes on a slow network. Only tags are put on gathered parameters ahead."""
+    for is_tagged, gathers in ((False, 0), (True, NUM_UNITS)):
+        for ops in pool2.run(_count_start, is_tagged):
+            assert (ops[GATHER], ops["counted"]) == (gathers, 1)
+
+
 def test_ddp(pool2: RankPool) -> None:
     """One all-reduce for the only bucket, one for the token count."""
     for ops in pool2.run(_count, {"data_parallel": "ddp"}, 5):
