@@ -1,11 +1,9 @@
 """Loading files without running code that they may hold."""
 
-import contextlib
 import dataclasses
 import enum
 import io
 import pickle
-import pickletools
 import zipfile
 from pathlib import PurePosixPath
 from typing import IO, Any
@@ -18,8 +16,6 @@ from lightning_automodel.checkpoint.errors import CheckpointError
 
 Source = str | io.BytesIO
 """A local file, which is memory-mapped so that only what is used is read, or a file's content."""
-
-_MAX_TUPLE = 1 << 20
 
 
 class NotPlainDataError(CheckpointError):
@@ -39,8 +35,11 @@ def load_plain_data(source: Source, what: str, weights_only: bool) -> Any:
 
     If ``weights_only`` is False, it runs code that the file holds. ``what`` names the source in the message.
     """
+    check_format(source)
+    if not isinstance(source, str):
+        source.seek(0)
     try:
-        return _load(source, weights_only)
+        return torch.load(source, map_location="cpu", weights_only=weights_only, mmap=isinstance(source, str))
     except pickle.UnpicklingError as error:
         if not weights_only:
             raise
@@ -51,49 +50,10 @@ def load_plain_data(source: Source, what: str, weights_only: bool) -> Any:
         raise NotPlainDataError(what, names, str(error)[:500]) from error
 
 
-def _load(source: Source, weights_only: bool) -> Any:
-    check_format(source)
-    with open(source, "rb") if isinstance(source, str) else contextlib.nullcontext(source) as stream:
-        stream.seek(0)
-        if weights_only:
-            refuse_nested_tuples(io.BytesIO(torch.PyTorchFileReader(stream).get_record("data.pkl")))
-            stream.seek(0)
-    return torch.load(source, map_location="cpu", weights_only=weights_only, mmap=isinstance(source, str))
-
-
 def check_format(source: str | IO[bytes], name: str = "it") -> None:
     """Raise CheckpointError unless ``source`` is an archive, which torch checks with more care than older formats."""
     if not zipfile.is_zipfile(source):
         raise CheckpointError(f"{name} is cut off, damaged, or not what torch.save has written since release 1.6")
-
-
-def refuse_nested_tuples(stream: io.BytesIO) -> None:
-    """Raise CheckpointError if a pickle holds a tuple of more than a million elements, shared ones counted each time.
-
-    A tuple that holds another one twice, which does so too, and so on, takes little space and ages to hash.
-    """
-    mark = pickletools.markobject
-    stack: list[int] = []  # how many elements each object has; 0 is a mark
-    memo: dict[Any, int] = {}
-    for opcode, argument, _ in pickletools.genops(stream):
-        before = opcode.stack_before
-        if "PUT" in opcode.name or opcode.name == "MEMOIZE":
-            memo[len(memo) if argument is None else argument] = stack[-1]
-            continue
-        start = len(stack) - len(before)
-        if mark in before:
-            start = len(stack) - 1 - stack[::-1].index(0) - before.index(mark)
-        taken = stack[start:]
-        del stack[start:]
-        if "GET" in opcode.name:
-            stack.append(memo[argument])
-        elif opcode.name == "MARK":
-            stack.append(0)
-        else:
-            makes_tuple = opcode.name.startswith(("TUPLE", "REDUCE", "NEWOBJ", "FROZENSET", "DUP"))
-            stack += [1 + sum(taken) if makes_tuple else 1] * len(opcode.stack_after)
-        if stack and stack[-1] > _MAX_TUPLE:
-            raise CheckpointError("it holds tuples nested in each other, which would take for ever to load")
 
 
 def classes_and_functions(source: Source) -> list[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.safe_load import MetadataUnpickler, refuse_nested_tuples
+from lightning_automodel.checkpoint.safe_load import MetadataUnpickler
 from lightning_automodel.checkpoint.state_dict import MODEL
 
 METADATA = ".metadata"
@@ -21,7 +21,6 @@ _MAX_SPLIT_DIMS = 8
 def parse_metadata(content: bytes) -> Metadata:
     """Parse and check ``.metadata``, whichever strategy has saved the shards."""
     try:
-        refuse_nested_tuples(io.BytesIO(content))
         metadata = MetadataUnpickler(io.BytesIO(content)).load()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it holds a {type(metadata).__name__}")

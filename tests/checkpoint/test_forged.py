@@ -30,12 +30,6 @@ def chunk(*box: int) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box[:2]), torch.Size(box[2:]))
 
 
-def nested_tuples() -> bytes:
-    """A pickled dict whose key is a tuple of 2**60 elements."""
-    levels = b"".join(b"h%ch%c\x86q%c" % (level, level, level + 1) for level in range(60))
-    return b"\x80\x02}q\xf0)q\x00" + levels + b"K\x01s."
-
-
 def of_metadata(change: Callable[[Any], None]) -> Callable[[Path], None]:
     """Change the table of the shards."""
 
@@ -80,17 +74,6 @@ def put(name: str, content: Any) -> Callable[[Path], None]:
     return forge
 
 
-def put_nested_tuples(path: Path) -> None:
-    """As ``torch.save`` would have written it."""
-    torch.save({}, path)
-    reader, writer = torch.PyTorchFileReader(str(path)), torch.PyTorchFileWriter(f"{path}.new")
-    for name in set(reader.get_all_records()) - {".data/serialization_id"}:
-        content = nested_tuples() if name == "data.pkl" else reader.get_record(name)
-        writer.write_record(name, content, len(content))
-    writer.write_end_of_file()
-    Path(f"{path}.new").rename(path)
-
-
 WHOLE = chunk(0, 0, 3, 4)
 DIRECTORIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no chunk": (with_chunks(), NOT_COVERED),
@@ -106,16 +89,13 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "bytes before the file": (of_metadata(negative_place), ".metadata is damaged (ValueError"),
     "2**50": (with_chunks(chunk(0, 0, 2**25, 2**25), size=(2**25, 2**25)), "has shape [33554432, 33554432], and"),
     "planner_data": (of_metadata(lambda metadata: setattr(metadata, "planner_data", [])), ".metadata is damaged ("),
-    "nested table": (put(".metadata", nested_tuples()), "tuples nested in each other"),
     "list": (put("meta.pt", [1]), "meta.pt holds a list"),
     "string": (put("meta.pt", "text"), "meta.pt holds a str"),
     "extra state": (put("meta.pt", {"lightning_automodel_extra_state": 3}), "TypeError"),
-    "nested rest": (lambda path: put_nested_tuples(path / "meta.pt"), "tuples nested in each other"),
 }
 FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "list": (lambda path: torch.save([1], path), "it has no 'state_dict'"),
     "string": (lambda path: torch.save("text", path), "it has no 'state_dict'"),
-    "nested": (put_nested_tuples, "tuples nested in each other"),
     "before torch 1.6": (lambda path: path.write_bytes(pickle.dumps(1) * 4), "not what torch.save has written since"),
     "no pickle": (lambda path: path.write_bytes(b"hello"), "not what torch.save has written"),
 }
