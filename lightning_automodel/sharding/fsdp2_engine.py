@@ -73,7 +73,7 @@ class FSDP2Engine(Engine):
         self.sync = FSDPGradSync(module, self._defer(), self._retain_unsharded(module), group)
         # The first forward may read the attributes, or a plain loss.backward() in it must be noticed.
         if has_attributes or not module.automatic_optimization:
-            self.sync.complete()
+            self.sync.watch()
         if has_attributes:
             apply.show_attributes(module)
         self.sync.discard()

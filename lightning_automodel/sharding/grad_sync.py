@@ -140,34 +140,33 @@ class FSDPGradSync(GradSync):
             if root is not model:
                 hook = partial(_reshard_unless_training, torch_internals.fsdp_units(root))
                 self._hooks.callback(root.register_forward_hook(hook).remove)
+        self._has_gathered = False
         shards = {param.sharded_param for param_group in self._groups for param in param_group.fsdp_params}
-        self._is_complete = False
-        self._unwatched = {name: p for name, p in model.named_parameters() if p in shards}
+        self._unwatched = {p: name for name, p in model.named_parameters() if p in shards}
         self._bypassed: list[str] = []
 
-    def complete(self) -> None:
-        """Gather the units that have not been, and track all parameters. Only the first call does something.
+    def watch(self) -> None:
+        """Note from now on which parameters backwards use, and which shards autograd reaches, past FSDP2.
 
-        A collective then: a unit that is first used in the last micro-batch of a window would lack the unsharded
-        parameter that FSDP2 accumulates into. The first backward calls it, when most units have been gathered.
+        Called before each backward, since parameters may be unfrozen. The first call is a collective if some units have
+        not been gathered yet: one that is first used in the last micro-batch of a window would lack the unsharded
+        parameter that FSDP2 accumulates into.
         """
-        if self._is_complete:
+        if not self._has_gathered:
+            for unit in self._units:
+                if not all(map(torch_internals.was_unsharded, torch_internals.param_groups(unit))):
+                    unit.unshard()
+                    unit.reshard()
+            self._has_gathered = True
+        if not any(parameter.requires_grad for parameter in self._unwatched):
             return
-        self._is_complete = True
-        for unit in self._units:
-            groups = torch_internals.param_groups(unit)
-            if not all(torch_internals.was_unsharded(group) for group in groups):
-                unit.unshard()
-                unit.reshard()
-            for sharded, unsharded in (p for group in groups for p in torch_internals.sharded_and_unsharded(group)):
-                self.track(sharded, unsharded)
-
-    def _watch_shards(self) -> None:
-        """Note which sharded parameters autograd reaches: FSDP2 writes their gradients itself, past their hooks."""
-        for name, parameter in list(self._unwatched.items()):
-            if parameter.requires_grad:
-                self._hooks.callback(parameter.register_hook(partial(self._note_bypass, name)).remove)
-                del self._unwatched[name]
+        for shard, unsharded in (p for group in self._groups for p in torch_internals.sharded_and_unsharded(group)):
+            if shard.requires_grad and shard in self._unwatched:
+                unsharded.requires_grad = True  # as the next all-gather sets it
+                self.track(shard, unsharded)
+                name = self._unwatched.pop(shard)
+                # FSDP2 writes gradients of shards itself, past their hooks.
+                self._hooks.callback(shard.register_hook(partial(self._note_bypass, name)).remove)
 
     def _note_bypass(self, name: str, _: Tensor) -> None:
         if self._in_backward:
@@ -238,8 +237,7 @@ class FSDPGradSync(GradSync):
     @contextmanager
     def backward(self, loss: Tensor, trained: Set[nn.Parameter], counts: bool = True) -> Iterator[None]:
         """See the base class; after it, the module shows its sharded parameters. Raises if it has bypassed FSDP2."""
-        self.complete()
-        self._watch_shards()
+        self.watch()
         if trained and (self.is_last or self._defer is not True):
             for group in self._groups:
                 torch_internals.zero_missing_gradients(group, trained)

@@ -367,6 +367,34 @@ def _unfreeze_plainly() -> dict[str, Tensor]:
     return full_weights(model)
 
 
+class UnfreezesWhatIsUnused(ModelModule):
+    """Has a parameter that no forward uses, frozen until the second epoch, and decays all that have a gradient."""
+
+    def __init__(self) -> None:
+        model = Scalars()
+        model.unused = nn.Parameter(torch.ones(6, dtype=torch.float64), requires_grad=False)
+        super().__init__(model)
+
+    def on_train_epoch_start(self) -> None:
+        self.model.unused.requires_grad_(self.current_epoch == 1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, weight_decay=0.5)
+
+
+def _decayed(options: dict[str, Any]) -> Tensor:
+    module = UnfreezesWhatIsUnused()
+    make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, max_epochs=2).fit(module, loader())
+    return full_weights(module.model)["unused"]
+
+
+@pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}], ids=str)
+def test_unused_once_it_is_unfrozen(pool2: RankPool, options: dict[str, Any]) -> None:
+    """It gets no gradient, as in one process: a zero one would let the optimizer decay it."""
+    for unused in pool2.run(_decayed, options):
+        assert torch.equal(unused, torch.ones_like(unused))
+
+
 class UnfrozenWithinWindows(Unfreezes):
     """Trains everything only in the micro-batch in the middle of each window."""
 
