@@ -71,10 +71,8 @@ class FSDP2Engine(Engine):
         apply.initialise_fsdp2(module, self.mesh.sizes.divisor)
         group = self.mesh.group if self.mesh.sizes.divisor > 1 else None
         self.sync = FSDPGradSync(module, self._defer(), self._retain_unsharded(module), group)
-        # The first forward may read the attributes, or a plain loss.backward() in it must be noticed.
-        if has_attributes or not module.automatic_optimization:
-            self.sync.watch()
         if has_attributes:
+            self.sync.gather_once()
             apply.show_attributes(module)
         self.sync.discard()
         self._start_gathers_ahead(module)
@@ -82,7 +80,8 @@ class FSDP2Engine(Engine):
         tensor_parallel.share_random_state(self.mesh, self.device)
         # Buffers outside of the state dict are constants (masks, rotary frequencies).
         kept = module.state_dict(keep_vars=True).keys()
-        self._module, self._buffers = module, [name for name, _ in module.named_buffers() if name in kept]
+        self._module: pl.LightningModule = module
+        self._buffers = [name for name, _ in module.named_buffers() if name in kept]
         return module
 
     def _shard(self, module: pl.LightningModule) -> None:
@@ -181,6 +180,8 @@ class FSDP2Engine(Engine):
     def start_forward(self, batch: Any) -> None:
         if self._is_first_batch:
             self._is_first_batch = False
+            if not self._module.automatic_optimization:
+                self.sync.watch()  # before a plain loss.backward() in the step, which is refused within a window
             if self.mesh.tensor_group is not None:
                 tensor_parallel.check_same_batch(batch, self.mesh.tensor_group, self.device, "tensor-parallel")
         # Once a window, as DDP does it.

@@ -145,12 +145,11 @@ class FSDPGradSync(GradSync):
         self._unwatched = {p: name for name, p in model.named_parameters() if p in shards}
         self._bypassed: list[str] = []
 
-    def watch(self) -> None:
-        """Note from now on which parameters backwards use, and which shards autograd reaches, past FSDP2.
+    def gather_once(self) -> None:
+        """Gather the units that have never been. A collective, if there are any; only the first call looks for them.
 
-        Called before each backward, since parameters may be unfrozen. The first call is a collective if some units have
-        not been gathered yet: one that is first used in the last micro-batch of a window would lack the unsharded
-        parameter that FSDP2 accumulates into.
+        A unit that is first used in the last micro-batch of a window would lack the unsharded parameter that FSDP2
+        accumulates into.
         """
         if not self._has_gathered:
             for unit in self._units:
@@ -158,6 +157,14 @@ class FSDPGradSync(GradSync):
                     unit.unshard()
                     unit.reshard()
             self._has_gathered = True
+
+    def watch(self) -> None:
+        """Note from now on which parameters backwards use, and which shards autograd reaches, past FSDP2.
+
+        Called before each backward, since parameters may be unfrozen. The first call is a collective if some units have
+        not been gathered.
+        """
+        self.gather_once()
         if not any(parameter.requires_grad for parameter in self._unwatched):
             return
         for shard, unsharded in (p for group in self._groups for p in torch_internals.sharded_and_unsharded(group)):
