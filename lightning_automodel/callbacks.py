@@ -19,6 +19,7 @@ from torchmetrics.metric import CompositionalMetric
 from typing_extensions import override
 
 from lightning_automodel import lightning_internals
+from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, has_count
 from lightning_automodel.strategy import AutomodelStrategy
 
@@ -34,7 +35,7 @@ class _TokenMean(Metric):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+        dtype = collectives.wide_dtype(device)
         self.sums: Tensor
         self.add_state("sums", torch.zeros(2, dtype=dtype), dist_reduce_fx="sum")
         self.to(device)
@@ -339,7 +340,7 @@ class StepMonitor(Callback):
             allocated(device) / 2**30 if allocated is not None else math.nan,
             self._operations / training,
         ]
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+        dtype = collectives.wide_dtype(device)
         packed = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in own])
         by_rank = strategy.all_gather(packed).reshape(-1, len(own)).tolist()
         # Tensor-parallel peers hold the same data.

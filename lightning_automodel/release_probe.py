@@ -47,7 +47,7 @@ def check(library: str, owner: Any, *names: str, writable: bool = False) -> None
 
     Args:
         library: "torch" or "lightning".
-        owner: A module, an object or a class. For a class, names that its ``__init__`` assigns count too.
+        owner: A module, an object or a class. For a class, names that it annotates or ``__init__`` assigns count too.
         *names: Names of attributes.
         writable: Whether the package assigns to them.
 
@@ -57,7 +57,8 @@ def check(library: str, owner: Any, *names: str, writable: bool = False) -> None
     for name in names:
         found = inspect.getattr_static(owner, name, _MISSING)
         if found is _MISSING and isinstance(owner, type):
-            found = None if any(name in _assigned(base) for base in owner.__mro__) else _MISSING
+            declared = (name in _assigned(base) or name in inspect.get_annotations(base) for base in owner.__mro__)
+            found = None if any(declared) else _MISSING
         if found is _MISSING or (writable and isinstance(found, property) and found.fset is None):
             described = getattr(owner, "__name__", type(owner).__name__)
             raise UnsupportedReleaseError(library, f"{'a writable ' if writable else ''}{described}.{name}")

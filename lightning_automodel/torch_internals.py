@@ -95,7 +95,7 @@ def param_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
     """The parameter groups of one unit: a single one, unless parameters are sharded over several meshes."""
     state = unit._get_fsdp_state()
     if not _probed_states:
-        _probe_state(state)
+        _probe_fsdp2(state)
     return state._fsdp_param_groups
 
 
@@ -334,13 +334,14 @@ def has_gradient_hook(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks)
 
 
-WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
+_COMPILED = "_orig_mod"
+WRAPPED = ("_checkpoint_wrapped_module", _COMPILED)
 """Attributes in which activation checkpointing and ``torch.compile`` hold the module that they wrap."""
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` wraps, else ``module``."""
-    return getattr(module, WRAPPED[1], module)
+    return getattr(module, _COMPILED, module)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -485,18 +486,21 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 _probed_states: set[type] = set()
 
 
-def _probe_state(state: Any) -> None:
+def _probe_fsdp2(state: Any) -> None:
     """Check, on the first FSDP2 unit of this process, the attributes that the functions above read and write."""
     check = partial(release_probe.check, "torch")
     check(state, "_fsdp_param_groups", "_modules_to_run_forward", "_lazy_init")
     check(state, "_pre_forward", "_post_forward", "_pre_forward_hook_handle", "_post_forward_hook_handle")
     for group in state._fsdp_param_groups[:1]:
         check(group, "fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "device", "post_backward")
+        if averaging_size(group) != group.mesh_info.mesh.size():
+            raise release_probe.UnsupportedReleaseError("torch", "mesh_info.shard_mesh_size or replicate_mesh_size")
         check(group, "is_sharded", "is_unsharded", "unshard", "_to_unsharded")
         check(group, "_partial_reduce_output", "_all_gather_result", *_COMMUNICATION, writable=True)
         for param in group.fsdp_params[:1]:
             check(param, "sharded_param", "unsharded_param", "all_gather_outputs", "fsdp_placement", "mesh_info")
             check(param, "mp_policy", "free_unsharded_param")
+            check(type(param), "orig_dtype", "param_dtype", "reduce_dtype")  # assigned by the lazy initialisation
             if ACCUMULATES_IN_LEAF:
                 check(param, "unsharded_grad_dtype")
             else:

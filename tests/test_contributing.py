@@ -22,6 +22,16 @@ def test_files_exist() -> None:
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in paths)] == []
 
 
+def test_names_exist() -> None:
+    """Functions, classes and constants in the table of changes, by their last part."""
+    table = [line for line in TEXT.splitlines() if line.startswith("| ")]
+    code = "\n".join(path.read_text() for folder in FOLDERS[:2] for path in folder.rglob("*.py"))
+    named = {name for line in table for name in re.findall(r"`([A-Za-z_]+(?:\.[A-Za-z_]+)?)(?:\(\))?`", line)}
+    names = {name.rpartition(".")[2] for name in named if not name.endswith((".py", ".md", ".yml"))}
+    assert len(names) > 20
+    assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", code)] == []
+
+
 def test_rooms_are_named() -> None:
     """Each package and each module beside them."""
     package = ROOT / "lightning_automodel"

@@ -128,3 +128,8 @@ def is_mean(reduce_op: dist.ReduceOp | str | None) -> bool:
     """Whether :func:`reduce_tensor` averages."""
     op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
     return op in ("mean", "avg", None, dist.ReduceOp.AVG)
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_automodel import torch_internals
+from lightning_automodel.distributed.collectives import wide_dtype
 
 Parameters = nn.Module | Tensor | Iterable[nn.Parameter]
 
@@ -39,7 +40,7 @@ def rescale_gradients(
     """
     parameters = list_parameters(model)
     device = _reduction_device(parameters)
-    total = torch.as_tensor(num_tokens_for_grad_scaling).to(device, _wide_dtype(device)).reshape(1)
+    total = torch.as_tensor(num_tokens_for_grad_scaling).to(device, wide_dtype(device)).reshape(1)
     if dp_group is not None:
         total = total.clone()
         dist.all_reduce(total, group=dp_group)
@@ -141,7 +142,7 @@ def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
         stacked = torch.stack([part if ranks in key else part / group.size() for key, part in squares.items()])
         dist.all_reduce(stacked, group=group)
         squares = dict(zip(squares, stacked.unbind(), strict=True))
-    return torch.stack([*squares.values(), torch.zeros((), dtype=_wide_dtype(device), device=device)]).sum().sqrt()
+    return torch.stack([*squares.values(), torch.zeros((), dtype=wide_dtype(device), device=device)]).sum().sqrt()
 
 
 @torch.no_grad()
@@ -250,13 +251,13 @@ def _reduction_device(parameters: list[nn.Parameter]) -> torch.device:
 
 def _sum_of_squares(tensors: list[Tensor], device: torch.device, foreach: bool) -> Tensor:
     """[] sum of the squares of all elements, on ``device``."""
-    wide = _wide_dtype(device)
+    wide = wide_dtype(device)
     norms: list[Tensor] = []
     for group in _by_device_and_dtype(tensors):
         if group[0].is_sparse:
             group = [tensor.coalesce().values() for tensor in group]
         # The square of a float32 above 1.8e19 overflows, and an infinite norm would clip all gradients to zero.
-        dtype = _wide_dtype(group[0].device)
+        dtype = wide_dtype(group[0].device)
         if foreach:
             norms.extend(torch._foreach_norm(group, 2, dtype=dtype))
         else:
@@ -271,8 +272,3 @@ def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     for tensor in tensors:
         groups[tensor.device, tensor.dtype, tensor.layout].append(tensor)
     yield from groups.values()
-
-
-def _wide_dtype(device: torch.device) -> torch.dtype:
-    """float64 where the device has it."""
-    return torch.float32 if device.type == "mps" else torch.float64

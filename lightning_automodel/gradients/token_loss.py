@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_automodel.distributed.collectives import wide_dtype
+
 Count = int | float | Tensor
 """Number of label tokens (or their total weight): a Python number, or a tensor [] that stays on its device."""
 
@@ -311,7 +313,7 @@ class WindowSums:
             objective: [] sum of its token losses.
             count: Its label tokens. If 0, its loss is ignored: a mean over nothing is NaN.
         """
-        loss = objective.detach().reshape(()).to(torch.float32 if objective.device.type == "mps" else torch.float64)
+        loss = objective.detach().reshape(()).to(wide_dtype(objective.device))
         if isinstance(count, Tensor):
             count = count.to(loss.device, loss.dtype)
             self._device_tokens = count if self._device_tokens is None else self._device_tokens + count
@@ -325,7 +327,7 @@ class WindowSums:
 
     def totals(self, device: torch.device) -> Tensor:
         """[3] label tokens, sum of losses, micro-batches of this rank, float64 (exact up to 2**53)."""
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+        dtype = wide_dtype(device)
         totals = torch.zeros(3, dtype=dtype, device=device)
         totals[0] += self._host_tokens
         totals[2] += self.num_micro_batches
@@ -365,7 +367,7 @@ def reduce_loss(
     """
     tokens = torch.as_tensor(total_num_tokens)
     device = loss_store[0].device if loss_store else tokens.device
-    dtype = torch.float32 if device.type == "mps" else torch.float64
+    dtype = wide_dtype(device)
     sums = torch.zeros(2, dtype=dtype, device=device)
     if loss_store:
         sums[0] = torch.stack([loss.detach().to(device, dtype).reshape(()) for loss in loss_store]).sum()
