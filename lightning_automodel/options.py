@@ -125,9 +125,14 @@ class StrategyOptions:
                 "ddp_comm_hook needs count_window_ahead=True: without it, the gradients that the hook compresses are"
                 " sums over all tokens of a window, not means."
             )
-        parse_timeout(self.timeout)
+        _ = self.parsed_timeout  # raises if it is not valid
         if self.context_parallel_size > 1:
             self._check_beside_context_parallelism()
+
+    @property
+    def parsed_timeout(self) -> timedelta:
+        """``timeout``, which may be minutes."""
+        return parse_timeout(self.timeout)
 
     def _check_beside_context_parallelism(self) -> None:
         """Raise ValueError for options that are wrong, or untested, with slices of sequences."""

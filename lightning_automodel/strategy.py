@@ -191,7 +191,7 @@ class AutomodelStrategy(ParallelStrategy):
             is_sharded=data_parallel == "fsdp2",
             as_directory=options.writes_directories,
             in_background=async_checkpoint,
-            timeout=process_group.parse_timeout(options.timeout),
+            timeout=options.parsed_timeout,
         )
         self.num_nodes = 1
         self._supervisor = Supervisor(self._join, self._checkpoints.wait_for_pending_save)
@@ -359,7 +359,7 @@ class AutomodelStrategy(ParallelStrategy):
     def _join(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
-        timeout = process_group.parse_timeout(self._options.timeout)
+        timeout = self._options.parsed_timeout
         process_group.join_process_group(
             self._environment,
             self.process_group_backend,
@@ -374,7 +374,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         """Make the mesh. The supervisor has joined the ranks before, so that they hear of ``configure_callbacks``."""
-        timeout = process_group.parse_timeout(self._options.timeout)
+        timeout = self._options.parsed_timeout
         collectives.host_group(timeout)
         self._mesh = self._make_mesh(timeout)
         lightning_internals.set_device_mesh(self._module, self._mesh.mesh)
@@ -408,7 +408,7 @@ class AutomodelStrategy(ParallelStrategy):
             self._end_setup_block()
         if self._supervisor.has_failed:
             return
-        collectives.named_barrier(name or "unnamed", process_group.parse_timeout(self._options.timeout))
+        collectives.named_barrier(name or "unnamed", self._options.parsed_timeout)
         if name == "pre_setup" and self.lightning_module is not None:
             checks.check_callbacks(self._module.trainer.callbacks, self._shards_model)  # type: ignore[attr-defined]
             self._weight_averages.delay(self.lightning_module, self._shards_model, self._patches)
@@ -466,7 +466,7 @@ class AutomodelStrategy(ParallelStrategy):
             self.root_device,
             self.precision_plugin,
             self.num_processes,
-            collectives.host_group(process_group.parse_timeout(self._options.timeout)),
+            collectives.host_group(self._options.parsed_timeout),
             self._advice,
             self._patches,
         )
@@ -731,7 +731,7 @@ class AutomodelStrategy(ParallelStrategy):
         """
         if self._checkpoints.as_directory or self._supervisor.has_failed:
             return state
-        collectives.named_barrier("state_dict", process_group.parse_timeout(self._options.timeout))
+        collectives.named_barrier("state_dict", self._options.parsed_timeout)
         return whole(state, keep=self.is_global_zero)
 
     @override
@@ -747,7 +747,7 @@ class AutomodelStrategy(ParallelStrategy):
         module = self._module
         if not self._supervisor.has_failed:
             # Without this barrier, collectives of saving could pair with others of ranks that do not save.
-            collectives.named_barrier("save_checkpoint", process_group.parse_timeout(self._options.timeout))
+            collectives.named_barrier("save_checkpoint", self._options.parsed_timeout)
             if self._run is not None:
                 self._run.engine.synchronize_buffers()
         checkpoint.update(describe_models(module))
@@ -774,7 +774,7 @@ class AutomodelStrategy(ParallelStrategy):
                 collectives.named_barrier("save_after_failure", _PATIENCE_AFTER_FAILURE)
             except RuntimeError:
                 return None
-        return collectives.host_group(process_group.parse_timeout(self._options.timeout))
+        return collectives.host_group(self._options.parsed_timeout)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -388,9 +388,9 @@ class Board:
                 if time.monotonic() >= next_beat_at:
                     self.beat(store)
                     next_beat_at = time.monotonic() + self.interval_s
-                pause_s = min(LONGEST_PAUSE_S, next_beat_at - time.monotonic())
+                until_beat_s = min(LONGEST_PAUSE_S, next_beat_at - time.monotonic())
                 with contextlib.suppress(queue.Empty):
-                    call = self._calls.get(timeout=max(0.0, pause_s))
+                    call = self._calls.get(timeout=max(0.0, until_beat_s))
                     if call is None:
                         break
                     function, answer = call

@@ -8,7 +8,8 @@ from lightning_automodel.distributed.board import Record, Sighting, list_ranks, 
 from lightning_automodel.distributed.failures import RUN_ON_ALL_RANKS, STUCK, RankFailure
 
 SILENT_S = 3.0
-GAPS = 3
+SILENT_GAPS = 3
+"""A rank is silent after so many of the longest gaps between heartbeats that any rank has shown."""
 BUSY_BEATS = 3
 MOST_NAMED = 8
 
@@ -35,7 +36,7 @@ def decide(
     others = {rank: each for rank, each in running.items() if rank != own.rank}
     is_late = reading_s > longest_s
     # On a machine that is busy, the living are silent for long too.
-    silent_s = max(SILENT_S, 0.0 if is_late else GAPS * max(each.gap_s for each in seen.values()))
+    silent_s = max(SILENT_S, 0.0 if is_late else SILENT_GAPS * max(each.gap_s for each in seen.values()))
     silent = [rank for rank, each in others.items() if each.is_silent(now, silent_s)]
     if not is_late and any(rank not in silent and not each.beats for rank, each in others.items()):
         return None

@@ -107,8 +107,8 @@ def _find_units(module: nn.Module, policy: WrapPolicy, is_entry: bool = False) -
         if repeats and can_be_unit(child):
             yield child
         else:
-            is_entry_too = is_entry or (isinstance(module, nn.ModuleDict) and has_forward(child))
-            yield from _find_units(child, policy, is_entry_too)
+            in_dict = isinstance(module, nn.ModuleDict) and has_forward(child)
+            yield from _find_units(child, policy, is_entry or in_dict)
 
 
 def outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
