@@ -181,6 +181,12 @@ def test_no_steps() -> None:
     assert len(page) < 5000
 
 
+def test_curves_are_of_what_is_logged() -> None:
+    """A chart of a name that nobody logs would only be left out."""
+    logged = re.findall(r"``train/(\w+)``", StepMonitor.__doc__ or "")
+    assert [name for name in report_page._CURVES if name not in logged] == []
+
+
 def test_not_finite() -> None:
     """Left out of the curves and named; a norm of zero has no logarithm, one step is a point."""
     history = [entry(step, loss=value, grad_norm=step**5) for step, value in enumerate([1.0, math.nan, math.inf], 1)]
