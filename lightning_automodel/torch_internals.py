@@ -494,7 +494,7 @@ def _probe_fsdp2(state: Any) -> None:
     for group in state._fsdp_param_groups[:1]:
         check(group, "fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "device", "post_backward")
         if averaging_size(group) != group.mesh_info.mesh.size():
-            raise release_probe.UnsupportedReleaseError("torch", "mesh_info.shard_mesh_size or replicate_mesh_size")
+            check(group.mesh_info, "shard_mesh_size", "replicate_mesh_size")
         check(group, "is_sharded", "is_unsharded", "unshard", "_to_unsharded")
         check(group, "_partial_reduce_output", "_all_gather_result", *_COMMUNICATION, writable=True)
         for param in group.fsdp_params[:1]:
