@@ -2,14 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.distributed.process_group import group_rank, group_size
-
-T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
@@ -45,18 +43,9 @@ def on_every_rank(what: str, group: dist.ProcessGroup | None = None, alone: bool
             raise _kind([own])(f"{what}: {own[0]}") from error
         return
     # Ranks that succeeded take part too: they have to learn of the others' errors.
-    errors = {rank: each for rank, each in enumerate(gather(own, group)) if each is not None}
+    errors = {rank: each for rank, each in enumerate(gather_objects(own, group)) if each is not None}
     if errors:
         raise _combined(what, errors) from error
-
-
-def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """``value`` of every rank, by rank; a collective over ``group``, else the default group, if there is one."""
-    values = [value]
-    if dist.is_available() and dist.is_initialized():
-        values = values * dist.get_world_size()
-        dist.all_gather_object(values, value, group)
-    return values
 
 
 @contextmanager

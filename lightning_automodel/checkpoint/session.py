@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import atomic, paths, state_dict
-from lightning_automodel.checkpoint.errors import CheckpointError, gather, on_every_rank
+from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.saver import (
     name_what_fails,
     prepare_file,
@@ -244,7 +244,7 @@ class RunCheckpoints:
         kinds: list[bool] = []
         with on_every_rank(f"Cannot load {self._path}"):
             kinds = [paths.is_directory(self._path)]
-        kinds = gather(kinds[0])
+        kinds = collectives.gather_objects(kinds[0])
         if len(set(kinds)) > 1:
             raise CheckpointError(
                 f"Cannot load {self._path}: it is a directory on rank {kinds.index(True)} and not on rank"
@@ -259,7 +259,7 @@ class RunCheckpoints:
                 loaded = load_file(self._path, weights_only, reads_content=is_first_on_node)
             else:
                 loaded = files.load_checkpoint(self._path, weights_only=weights_only)
-        if len(moments := set(gather((loaded.get("epoch"), loaded.get("global_step"))))) > 1:
+        if len(moments := set(collectives.gather_objects((loaded.get("epoch"), loaded.get("global_step"))))) > 1:
             raise CheckpointError(
                 f"Cannot load {self._path}: ranks have read different checkpoints there (epoch and step"
                 f" {', '.join(map(str, moments))}). If a run that saves has replaced it meanwhile, load it again; else"

@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -22,6 +21,7 @@ from lightning_automodel import torch_internals
 from lightning_automodel.context_parallel import attention
 from lightning_automodel.context_parallel.attention import Slices
 from lightning_automodel.data.padding import ModuleState
+from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.apply import call_as_step
 from lightning_automodel.sharding.units import class_name
@@ -130,14 +130,14 @@ class FirstStepCheck:
         names = {each: name for name, each in self._module.named_modules()}
         calls, self._calls = self._calls, []
         # Ranks may have called different modules, or some with arguments that cannot be sliced.
-        told = from_all([names[each] if beginning.covers(arguments) else None for each, *arguments in calls])
+        told = gather_objects([names[each] if beginning.covers(arguments) else None for each, *arguments in calls])
         found: list[tuple[int, int, str, float]] = []
         for index, of_ranks in enumerate(zip(*told, strict=False)):
             if {*of_ranks} == {of_ranks[0]} and of_ranks[0] is not None:
                 difference = self._first_difference(calls[index], names, beginning)
                 found += [] if difference is None else [(index, *difference)]
-        all_found = [each for told in from_all(found) for each in told]
-        is_random = any(from_all(self._draws))
+        all_found = [each for told in gather_objects(found) for each in told]
+        is_random = any(gather_objects(self._draws))
         if all_found and not is_random:
             *_, name, error = min(all_found)
             named = f"{name} ({class_name(self._module.get_submodule(name))})".strip()
@@ -218,13 +218,6 @@ class FirstStepCheck:
         device = self._module.device
         modules: list[Any] = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device.type)]
         return [each.get_rng_state() for each in modules]
-
-
-def from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The picklable value of each rank of the group, or of all ranks. A collective over them."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group)
-    return values
 
 
 def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:

@@ -17,9 +17,10 @@ from torch.overrides import TorchFunctionMode
 from lightning_automodel import lightning_internals
 from lightning_automodel.context_parallel import attention
 from lightning_automodel.context_parallel.attention import Slices
-from lightning_automodel.context_parallel.check import FirstStepCheck, from_all
+from lightning_automodel.context_parallel.check import FirstStepCheck
 from lightning_automodel.context_parallel.hugging_face import let_models_attend_across
 from lightning_automodel.context_parallel.slices import SequenceSlices
+from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.gradients.token_loss import TokenWeighting, has_count
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.tensor_parallel import check_same_batch
@@ -111,10 +112,10 @@ class ContextParallelSteps:
         if step in self._counted or whole is None:
             return
         own = float(weighting.count(batch, output, step)), weighting.num_labels(batch)
-        told = from_all(own, self._group)
+        told = gather_objects(own, self._group)
         own_counts = [count for count, _ in told]
         found = _miscounted(weighting, told, batch, self.slices.slice(whole, cuts=False), output)
-        for problem, counts in from_all((found, own_counts), None if step == "training_step" else self._group):
+        for problem, counts in gather_objects((found, own_counts), None if step == "training_step" else self._group):
             if problem is not None:
                 raise ValueError(
                     f"The {len(counts)} ranks that share a batch count {', '.join(f'{each:g}' for each in counts)} for"

@@ -21,6 +21,7 @@ from lightning_automodel import lightning_internals
 from lightning_automodel.data.batches import BatchHandle, TrackedLoader, is_stateful, users_own
 from lightning_automodel.data.exchange import Exchange
 from lightning_automodel.data.padding import neutral
+from lightning_automodel.distributed.collectives import gather_objects
 
 _UNKNOWN = -1
 _STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -303,8 +304,7 @@ class UnevenInputs:
         if self._where_in_batch() is None:
             return
         self.check_reduction()
-        shapes: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(shapes, tuple(tensor.shape), self._group)
+        shapes = gather_objects(tuple(tensor.shape), self._group)
         if len(set(shapes)) > 1:
             raise ValueError(
                 f"self.all_gather() of tensors of the shapes {shapes}: in evaluation no sample is repeated, so that"

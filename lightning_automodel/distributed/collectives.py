@@ -4,7 +4,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from lightning_automodel.distributed import process_group
 from lightning_automodel.distributed.process_group import group_rank, group_size
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 process_group.at_leaving(_host_groups.clear)
@@ -91,6 +93,15 @@ def broadcast_object(value: Any, src: int) -> Any:
     values = [value]
     dist.broadcast_object_list(values, src)
     return values[0]
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """``value`` of every rank, picklable, by rank; a collective over ``group``, else the default group, if any."""
+    values = [value]
+    if dist.is_initialized():
+        values = values * dist.get_world_size(group)
+        dist.all_gather_object(values, value, group)
+    return values
 
 
 def full(tensor: Tensor) -> Tensor:

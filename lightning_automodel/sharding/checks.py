@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_automodel import lightning_internals, torch_internals
+from lightning_automodel.distributed import collectives
 from lightning_automodel.sharding.grad_sync import PENALTY_ON_WEIGHTS
 from lightning_automodel.sharding.units import class_name, distinct
 
@@ -116,10 +117,9 @@ def check_equal_models(module: nn.Module, host_group: dist.ProcessGroup) -> None
     first = received[0]
     name = next((name for name in {**first, **held} if first.get(name) != held.get(name)), None)
     # Only what differs is gathered: all names of all ranks would be hundreds of megabytes at a thousand ranks.
-    found: list[tuple[str, str, str] | None] = [None] * host_group.size()
     own = None if name is None else (name, first.get(name, "missing"), held.get(name, "missing"))
-    dist.all_gather_object(found, own, group=host_group)
-    if differing := {rank: difference for rank, difference in enumerate(found) if difference is not None}:
+    found = enumerate(collectives.gather_objects(own, host_group))
+    if differing := {rank: difference for rank, difference in found if difference is not None}:
         rank, (name, on_first, on_other) = next(iter(differing.items()))
         raise ValueError(
             f"Ranks hold different models: {name} is {on_first} on rank 0 and {on_other} on rank {rank} (of ranks"
