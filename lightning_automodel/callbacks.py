@@ -1,6 +1,7 @@
 """Callbacks for users: the evaluation loss, and what each optimizer step does and costs."""
 
 import math
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -329,32 +330,34 @@ class StepMonitor(Callback):
         self._enter("logging")
         training = sum(seconds[phase] for phase in ("data", "forward", "backward", "optimizer", "device"))
         allocated = getattr(module, "max_memory_allocated", None)
-        own = [
-            report.loss if report is not None else math.nan,
-            report.grad_norm if report is not None and report.grad_norm is not None else math.nan,
-            self._label_tokens,
-            self._tokens,
-            self._used_tokens,
-            training,
-            seconds["data"] / training,
-            allocated(device) / 2**30 if allocated is not None else math.nan,
-            self._operations / training,
-        ]
+        own = {
+            "loss": report.loss if report is not None else math.nan,
+            "norm": report.grad_norm if report is not None and report.grad_norm is not None else math.nan,
+            "label_tokens": self._label_tokens,
+            "tokens": self._tokens,
+            "used": self._used_tokens,
+            "seconds": training,
+            "data_wait": seconds["data"] / training,
+            "memory": allocated(device) / 2**30 if allocated is not None else math.nan,
+            "flops": self._operations / training,
+        }
         dtype = collectives.wide_dtype(device)
-        packed = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in own])
-        by_rank = strategy.all_gather(packed).reshape(-1, len(own)).tolist()
+        packed = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in own.values()])
+        columns = zip(*strategy.all_gather(packed).reshape(-1, len(own)).tolist(), strict=True)
+        by_rank = dict(zip(own, columns, strict=True))  # of each figure, one for each rank
+        num_ranks = len(by_rank["tokens"])
         # Tensor-parallel peers hold the same data.
-        copies = len(by_rank) / getattr(strategy, "distributed_sampler_kwargs", {"num_replicas": 1})["num_replicas"]
-        loss, norm, label_tokens = by_rank[0][:3]
-        tokens, used = (sum(row[column] for row in by_rank) / copies for column in (3, 4))
-        longest = max(row[5] for row in by_rank)
-        flops = sum(row[8] for row in by_rank) / len(by_rank)
+        copies = num_ranks / getattr(strategy, "distributed_sampler_kwargs", {"num_replicas": 1})["num_replicas"]
+        loss, norm, label_tokens = (by_rank[name][0] for name in ("loss", "norm", "label_tokens"))
+        tokens, used = (sum(by_rank[name]) / copies for name in ("tokens", "used"))
+        longest = max(by_rank["seconds"])
+        flops = statistics.mean(by_rank["flops"])
         values = {
             "train/learning_rate": float(self._learning_rate),
             "train/tokens": tokens / self._steps,
             "train/padding": 1 - used / tokens if tokens else math.nan,
-            "train/data_wait": max(row[6] for row in by_rank),
-            "train/peak_memory_gib": max(row[7] for row in by_rank),
+            "train/data_wait": max(by_rank["data_wait"]),
+            "train/peak_memory_gib": max(by_rank["memory"]),
             "train/tflops_per_device": flops / 1e12 if self._flops is not None else math.nan,
             "train/peak_flops_share": flops / self._peak_flops if self._flops and self._peak_flops else math.nan,
         }
@@ -366,7 +369,7 @@ class StepMonitor(Callback):
             if self._counts_label_tokens:
                 values["train/label_tokens"] = label_tokens / self._steps
                 values["train/tokens_per_second"] = label_tokens / longest
-                values["train/tokens_per_second_per_device"] = label_tokens / longest / len(by_rank)
+                values["train/tokens_per_second_per_device"] = label_tokens / longest / num_ranks
         # Through `pl_module.log` loggers would get only those that fall on `log_every_n_steps`.
         for logger in trainer.loggers:
             logger.log_metrics(values, lightning_internals.logging_step(trainer))

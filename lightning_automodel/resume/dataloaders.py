@@ -146,7 +146,7 @@ class TrainingLoaders:
     def __init__(self, trainer: "pl.Trainer", device: torch.device, say: Callable[[str], None]) -> None:
         self._trainer, self._device, self._say = trainer, device, say
         self._recorders: list[RecordingSampler] = []
-        self._plan: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] | None = None
         self._dropped = 0  # batches that were drawn to be dropped, while resuming so
         self._stateful: tuple[list[Any] | None, list[Any] | None] = None, None
 
@@ -157,7 +157,7 @@ class TrainingLoaders:
             self._recorders.append(RecordingSampler(loader, self._device, lambda: self._num_used()))
 
     def _num_used(self) -> int:
-        if self._plan is not None and self._plan["is_drawn"]:
+        if self._loaded is not None and self._loaded["is_drawn"]:
             return self._dropped
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
         return progress.current.processed
@@ -207,26 +207,26 @@ class TrainingLoaders:
 
     # --- Resuming -----------------------------------------------------------------------------------------------------
 
-    def plan(self, plan: dict[str, Any]) -> None:
-        """Let :meth:`start` resume from ``plan``, this rank's state in a checkpoint."""
-        self._plan, self._dropped = plan, 0
+    def set_loaded(self, loaded: dict[str, Any]) -> None:
+        """Let :meth:`start` resume from ``loaded``, this rank's state in a checkpoint."""
+        self._loaded, self._dropped = loaded, 0
 
     def start(self) -> None:
         """Finish resuming, once the loaders are iterated and the run has started. Changes the random states."""
-        plan = self._plan
-        if plan is None or not plan["loaders"]:
+        loaded = self._loaded
+        if loaded is None or not loaded["loaders"]:
             return
-        if len(self._all()) != len(plan["loaders"]):
+        if len(self._all()) != len(loaded["loaders"]):
             raise ValueError(
-                f"The checkpoint holds the positions of {len(plan['loaders'])} training loaders, and there are"
+                f"The checkpoint holds the positions of {len(loaded['loaders'])} training loaders, and there are"
                 f" {len(self._all())}: pass the same loaders, or resume from the end of an epoch."
             )
-        for loader, at in zip(self._all(), plan["loaders"], strict=True):
-            self._restore_position(plan, loader, at)
-        if plan["is_iterated"] or any("state" in at for at in plan["loaders"]):
+        for loader, at in zip(self._all(), loaded["loaders"], strict=True):
+            self._restore_position(loaded, loader, at)
+        if loaded["is_iterated"] or any("state" in at for at in loaded["loaders"]):
             iter(self._fetcher)
-        used = plan["batches"]
-        if plan["is_drawn"]:
+        used = loaded["batches"]
+        if loaded["is_drawn"]:
             self._say(
                 "A training loader that is neither a map-style DataLoader nor has state_dict() and load_state_dict()"
                 f" resumes by drawing and dropping {used} batches; torchdata's StatefulDataLoader need not."
@@ -236,15 +236,15 @@ class TrainingLoaders:
                 if next(batches, None) is None:
                     raise ValueError(_TOO_SHORT.format(used=used, now=self._dropped))
             self._fetcher.fetched -= used  # the loop adds what it has used
-        self._plan = None
+        self._loaded = None
         for recorder in self._recorders:
             recorder.target = None
 
-    def restore_generators(self, plan: dict[str, Any]) -> None:
+    def restore_generators(self, loaded: dict[str, Any]) -> None:
         """Set the loaders' own generators, and before an epoch their samplers, to what a checkpoint holds."""
-        for loader, at in zip(self._all(), plan["loaders"], strict=False):
+        for loader, at in zip(self._all(), loaded["loaders"], strict=False):
             self._restore_seed(loader, at)
-            set_own_states(loader, at["generators"], [] if plan["is_iterated"] else at["samplers"])
+            set_own_states(loader, at["generators"], [] if loaded["is_iterated"] else at["samplers"])
 
     def keep_streams(self) -> bool:
         """Whether the next epoch keeps the existing iterators: new ones may lose what these have drawn ahead.
@@ -259,32 +259,32 @@ class TrainingLoaders:
                 torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         return True
 
-    def _restore_position(self, plan: dict[str, Any], loader: Any, at: dict[str, Any]) -> None:
+    def _restore_position(self, loaded: dict[str, Any], loader: Any, at: dict[str, Any]) -> None:
         self._restore_seed(loader, at)
-        if not plan["is_iterated"]:
+        if not loaded["is_iterated"]:
             if is_stateful(loader) and "state" in at:
                 # The state says that the loader is exhausted, so it starts over, with what it keeps between epochs.
                 loader.load_state_dict(at["state"])
             return
         for owner in (getattr(loader, "sampler", None), _innermost_sampler(loader)):
             if callable(set_epoch := getattr(owner, "set_epoch", None)):
-                set_epoch(plan["epochs"])
-        if not plan["is_drawn"] and ("state" in at) != is_stateful(loader):
+                set_epoch(loaded["epochs"])
+        if not loaded["is_drawn"] and ("state" in at) != is_stateful(loader):
             raise ValueError(
                 f"The checkpoint does not hold what {type(loader).__name__} needs to go on within an epoch, since a"
                 " training loader of another kind was used: pass one of that kind, or resume from the end of an epoch."
             )
         recorder = _recorder(loader)
         if recorder is not None and "iteration" in at:
-            if at["iteration"][2] and (plan["is_drawn"] or loops.prefetches(self._trainer)):
+            if at["iteration"][2] and (loaded["is_drawn"] or loops.prefetches(self._trainer)):
                 self._say(
                     "A training loader had started over within the epoch, beside one that has no length or no state:"
                     " samples of this epoch may be left out or used twice."
                 )
-            if not plan["is_drawn"]:
+            if not loaded["is_drawn"]:
                 self._check_length(loader, at)
-            recorder.target = Iteration(*at["iteration"]), 0 if plan["is_drawn"] else at["yielded"]
-        elif at.get("state") is not None and not plan["is_drawn"]:
+            recorder.target = Iteration(*at["iteration"]), 0 if loaded["is_drawn"] else at["yielded"]
+        elif at.get("state") is not None and not loaded["is_drawn"]:
             loader.load_state_dict(at["state"])
 
     def _restore_seed(self, loader: Any, at: dict[str, Any]) -> None:

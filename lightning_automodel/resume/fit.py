@@ -61,9 +61,9 @@ class Resume:
         self._final: tuple[Snapshot, str | None] | None = None
         self._logged = 0
         self._logged_next: int | None = None
-        self._plan: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] | None = None
         self._averaging: list[StochasticWeightAveraging] = []
-        self._told: set[str] = set()
+        self._actions_seen: set[str] = set()
         self._validates_to_stop = False
 
     # --- Recording ----------------------------------------------------------------------------------------------------
@@ -76,11 +76,11 @@ class Resume:
     def on_train_start(self) -> None:
         """Called in ``on_train_start``, after everything is loaded and the other hooks. Every rank calls it."""
         self._module.start()
-        plan, self._plan = self._plan, None
-        if plan is not None:
-            self._go_on(plan)
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            self._go_on(loaded)
         self._logged = lightning_internals.logging_step(self._trainer)
-        checkpoint_callbacks.save_last(self._trainer, self._patches, self._trainer.global_step if plan else None)
+        checkpoint_callbacks.save_last(self._trainer, self._patches, self._trainer.global_step if loaded else None)
         # Lightning has no hook before a batch is drawn, and none that comes before those of all callbacks. But its
         # loops tell the profiler what they are about to do: the name of a hook, or that they draw a batch.
         profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
@@ -93,7 +93,7 @@ class Resume:
 
         def call_then_start(action_name: str) -> None:
             name = action_name.rsplit(".", 1)[-1]
-            self._told.add(name)
+            self._actions_seen.add(name)
             if name in before:
                 before[name]()
             start(action_name)
@@ -144,7 +144,7 @@ class Resume:
         Raises:
             UnsupportedReleaseError: If the profiler was not told of the batch, or of a hook, by these names.
         """
-        for name in {_FETCH, "on_train_batch_start"} - self._told:
+        for name in {_FETCH, "on_train_batch_start"} - self._actions_seen:
             raise UnsupportedReleaseError("lightning", f"the profiler's action {name!r}, to resume exactly")
         self._snapshot = None
 
@@ -157,7 +157,7 @@ class Resume:
 
     def close(self) -> None:
         """Restore what was patched; :meth:`add_to` still adds where the fit ended."""
-        if self._plan is None and self._final is None:
+        if self._loaded is None and self._final is None:
             self._final = self._to_save()
         self._patches.restore()
         self._loaders.close()
@@ -179,8 +179,8 @@ class Resume:
             A remark for the user, to follow the path of the checkpoint once it is written.
         """
         remark = None
-        if self._plan is not None:  # a hook saves before the run has started
-            own = rng.savable(self._plan)
+        if self._loaded is not None:  # a hook saves before the run has started
+            own = rng.savable(self._loaded)
         else:
             snapshot, remark = self._final or self._to_save()
             own = self._savable(snapshot)
@@ -291,7 +291,7 @@ class Resume:
         Raises:
             ValueError: If another version of this package wrote ``state``, in another format.
         """
-        if self._told:  # the fit runs, and a hook loads weights: it goes on where it is
+        if self._actions_seen:  # the fit runs, and a hook loads weights: it goes on where it is
             return
         if state is not None and state["format"] != FORMAT:
             raise ValueError(
@@ -306,40 +306,40 @@ class Resume:
         # Each context peer has its own metrics; tensor-parallel peers have the same.
         is_alike &= state["sizes"].get(CONTEXT, 1) == sizes.get(CONTEXT, 1)
         if is_alike and state["sizes"]["data_parallel"] == sizes["data_parallel"]:
-            plan = state["ranks"][rank]
+            loaded = state["ranks"][rank]
         else:
-            plan = other_world_size.carried_over(state, sizes["data_parallel"])
+            loaded = other_world_size.carried_over(state, sizes["data_parallel"])
             self._say(
                 f"The checkpoint was saved with a different world size ({state['sizes']}, now {sizes}): the data goes"
                 " on where it stopped, and each rank's random states, buffers and metrics of the epoch start afresh."
                 " Without a DistributedSampler, samples of this epoch may be left out or used twice."
             )
-        self._plan = plan = rng.loaded(plan)
+        self._loaded = loaded = rng.loaded(loaded)
         # Before optimizers are loaded, as these have no state for frozen parameters.
-        unfrozen = {name for name, value in plan["flags"].items() if value and name.endswith(".requires_grad")}
+        unfrozen = {name for name, value in loaded["flags"].items() if value and name.endswith(".requires_grad")}
         self._module.restore_flags(dict.fromkeys(unfrozen, True))
-        at = loops.Position(plan["stage"], plan["batches"], plan["epochs"])
-        fit_loop = loops.counters_at(checkpoint["loops"]["fit_loop"], at, plan["logged"])
+        at = loops.Position(loaded["stage"], loaded["batches"], loaded["epochs"])
+        fit_loop = loops.counters_at(checkpoint["loops"]["fit_loop"], at, loaded["logged"])
         checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": fit_loop}
-        self._loaders.plan(plan)
+        self._loaders.set_loaded(loaded)
         # Lightning warns of every loader without a state, and does not know that these resume.
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
-    def _go_on(self, plan: dict[str, Any]) -> None:
-        stage = plan["stage"]
+    def _go_on(self, loaded: dict[str, Any]) -> None:
+        stage = loaded["stage"]
         self._loaders.start()
         if stage != loops.EPOCH:
             checkpoint_callbacks.start_averaging(self._trainer, self._averaging)
-        self._module.restore(plan, self._device)
-        self._restore_own_state(plan["own"])
-        if plan["is_epoch_ending"]:
+        self._module.restore(loaded, self._device)
+        self._restore_own_state(loaded["own"])
+        if loaded["is_epoch_ending"]:
             self._step_plateau_schedulers()
         if stage != loops.EPOCH:
-            self._logged_next = plan["logged"]
-        loops.finish_restart(self._trainer, stage, plan["logged"])
-        self._loaders.restore_generators(plan)
-        if plan["random"] is not None:
-            rng.set_global_states(plan["random"], self._device)
+            self._logged_next = loaded["logged"]
+        loops.finish_restart(self._trainer, stage, loaded["logged"])
+        self._loaders.restore_generators(loaded)
+        if loaded["random"] is not None:
+            rng.set_global_states(loaded["random"], self._device)
         if stage == loops.EPOCH and not self._loaders.keep_streams():
             self._trainer.fit_loop.on_iteration_done()
 

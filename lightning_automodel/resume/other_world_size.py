@@ -14,20 +14,20 @@ def carried_over(state: dict[str, Any], data_parallel: int) -> dict[str, Any]:
         state: What a checkpoint holds.
         data_parallel: Present number of ranks that hold different data.
     """
-    plan, then = state["ranks"][0], state["sizes"]["data_parallel"]
-    plan = {
-        **plan,
+    carried, then = state["ranks"][0], state["sizes"]["data_parallel"]
+    carried = {
+        **carried,
         "random": None,
         "generators": [],
         "buffers": {},
         "metrics": {},
-        "own": {**plan["own"], "engine": {}},
+        "own": {**carried["own"], "engine": {}},
     }
-    plan["loaders"] = [_scaled(at, then, data_parallel) for at in plan["loaders"]]
-    if plan["stage"] != loops.EPOCH:
-        plan["batches"] = plan["batches"] * then // data_parallel
-        plan["is_drawn"] = any("iteration" not in at or at.get("is_stream") for at in plan["loaders"])
-    return plan
+    carried["loaders"] = [_scaled(at, then, data_parallel) for at in carried["loaders"]]
+    if carried["stage"] != loops.EPOCH:
+        carried["batches"] = carried["batches"] * then // data_parallel
+        carried["is_drawn"] = any("iteration" not in at or at.get("is_stream") for at in carried["loaders"])
+    return carried
 
 
 def _scaled(at: dict[str, Any], then: int, now: int) -> dict[str, Any]:

@@ -126,23 +126,23 @@ class ModuleState:
         states = {callback.state_key: callback.state_dict() for callback in stateful}
         return {key: _copied(state) for key, state in states.items() if state}
 
-    def restore(self, plan: dict[str, Any], device: torch.device) -> None:
-        """Restore all of it from ``plan``, except callbacks, which Lightning loads."""
+    def restore(self, loaded: dict[str, Any], device: torch.device) -> None:
+        """Restore all of it from ``loaded``, except callbacks, which Lightning loads."""
         self.look_again()
-        for name, state in plan["metrics"].items():
+        for name, state in loaded["metrics"].items():
             if name in self._metrics:
                 lightning_internals.set_metric_state(self._metrics[name], state)
         for name, buffer in self._plain_buffers().items():
-            value = plan["buffers"].get(name)
+            value = loaded["buffers"].get(name)
             if value is not None and value.shape == buffer.shape:
                 buffer.copy_(value)
-        self.restore_flags(plan["flags"])
+        self.restore_flags(loaded["flags"])
         for name, parameter in self._parameters:
             # Gradients are not saved. Where they are zeroed and kept, an unused parameter's is zero and not None.
-            if name in plan["zeroed"] and self._module.automatic_optimization:
+            if name in loaded["zeroed"] and self._module.automatic_optimization:
                 parameter.grad = torch.zeros_like(parameter)
-        rng.set_generators(self.generators, plan["generators"])
-        self._trainer.callback_metrics.update(move_data_to_device(plan["seen"], device))
+        rng.set_generators(self.generators, loaded["generators"])
+        self._trainer.callback_metrics.update(move_data_to_device(loaded["seen"], device))
 
     def restore_flags(self, flags: dict[str, Any]) -> None:
         """Set flags by name."""

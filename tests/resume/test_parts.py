@@ -117,6 +117,6 @@ def test_counters_are_consistent() -> None:
 
 
 def test_another_format_is_refused() -> None:
-    resume: Any = SimpleNamespace(_told=set(), _trainer=SimpleNamespace(callbacks=[]))
+    resume: Any = SimpleNamespace(_actions_seen=set(), _trainer=SimpleNamespace(callbacks=[]))
     with pytest.raises(ValueError, match="has format 1, and this version of lightning_automodel knows format 3"):
         fit.Resume.load(resume, {"format": 1}, {}, {}, 0)
