@@ -344,8 +344,8 @@ def make_schedule(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def part_to_thaw(net: Any) -> nn.Module:
-    """The part of the module whose training is switched on and off."""
-    return net.head
+    """The part of the module whose training is switched on and off: the head, and layers that ranks may not use."""
+    return nn.ModuleList([net.head, *(getattr(net, name) for name in ("unused", "sometimes") if hasattr(net, name))])
 
 
 def trains(case: Case, epoch: int, index: int) -> bool:

@@ -142,6 +142,8 @@ class Reference:
                     break
                 steps_before = self.num_steps
                 self._batch(epoch, index)
+                if "validate" in case.callbacks and case.manual is None and self.num_steps > steps_before:
+                    self.module.zero_grad()  # as Lightning does before it validates: None, whatever the user's own leave
                 if "ema" in case.callbacks and self.num_steps > steps_before:
                     self.averaged.update_parameters(self.module)
             else:
