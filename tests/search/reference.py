@@ -143,7 +143,7 @@ class Reference:
                 steps_before = self.num_steps
                 self._batch(epoch, index)
                 if "validate" in case.callbacks and case.manual is None and self.num_steps > steps_before:
-                    self.module.zero_grad()  # as Lightning does before it validates: None, whatever the user's own leave
+                    self.module.zero_grad()  # as Lightning before it validates, to None whatever the user does
                 if "ema" in case.callbacks and self.num_steps > steps_before:
                     self.averaged.update_parameters(self.module)
             else:
