@@ -306,15 +306,15 @@ class Resume:
         # Each context peer has its own metrics; tensor-parallel peers have the same.
         is_alike &= state["sizes"].get(CONTEXT, 1) == sizes.get(CONTEXT, 1)
         if is_alike and state["sizes"]["data_parallel"] == sizes["data_parallel"]:
-            loaded = state["ranks"][rank]
+            own = state["ranks"][rank]
         else:
-            loaded = other_world_size.carried_over(state, sizes["data_parallel"])
+            own = other_world_size.carried_over(state, sizes["data_parallel"])
             self._say(
                 f"The checkpoint was saved with a different world size ({state['sizes']}, now {sizes}): the data goes"
                 " on where it stopped, and each rank's random states, buffers and metrics of the epoch start afresh."
                 " Without a DistributedSampler, samples of this epoch may be left out or used twice."
             )
-        self._loaded = loaded = rng.loaded(loaded)
+        self._loaded = loaded = rng.loaded(own)
         # Before optimizers are loaded, as these have no state for frozen parameters.
         unfrozen = {name for name, value in loaded["flags"].items() if value and name.endswith(".requires_grad")}
         self._module.restore_flags(dict.fromkeys(unfrozen, True))
