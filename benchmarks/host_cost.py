@@ -4,9 +4,10 @@ A GPU waits whenever Python is late, so this trains models that have next to not
 measures processor seconds of a rank, which leave out all waiting. As in `step_time.py`, all variants are set up in the
 same two processes and take turns of an optimizer step; ratios are medians of those within a round. The start is from
 the call of `fit`, or of the loop, to the end of the first optimizer step, less one step; what happens once a process,
-such as imports, comes before, with two layers.
+such as imports, comes before, with two layers. A start is long and can be repeated; `--starts` does only that.
 
     python benchmarks/host_cost.py --layers 10 100 300 --output report.md
+    python benchmarks/host_cost.py --layers 600 --starts 4
 """
 
 import argparse
@@ -35,6 +36,8 @@ ACCUMULATE = 4
 COMPARED = {"loop": "loop", "automodel": "loop", "model-parallel": "loop", "ddp-loop": "ddp", "automodel-ddp": "ddp"}
 """Variants, each with the one that it is compared with."""
 KEYS = [*COMPARED, "ddp"]
+STARTED = {"automodel": "model-parallel", "automodel-ddp": "ddp"}
+"""Variants whose starts are repeated, each with the one that it is compared with."""
 
 
 @dataclass
@@ -69,6 +72,29 @@ def measure(layers: int, rounds: int) -> dict[str, Cost]:
     return costs
 
 
+def compare_starts(layers: int, rounds: int) -> str:
+    """One table: starts of each variant, in turn. A collective over the world."""
+    variants = {variant.key: variant for variant in VARIANTS}
+    workload = Workload(width=32, layers=layers, accumulate=1, batch_tokens=16, steps=4)
+    starts: dict[str, list[float]] = {key: [] for pair in STARTED.items() for key in pair}
+    for _ in range(rounds):
+        for key, of_variant in starts.items():
+            training = PausedTraining(partial(variants[key].train, workload))
+            first, *steps = (_timed(training) for _ in range(workload.steps))
+            of_variant.append(first - median(steps))
+            training.finish()
+            gc.collect()
+    rows = []
+    for key, of_variant in starts.items():
+        seconds = ", ".join(f"{start:.2f}" for start in of_variant)
+        ratio = ""
+        if other := STARTED.get(key):
+            ratios = [own / base for own, base in zip(of_variant, starts[other], strict=True)]
+            ratio = f"{median(ratios):.2f} of {variants[other].title}"
+        rows.append([variants[key].title, seconds, f"{median(of_variant):.2f}", ratio])
+    return f"## Starts at {layers} layers\n\n{table(['', 's of each start', 'median', 'ratio'], rows)}"
+
+
 def _timed(training: PausedTraining) -> float:
     start = process_time()
     training.step()
@@ -99,14 +125,18 @@ def run_rank(rank: int, meeting_point: str, args: argparse.Namespace, command: s
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=2)
     measure(layers=2, rounds=1)
-    sections = [format_costs(layers, measure(layers, args.rounds)) for layers in args.layers]
+    if args.starts:
+        sections = [compare_starts(layers, args.starts) for layers in args.layers]
+    else:
+        sections = [format_costs(layers, measure(layers, args.rounds)) for layers in args.layers]
     if rank == 0:
         head = [
             "# Processor seconds on the host",
             "",
             *(f"- {name}: {value}" for name, value in describe_environment().items()),
             f"- command: `{command}`",
-            f"- two ranks, gloo on loopback, accumulation {ACCUMULATE}, width 32, 16 tokens, {args.rounds} rounds",
+            "- two ranks, gloo on loopback, width 32, 16 tokens, "
+            + (f"{args.starts} starts" if args.starts else f"accumulation {ACCUMULATE}, {args.rounds} rounds"),
         ]
         report = "\n\n".join(["\n".join(head), *sections])
         publish(report, args.output)
@@ -117,6 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[10, 100, 300], help="of the model (%(default)s)")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each variant (%(default)s)")
+    parser.add_argument("--starts", type=int, default=0, help="compare this many starts of each variant, not steps")
     parser.add_argument("--output", type=Path, help="also write the report to this file")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"

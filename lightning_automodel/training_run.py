@@ -197,7 +197,7 @@ class TrainingRun:
 
     def move_to_device(self) -> None:
         """Move the module to this rank's device, except tensors without values and offloaded shards."""
-        if meta_init.names_without_values(self.module):
+        if self._without_values and meta_init.names_without_values(self.module):
             meta_init.move_what_has_values(self.module, self.device)
         elif not (self._options.cpu_offload and units.is_sharded(self.module)):
             self.module.to(self.device)

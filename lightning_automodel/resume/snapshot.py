@@ -153,11 +153,10 @@ class ModuleState:
 
 def _buffer_owners(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, str]]:
     """Full name, owner and own name of each buffer but those of metrics, which are saved by themselves."""
-    modules = dict(model.named_modules(prefix=prefix, remove_duplicate=False))
-    for name, _ in model.named_buffers(prefix, remove_duplicate=False):
-        owner, _, own_name = name.rpartition(".")
-        if not isinstance(modules[owner], Metric):
-            yield name, modules[owner], own_name
+    for path, module in model.named_modules(prefix=prefix, remove_duplicate=False):
+        if not isinstance(module, Metric):
+            for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
+                yield f"{path}.{name}" if path else name, module, name
 
 
 def _copied(state: Any) -> Any:

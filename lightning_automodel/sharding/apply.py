@@ -130,9 +130,11 @@ def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module]) -> None:
     for name in ("forward", *_STEP_METHODS):
         if (method := getattr(model, name)) is not None:  # Lightning's way of switching a step off
             setattr(model, name, outermost.around(method))
-    in_units = {module for unit in own_units for module in unit.modules()}
-    for part in distinct((*callable_children(model), *_around_units(model))):
-        if part not in in_units:
+    passed_by = {model, *(module for unit in own_units for module in unit.modules())}
+    entries = set(callable_children(model))
+    for part in model.modules():
+        # What holds units may be called directly too: a wrapper's ``generate`` does.
+        if part not in passed_by and (part in entries or (can_be_unit(part) and has_fsdp_units(part))):
             part.forward = outermost.around(part.forward)
     vars(model)[_AS_STEP] = outermost.around(lambda function: function())
 
@@ -143,13 +145,6 @@ def call_as_step(model: nn.Module, function: Callable[[], T]) -> T:
         if (around := vars(root).get(_AS_STEP)) is not None:
             function = partial(around, function)
     return function()
-
-
-def _around_units(model: nn.Module) -> Iterator[nn.Module]:
-    """Callable modules below ``model`` that hold FSDP units: a wrapper's ``generate`` calls them directly."""
-    for module in model.modules():
-        if module is not model and can_be_unit(module) and has_fsdp_units(module):
-            yield module
 
 
 def initialise_fsdp2(model: nn.Module, divisor: int) -> None:

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
@@ -76,7 +75,7 @@ class FSDP2Engine(Engine):
             apply.show_attributes(module)
         self.sync.discard()
         self._start_gathers_ahead(module)
-        self._gathers = JoinedGathers(torch_internals.fsdp_units(module), self._patches)
+        self._gathers = JoinedGathers(self.sync.units, self._patches)
         tensor_parallel.share_random_state(self.mesh, self.device)
         # Buffers outside of the state dict are constants (masks, rotary frequencies).
         kept = module.state_dict(keep_vars=True).keys()

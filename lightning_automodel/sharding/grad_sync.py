@@ -121,6 +121,7 @@ class FSDPGradSync(GradSync):
     micro-batches the module shows its sharded parameters, while the memory of the unsharded ones is retained: a
     callback, a checkpoint or another forward finds an ordinary sharded module. Plain parameters are averaged over
     ``group``; None for one rank. ``is_last`` says whether the window ends with the running micro-batch; None outside.
+    ``units`` are those of the model.
     """
 
     def __init__(
@@ -130,9 +131,9 @@ class FSDPGradSync(GradSync):
         self._defer, self._group = defer, group
         self._retain_unsharded = retain_unsharded
         self._names = {id(module): name or "the root" for name, module in model.named_modules()}
-        self._units = torch_internals.fsdp_units(model)
+        self.units = torch_internals.fsdp_units(model)
         self._roots = fsdp_roots(model)
-        self._groups = [group for unit in self._units for group in torch_internals.param_groups(unit)]
+        self._groups = [group for unit in self.units for group in torch_internals.param_groups(unit)]
         self._retained: list[tuple[FSDPModule, list[int]]] = []
         self.is_last: bool | None = None
         self._in_backward = False
@@ -152,7 +153,7 @@ class FSDPGradSync(GradSync):
         accumulates into.
         """
         if not self._has_gathered:
-            for unit in self._units:
+            for unit in self.units:
                 if not all(map(torch_internals.was_unsharded, torch_internals.param_groups(unit))):
                     unit.unshard()
                     unit.reshard()
@@ -198,9 +199,9 @@ class FSDPGradSync(GradSync):
         if self.is_last is not None:
             yield
             return
-        with _reduction(self._units, is_last, self._defer, with_unused=True):
+        with _reduction(self.units, is_last, self._defer, with_unused=True):
             if self._retain_unsharded:
-                for unit in self._units:
+                for unit in self.units:
                     unit.set_reshard_after_forward(False, recurse=False)
                     # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).
                     unit.set_reshard_after_backward(False, recurse=False)
@@ -227,7 +228,7 @@ class FSDPGradSync(GradSync):
                 if self.is_last:
                     self._check_own_shards(unit)
                 taken_back.add(id(unit))
-        for unit in self._units:
+        for unit in self.units:
             if id(unit) not in taken_back:
                 reshard(unit)
 
@@ -259,7 +260,7 @@ class FSDPGradSync(GradSync):
             )
         if self.is_last:
             _reduce_deferred(self._roots)
-        for unit in self._units:
+        for unit in self.units:
             if not torch_internals.is_unsharded(unit):
                 continue
             as_set = torch_internals.param_groups(unit)[0].reshard_after_backward
@@ -282,7 +283,7 @@ class FSDPGradSync(GradSync):
             if torch_internals.unsharded_storage_is_kept(unit):
                 torch_internals.show_kept_storage(unit)
         self._retained = []
-        for unit in self._units:
+        for unit in self.units:
             reshard(unit)
 
     @override
@@ -315,7 +316,7 @@ class FSDPGradSync(GradSync):
         self._in_backward, self._bypassed = False, []
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
         gradients = [(param.sharded_param, param.sharded_param.grad) for g in self._groups for param in g.fsdp_params]
-        for unit in self._units:
+        for unit in self.units:
             torch_internals.forget_background_gather(unit)
         for root in self._roots:
             root.reset_iter_state()

@@ -222,10 +222,11 @@ def is_applied(policy: MixedPrecisionPolicy, model: nn.Module) -> bool:
 
 def describe_dtypes(plugin: Precision, model: nn.Module, policy: MixedPrecisionPolicy | None) -> dict[str, str]:
     """The Trainer's precision, and the dtypes that result; ``policy`` is None if this strategy made no units."""
-    parameters = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    own = list(model.parameters())
+    parameters = {p.dtype for p in own if p.is_floating_point()}
     autocast = {FSDP2_PRECISIONS[plugin.precision]} if isinstance(plugin, MixedPrecision) else set()
     reductions = {torch_internals.reduction_dtype(group) for group in torch_internals.fsdp_param_groups(model)} - {None}
-    trainable = {p.dtype for p in model.parameters() if p.requires_grad}
+    trainable = {p.dtype for p in own if p.requires_grad}
     by_units = unit_dtypes(model)
     output = policy.output_dtype if policy is not None else None
     way = "the units' policy" if by_units else "torch.autocast" if autocast else "the parameters' own"
