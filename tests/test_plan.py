@@ -170,6 +170,15 @@ def test_what_would_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert "Nothing fits in 0.0 GiB. Most of the least is" in capsys.readouterr().out
 
 
+def test_ddp_without_a_plan_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Under bf16-mixed, the default, with what to pass; under another precision there is nothing to tell."""
+    for precision in ("bf16-mixed", "bf16-true"):
+        assert main(["tests.test_plan:build", "--world-size", "2", "--precision", precision, "--tensor", "1"]) == 0
+        printed = capsys.readouterr().out
+        assert ("left out: DDP: its autocast" in printed) == (precision == "bf16-mixed")
+        assert ("DDP 2" in printed) == (precision == "bf16-true")
+
+
 def test_layouts_that_cannot_be() -> None:
     """A module whose attention stays within a slice, and one without a tensor-parallel plan."""
     for tensor, context in ((2, 1), (1, 2)):

@@ -140,6 +140,8 @@ def _plans(parsed: argparse.Namespace, build: Build, assumed: Assumptions) -> tu
                 plans.append(Plan(micro, layout, total // data, assumed, parsed.ranks_per_node, is_half))
     if not plans:
         raise CannotPlanError("; ".join(dict.fromkeys(left_out.values())))
+    if parsed.precision == "bf16-mixed":
+        left_out["DDP"] = "its autocast does not reach the meta device: pass --precision bf16-true or 32-true"
     if not any(plan.high_water <= assumed.memory for plan in plans) and not assumed.is_host:
         sharded = [p.layout for p in plans if p.layout.data_parallel == "fsdp2" and not p.layout.retains]
         plans += [p.with_layout(replace(p.layout, offloads=True)) for p in plans if p.layout in sharded]
@@ -148,7 +150,6 @@ def _plans(parsed: argparse.Namespace, build: Build, assumed: Assumptions) -> tu
 
 def _layouts(parsed: argparse.Namespace, data: int, tensor: int, context: int, recomputes: bool) -> Iterator[Layout]:
     nodes = -(-parsed.world_size // parsed.ranks_per_node)
-    # Autocast, which DDP computes in, does not reach the meta device.
     if tensor == 1 and parsed.precision != "bf16-mixed":
         yield Layout("ddp", data, 1, 1, context, recomputes)
     for retains in (True, False):
