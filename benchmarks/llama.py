@@ -64,6 +64,7 @@ class Case:
         is_chunked: Whether the loss is `token_loss`, not `F.cross_entropy` over all logits.
         recompute: `activation_checkpointing`.
         compile: Whether blocks are compiled.
+        precision: Of the Trainer; None: bf16-true on CUDA, else 32-true.
         shares_device: Whether each rank is the only one of a node, so that all use the first device.
         options: Further keywords of the strategy.
     """
@@ -81,6 +82,7 @@ class Case:
     is_chunked: bool = False
     recompute: bool | str = False
     compile: bool = False
+    precision: str | None = None
     shares_device: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -297,7 +299,7 @@ def _run_trainer(case: Case, meter: Meter) -> None:
         devices=1 if case.shares_device else case.ranks,
         num_nodes=case.ranks if case.shares_device else 1,
         strategy=strategy,
-        precision="bf16-true" if case.device == "cuda" else "32-true",
+        precision=case.precision or ("bf16-true" if case.device == "cuda" else "32-true"),
         accumulate_grad_batches=case.accumulate,
         max_steps=case.warm_up + case.steps,
         callbacks=[StepMeter(meter)],

@@ -120,7 +120,9 @@ def plan(case: Case, assumed: Assumptions = DEVICES["cpu"], local_ranks: int | N
     """The same run by the plan; ``local_ranks`` share a node, by default all."""
     layout, batch = plan_layout(case), list(case.batches())[-1]
     shape = layout.tensor, layout.context, layout.recomputes
-    micro = run_micro_batch(lambda: (LlamaModule(case), batch), "32-true", *shape, label_shift=0, foreach=False)
+    micro = run_micro_batch(
+        lambda: (LlamaModule(case), batch), case.precision or "32-true", *shape, label_shift=0, foreach=False
+    )
     return Plan(micro, layout, case.accumulate, assumed, local_ranks or case.ranks, is_half=False)
 
 
@@ -140,6 +142,12 @@ def cases() -> list[Case]:
         (kept, {"context": 2}),
         ({**freed, "tensor_parallel_size": 2}, {}),
         ({**freed, "cpu_offload": True}, {}),
+        (freed, {"precision": "bf16-mixed"}),
+        (kept, {"precision": "bf16-mixed", "accumulate": 2}),
+        (freed, {"precision": "bf16-mixed", "recompute": True}),
+        (freed, {"precision": "bf16-true"}),
+        (kept, {"precision": "bf16-true", "accumulate": 2}),
+        ({"data_parallel": "ddp"}, {"precision": "bf16-true"}),
     ]
     four = [
         (freed, {}),
@@ -158,6 +166,7 @@ def cases() -> list[Case]:
 def title(case: Case) -> str:
     """The layout and what else differs between the cases."""
     parts = [str(plan_layout(case)), f"accumulation {case.accumulate}"]
+    parts += [case.precision] if case.precision else []
     parts += ["`token_loss`"] * case.is_chunked + ["`cpu_offload`"] * dict(case.options).get("cpu_offload", False)
     return ", ".join(parts)
 
