@@ -185,7 +185,7 @@ class TrainingRun:
             self.advice.say_once("mp_policy has no effect on a model that was sharded before, with another policy.")
         elif has_foreign_policy:
             self.advice.about_units_of_before(str(self.plugin.precision), module, policy)
-        engine = FSDP2Engine(self._mesh, self.device, options, local_ranks, policy, self.patches)
+        engine = FSDP2Engine(self._mesh, self.device, options, local_ranks, policy)
         return engine, None if has_foreign_policy else policy
 
     def _give_values(self) -> None:

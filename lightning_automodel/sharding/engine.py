@@ -2,13 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Set
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel.distributed.mesh import RunMesh
 
@@ -21,7 +22,7 @@ class GradSync:
     """
 
     def __init__(self) -> None:
-        self._hooks = ExitStack()
+        self._hooks: list[RemovableHandle] = []
         self._tracked: set[nn.Parameter] = set()
         self._used: set[nn.Parameter] = set()
         self._counts = True
@@ -31,7 +32,7 @@ class GradSync:
         if parameter.requires_grad and parameter not in self._tracked:
             self._tracked.add(parameter)
             hook = partial(self._mark_used, parameter)
-            self._hooks.callback(leaf.register_post_accumulate_grad_hook(hook).remove)
+            self._hooks.append(leaf.register_post_accumulate_grad_hook(hook))
 
     def _mark_used(self, parameter: nn.Parameter, _: Tensor) -> None:
         if self._counts:
@@ -67,7 +68,8 @@ class GradSync:
 
     def close(self) -> None:
         """Remove hooks from the model."""
-        self._hooks.close()
+        for hook in self._hooks:
+            hook.remove()
 
 
 class Engine(ABC):

@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import (
     apply,
     checks,
@@ -49,13 +48,11 @@ class FSDP2Engine(Engine):
         options: StrategyOptions,
         local_ranks: int,
         policy: MixedPrecisionPolicy,
-        patches: PatchStack,
     ) -> None:
         super().__init__(mesh, device)
         self._options = options
         self._policy = policy
         self._local_ranks = local_ranks
-        self._patches = patches
         self._report: dict[str, Any] = {}
         self._is_first_batch = self._starts_window = True
 
@@ -75,7 +72,7 @@ class FSDP2Engine(Engine):
             apply.show_attributes(module)
         self.sync.discard()
         self._start_gathers_ahead(module)
-        self._gathers = JoinedGathers(self.sync.units, self._patches)
+        self._gathers = JoinedGathers(self.sync.units)
         tensor_parallel.share_random_state(self.mesh, self.device)
         # Buffers outside of the state dict are constants (masks, rotary frequencies).
         kept = module.state_dict(keep_vars=True).keys()

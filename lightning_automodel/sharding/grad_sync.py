@@ -140,7 +140,7 @@ class FSDPGradSync(GradSync):
         for root in cast(list[nn.Module], self._roots):
             if root is not model:
                 hook = partial(_reshard_unless_training, torch_internals.fsdp_units(root))
-                self._hooks.callback(root.register_forward_hook(hook).remove)
+                self._hooks.append(root.register_forward_hook(hook))
         self._has_gathered = False
         shards = {param.sharded_param for param_group in self._groups for param in param_group.fsdp_params}
         self._unwatched = {p: name for name, p in model.named_parameters() if p in shards}
@@ -174,7 +174,7 @@ class FSDPGradSync(GradSync):
                 self.track(shard, unsharded)
                 name = self._unwatched.pop(shard)
                 # FSDP2 writes gradients of shards itself, past their hooks.
-                self._hooks.callback(shard.register_hook(partial(self._note_bypass, name)).remove)
+                self._hooks.append(shard.register_hook(partial(self._note_bypass, name)))
 
     def _note_bypass(self, name: str, _: Tensor) -> None:
         if self._in_backward:

@@ -16,16 +16,10 @@ class JoinedGathers:
     No user code runs on that rank: nothing is logged, counted or drawn at random there.
     """
 
-    def __init__(self, units: Sequence[FSDPModule], patches: PatchStack) -> None:
+    def __init__(self, units: Sequence[FSDPModule]) -> None:
+        self._units = units
         self._newest: list[FSDPModule] = []
         self._before: list[FSDPModule] | None = None
-        for unit in units:
-            torch_internals.note_all_gathers(unit, partial(self._note, unit), patches)
-        self._is_noting = False
-
-    def _note(self, unit: FSDPModule) -> None:
-        if self._is_noting:
-            self._newest.append(unit)
 
     def start_loop(self) -> None:
         """Begin an evaluation loop: earlier gathers do not apply to it."""
@@ -35,9 +29,11 @@ class JoinedGathers:
     def step(self) -> Iterator[None]:
         """Context of a step of this rank, which begins with everything sharded."""
         self._before = self._newest or None
-        self._newest, self._is_noting = [], True
-        yield
-        self._is_noting = False
+        self._newest = []
+        with PatchStack() as patches:  # not for longer, since training gathers the same units
+            for unit in self._units:
+                torch_internals.note_all_gathers(unit, partial(self._newest.append, unit), patches)
+            yield
 
     def join(self) -> None:
         """Take part in a step of other ranks by repeating the gathers of this rank's last step. A collective."""
