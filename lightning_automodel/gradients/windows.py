@@ -39,16 +39,19 @@ class Window:
     Attributes:
         sums: Sums over its backwards on this rank.
         optimizers: The optimizers whose parameters it holds gradients of.
-        owned: The parameters of these optimizers. No other open window may hold any of them.
         trained: All parameters that were trainable in any of its backwards, the same on all ranks.
         ahead: Its totals, if it was counted ahead: losses are divided by them, so that gradients are final at once.
     """
 
     sums: WindowSums
     optimizers: list[Optimizer]
-    owned: set[nn.Parameter]
     trained: set[nn.Parameter] = field(default_factory=set)
     ahead: WindowTotals | None = None
+
+    @property
+    def owned(self) -> set[nn.Parameter]:
+        """The parameters of its optimizers. No other open window may hold any of them."""
+        return {parameter for optimizer in self.optimizers for parameter in optimizer_parameters(optimizer)}
 
 
 @dataclass
@@ -138,10 +141,9 @@ class GradientWindows:
         if key is not None and key in self._open:
             return self._open[key]
         optimizers = self.optimizers if key is None else [key]
-        owned = {parameter for optimizer in optimizers for parameter in optimizer_parameters(optimizer)}
         if key is None and len(self._open) == 1:
             window = next(iter(self._open.values()))
-            window.optimizers, window.owned = optimizers, owned
+            window.optimizers = optimizers
             return window
         if key is None and self._open:
             raise RuntimeError(
@@ -149,14 +151,15 @@ class GradientWindows:
                 f" ({', '.join(type(key).__name__ for key in self._open)}), and this backward belongs to none of them:"
                 " run it inside `with optimizer.toggle_model():` of the optimizer whose window it ends."
             )
+        window = Window(WindowSums(), optimizers)
         for other in self._open.values():
-            if not owned.isdisjoint(other.owned):
+            if shared := window.owned & other.owned:
                 raise RuntimeError(
-                    f"{len(owned & other.owned)} parameters of {type(key).__name__} belong to the open accumulation"
+                    f"{len(shared)} parameters of {type(key).__name__} belong to the open accumulation"
                     f" window of {', '.join(type(o).__name__ for o in other.optimizers)}. End that window first, by a"
                     " backward outside of toggle_model(sync_grad=False), or zero its gradients."
                 )
-        window = self._open[key] = Window(WindowSums(), optimizers, owned)
+        self._open[key] = window
         return window
 
     @contextmanager
@@ -170,7 +173,7 @@ class GradientWindows:
         Ending a window is a collective over the data-parallel group: every rank must end the same window. With a
         padding batch, nothing of it ``counts``.
         """
-        trained_before = {parameter for each in self._open.values() for parameter in each.trained}
+        trained_before = set[nn.Parameter]().union(*(each.trained for each in self._open.values()))
         window.trained.update(parameter for parameter in self._parameters if parameter.requires_grad)
         grads_before = self._swap_in()
         self.in_backward = True
