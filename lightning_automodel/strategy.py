@@ -643,6 +643,14 @@ class AutomodelStrategy(ParallelStrategy):
         self._required_run.engine.start_evaluation_loop()
 
     @override
+    def on_test_start(self) -> None:
+        self._required_run.engine.start_evaluation_loop()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._required_run.engine.start_evaluation_loop()
+
+    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         return self._required_run.evaluation_step(super().validation_step, self._begin_evaluation, *args, **kwargs)
 

@@ -84,9 +84,9 @@ def _around_a_fit(options: dict[str, Any], fresh: bool) -> tuple[Any, ...]:
     def renewed() -> Any:
         return make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE) if fresh else trainer
 
+    before = renewed().predict(module, loader())
     renewed().validate(module, loader(), verbose=False)
     renewed().test(module, loader(), verbose=False)
-    before = renewed().predict(module, loader())
     whole = [module.is_whole()]
     renewed().fit(module, loader())
     whole.append(module.is_whole())
