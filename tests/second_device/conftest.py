@@ -14,7 +14,6 @@ from tests.rank_pool import RankPool
 from tests.second_device import build
 
 LONG = (
-    "test_around_a_fit",
     "test_early_stopping",
     "test_equals_one_process",
     "test_failure_in_the_background",
