@@ -100,7 +100,7 @@ class Engine(ABC):
         """Called before each training step, with its batch."""
 
     def start_evaluation_loop(self) -> None:
-        """Called before an evaluation or prediction begins."""
+        """Called before an evaluation or prediction begins. May be a collective over the data-parallel group."""
 
     def evaluation(self) -> AbstractContextManager[None]:
         """Context of a step of evaluation or prediction; after it, a callback may swap weights."""
