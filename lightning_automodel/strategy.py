@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -603,7 +603,9 @@ class AutomodelStrategy(ParallelStrategy):
         rank must call it, once per window. Raises RuntimeError if the gradients of ``optimizer`` are not final.
         """
         run = self._required_run
-        output = super().optimizer_step(optimizer, partial(run.run_closure, closure, optimizer), model, **kwargs)
+        with ExitStack() as step:
+            run_closure = partial(run.run_closure, closure, optimizer, step)
+            output = super().optimizer_step(optimizer, run_closure, model, **kwargs)
         run.windows.stepped(optimizer)  # a gradient scaler may have skipped the step
         if self._resume is not None:
             self._resume.stepped()

@@ -1,6 +1,7 @@
 """What one run of the Trainer owns, from the strategy's ``setup`` to its ``teardown``."""
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -25,7 +26,7 @@ from lightning_automodel.gradients.clipping import GradientClipper
 from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
 from lightning_automodel.gradients.optimizer_watch import OptimizerWatch
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
-from lightning_automodel.gradients.windows import GradientWindows, optimizer_parameters
+from lightning_automodel.gradients.windows import GradientWindows, mixing_shards, optimizer_parameters
 from lightning_automodel.micro_batch import MicroBatches
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
@@ -238,8 +239,12 @@ class TrainingRun:
 
     # --- One optimizer step -------------------------------------------------------------------------------------------
 
-    def run_closure(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
-        """Run a step's closure: under automatic optimization, the window's last forward and backward."""
+    def run_closure(self, closure: Callable[[], Any], optimizer: Optimizer, step: ExitStack) -> Any:
+        """Run a step's closure: under automatic optimization, the window's last forward and backward.
+
+        ``step`` is open during the optimizer's own arithmetic, which follows.
+        """
+        step.close()  # LBFGS calls its closure more than once
         if not self.module.automatic_optimization:
             result = closure()
         else:
@@ -248,6 +253,7 @@ class TrainingRun:
         self._watch.check_step(optimizer)
         if result is not None or not self.module.automatic_optimization:
             self._scaling.look_for_overflow(optimizer)
+        step.enter_context(mixing_shards(optimizer))
         return result
 
     def holds_gradients(self) -> bool:

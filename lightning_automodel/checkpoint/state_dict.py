@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
+from lightning_automodel.gradients.windows import mixing_shards
 from lightning_automodel.sharding.param_names import without_wrappers
 
 MODEL = "state_dict"
@@ -188,7 +189,8 @@ def _with_state_of(optimizer: Optimizer, stateful: set[str], names: list[str]) -
         if "lr" in group:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     optimizer.state.clear()
-    optimizer.step()
+    with mixing_shards(optimizer):
+        optimizer.step()
     optimizer.zero_grad()
     return groups
 

@@ -1,7 +1,7 @@
 """Accumulation windows: gradients are kept aside until they are final, and then written to ``.grad``."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
 from lightning_automodel.distributed.mesh import RunMesh
@@ -30,6 +32,15 @@ def unwrap(optimizer: OneOptimizer) -> Optimizer:
 def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """All parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def mixing_shards(optimizer: Optimizer) -> AbstractContextManager[None]:
+    """Context for an optimizer's arithmetic where some of its parameters are shards and others are whole.
+
+    The steps of torch that take all parameters at once (``foreach``, the default on accelerators) refuse such mixtures.
+    """
+    is_mixed = len({isinstance(parameter, DTensor) for parameter in optimizer_parameters(optimizer)}) == 2
+    return implicit_replication() if is_mixed else nullcontext()
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,16 @@ from torch import Tensor, nn
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import VOCABULARY, WIDTH, Outcome, TinyDecoder, full_weights, weight_error
+from tests.trainer.exactness import (
+    LEARNING_RATE,
+    MOMENTUM,
+    VOCABULARY,
+    WIDTH,
+    Outcome,
+    TinyDecoder,
+    full_weights,
+    weight_error,
+)
 from tests.trainer.plain import ModelModule, fill, filled_decoder, plain_weights, prefixed
 from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, first_by_default, loader, make_trainer
 
@@ -52,6 +62,39 @@ def test_transposed_and_empty_parameters(pool2: RankPool, options: dict[str, Any
     weights.pop("nothing")
     for outcome in pool2.run(_fit_unusual, options):
         assert weight_error(outcome, prefixed(weights)) <= TOLERANCE
+
+
+def _sgd_over_lists(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, foreach=True)
+
+
+class StepsOverLists(ModelModule):
+    """Steps with all parameters at once, as optimizers do by default on accelerators."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return _sgd_over_lists(self)
+
+
+def _fit_and_resume(folder: str) -> Outcome:
+    trainer = make_trainer(AutomodelStrategy(), accumulate_grad_batches=ACCUMULATE, max_steps=1)
+    trainer.fit(StepsOverLists(Unusual()), loader())
+    trainer.save_checkpoint(f"{folder}/one.ckpt")
+    module = StepsOverLists(Unusual())
+    make_trainer(AutomodelStrategy(), accumulate_grad_batches=ACCUMULATE).fit(
+        module, loader(), ckpt_path=f"{folder}/one.ckpt"
+    )
+    outcome = Outcome(full_weights(module), None)
+    outcome.weights.pop("model.nothing")
+    return outcome
+
+
+def test_steps_over_lists_take_shards_and_whole_parameters(pool2: RankPool, tmp_path: Path) -> None:
+    """Torch refuses lists of both: in a step of the fit, and in the one that makes an optimizer's state for loading."""
+    weights = plain_weights(Unusual(), ACCUMULATE, make_optimizer=_sgd_over_lists)
+    weights.pop("nothing")
+    expected = prefixed(weights)
+    for outcome in pool2.run(_fit_and_resume, str(tmp_path)):
+        assert weight_error(outcome, expected) <= TOLERANCE
 
 
 class LooksAtTags(ModelModule):
