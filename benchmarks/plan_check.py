@@ -101,29 +101,20 @@ def measure(cases: list[Case]) -> list[dict[str, Any]]:
 def plan_layout(case: Case) -> Layout:
     """The case's layout."""
     options: dict[str, Any] = dict(case.options)
-    tensor = options.get("tensor_parallel_size", 1)
-    replicas = options.get("data_parallel_replicate_size", 1)
-    data = case.ranks // (tensor * case.context)
-    is_ddp = options.get("data_parallel") == "ddp"
+    kind = options.pop("data_parallel", "fsdp2")
+    data = case.ranks // (options.get("tensor_parallel_size", 1) * case.context)
     return Layout(
-        "ddp" if is_ddp else "fsdp2",
-        data if is_ddp else replicas,
-        1 if is_ddp else data // replicas,
-        tensor,
-        case.context,
-        recomputes=bool(case.recompute),
-        retains=not options.get("reshard_during_accumulation", True),
+        kind, data, context_parallel_size=case.context, activation_checkpointing=bool(case.recompute), **options
     )
 
 
 def plan(case: Case, assumed: Assumptions = DEVICES["cpu"], local_ranks: int | None = None) -> Plan:
     """The same run by the plan; ``local_ranks`` share a node, by default all."""
     layout, batch = plan_layout(case), list(case.batches())[-1]
-    shape = layout.tensor, layout.context, layout.recomputes
-    micro = run_micro_batch(
-        lambda: (LlamaModule(case), batch), case.precision or "32-true", *shape, label_shift=0, foreach=False
-    )
-    return Plan(micro, layout, case.accumulate, assumed, local_ranks or case.ranks, is_half=False)
+    shape = layout.tensor_parallel_size, layout.context_parallel_size, layout.activation_checkpointing
+    micro = run_micro_batch(lambda: (LlamaModule(case), batch), case.precision or "32-true", *shape)
+    # On a CPU, offloaded state is in the same memory.
+    return Plan(micro, replace(layout, cpu_offload=False), case.accumulate, assumed, local_ranks or case.ranks)
 
 
 def cases() -> list[Case]:
@@ -175,11 +166,11 @@ def compare(case: Case, found: dict[str, Any]) -> list[str]:
     """A row of the table."""
     planned = plan(case)
     times, num_bytes = Counter[str](), Counter[str]()
-    for each in planned.collectives:
-        times[each.kind] += each.times
-        num_bytes[each.kind] += each.num_bytes
+    for (_, kind, size), number in planned.sent.items():
+        times[kind] += number
+        num_bytes[kind] += size * number
     is_same = (times, num_bytes) == (found["counts"], found["bytes"])
-    high_water = planned.high_water / MEBIBYTE
+    high_water = sum(planned.memory.values()) / MEBIBYTE
     return [
         *(str(case.ranks), title(case), f"{found['peak']:.0f}", f"{high_water:.0f}"),
         *(f"{high_water / found['peak']:.3f}", str(sum(times.values())), f"{sum(num_bytes.values()):,}"),

@@ -1,322 +1,233 @@
 """What a layout needs of each rank: memory, collectives and seconds of an optimizer step."""
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any
 
 from lightning_automodel.plan.recording import MicroBatch, Parameter
-
-_DDP_BUCKETS = (1 << 20, 25 << 20)  # bytes of the first bucket, and of the others
-_ON_HOST = ("parameters", "gradients", "optimizer")  # under cpu_offload
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What is assumed of the machines. Bandwidths are bytes a second, of one rank and in one direction.
+    """What is assumed of the machines. Bandwidths are bytes a second, of one rank and in one direction."""
 
-    Attributes:
-        memory: Bytes of a device that tensors may take.
-        flops: Floating-point operations a second that matrix products reach, in half precision.
-        flops_32: The same in float32.
-        memory_bandwidth: Of the device's memory.
-        node_bandwidth: Between ranks of a node.
-        network_bandwidth: Between nodes.
-        host_bandwidth: Between a device and the host, for cpu_offload.
-        latency: Seconds of a collective beside its bytes.
-        overlap: Part of the computation beside which gathers and reductions run.
-        staging: Copies that the backend makes of what it gathers or reduces: gloo 1, NCCL 0.
-        is_host: Whether ranks compute on the CPU: all-gathers then start one unit ahead.
-    """
-
-    memory: float
-    flops: float
-    flops_32: float
-    memory_bandwidth: float
-    node_bandwidth: float
-    network_bandwidth: float
-    host_bandwidth: float
-    latency: float
-    overlap: float
-    staging: int
-    is_host: bool
+    memory: float  # bytes of a device that tensors may take
+    flops: float  # floating-point operations a second that matrix products reach, in half precision
+    flops_32: float  # the same in float32
+    memory_bandwidth: float  # of the device's memory
+    node_bandwidth: float  # between ranks of a node
+    network_bandwidth: float  # between nodes
+    host_bandwidth: float  # between a device and the host, for cpu_offload
+    latency: float  # seconds of a collective beside its bytes
+    overlap: float  # part of the computation beside which gathers and reductions run
+    is_host: bool  # whether ranks compute on the CPU: gloo copies what it sends, optimizers step by parameter
 
 
 DEVICES = {
-    "h100": Assumptions(72e9, 450e12, 220e12, 2.7e12, 350e9, 45e9, 40e9, 3e-5, 0.8, 0, False),
-    "a100": Assumptions(72e9, 160e12, 80e12, 1.6e12, 230e9, 22e9, 20e9, 3e-5, 0.8, 0, False),
-    "cpu": Assumptions(8e9, 3e10, 3e10, 5e9, 1e9, 1e8, 5e9, 1e-3, 0.0, 1, True),
+    "h100": Assumptions(72e9, 450e12, 220e12, 2.7e12, 350e9, 45e9, 40e9, 3e-5, 0.8, False),
+    "a100": Assumptions(72e9, 160e12, 80e12, 1.6e12, 230e9, 22e9, 20e9, 3e-5, 0.8, False),
+    "cpu": Assumptions(8e9, 3e10, 3e10, 5e9, 1e9, 1e8, 5e9, 1e-3, 0.0, True),
 }
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes and switches of the strategy; ``retains``: parameters stay gathered for the window."""
+    """Options of the strategy by their names there."""
 
     data_parallel: str
-    replicate: int
-    shard: int
-    tensor: int = 1
-    context: int = 1
-    recomputes: bool = False
-    retains: bool = True
-    offloads: bool = False
+    data_parallel_size: int
+    data_parallel_replicate_size: int = 1
+    tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
+    activation_checkpointing: bool = False
+    reshard_during_accumulation: bool | str = "auto"
+    cpu_offload: bool = False
 
-    def options(self) -> dict[str, object]:
-        """Keywords of ``AutomodelStrategy`` that differ from their defaults."""
-        is_sharded = self.data_parallel == "fsdp2"
-        given = {
-            "data_parallel": ("fsdp2" if is_sharded else "ddp", None),
-            "data_parallel_replicate_size": (self.replicate if is_sharded else 1, 1),
-            "tensor_parallel_size": (self.tensor, 1),
-            "context_parallel_size": (self.context, 1),
-            "activation_checkpointing": (self.recomputes, False),
-            "reshard_during_accumulation": (not self.retains if is_sharded else None, None),
-            "cpu_offload": (self.offloads, False),
-        }
-        return {name: value for name, (value, default) in given.items() if value != default}
+    @property
+    def shards(self) -> int:
+        """Ranks that one copy of the parameters is sharded over."""
+        copies = self.data_parallel_replicate_size
+        return self.data_parallel_size // copies * self.context_parallel_size if self.data_parallel == "fsdp2" else 1
+
+    def options(self) -> dict[str, Any]:
+        """Keywords of ``AutomodelStrategy``."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
     def __str__(self) -> str:
-        text = f"HSDP {self.replicate} x {self.shard}" if self.replicate > 1 else f"FSDP2 {self.shard}"
-        text = (
-            f"{text} {'kept' if self.retains else 'freed'}"
-            if self.data_parallel == "fsdp2"
-            else f"DDP {self.replicate}"
-        )
-        sizes = f" TP {self.tensor}" * (self.tensor > 1) + f" CP {self.context}" * (self.context > 1)
-        return text + sizes + " recomputed" * self.recomputes + " offloaded" * self.offloads
-
-
-class Collectives(NamedTuple):
-    """Collectives of one kind in an optimizer step of one rank; of each, the larger of what it gives and gets counts.
-
-    Attributes:
-        kind: As in torch: "all_gather", "reduce_scatter", "all_reduce", "broadcast".
-        group: "shard", "replicate", "tokens", "tensor" or "context".
-        ranks: Of the group.
-        neighbours: How many of them are on one node.
-        times: How many collectives.
-        num_bytes: Of all of them.
-    """
-
-    kind: str
-    group: str
-    ranks: int
-    neighbours: int
-    times: int
-    num_bytes: int
-
-    def seconds(self, assumed: Assumptions) -> float:
-        """As rings that share the links of a node; an all-reduce is a reduce-scatter and an all-gather."""
-        passes = self.num_bytes * (2 if self.kind == "all_reduce" else 1)
-        within = passes * (1 - 1 / self.neighbours) / assumed.node_bandwidth
-        between = passes * (1 - self.neighbours / self.ranks) / (assumed.network_bandwidth * self.neighbours)
-        return max(within, between) + self.times * assumed.latency
+        size, copies = self.data_parallel_size, self.data_parallel_replicate_size
+        text = f"HSDP {copies} x {size // copies}" if copies > 1 else f"{self.data_parallel.upper()} {size}"
+        if self.data_parallel == "fsdp2":
+            text += " freed" if self.reshard_during_accumulation else " kept"
+        sizes = {"TP": self.tensor_parallel_size, "CP": self.context_parallel_size}
+        text += "".join(f" {name} {size}" for name, size in sizes.items() if size > 1)
+        return text + " recomputed" * self.activation_checkpointing + " offloaded" * self.cpu_offload
 
 
 class Plan:
     """One layout of one model: ``micro`` is what a micro-batch does, ``accumulate`` how many a rank has in a step.
 
-    ``memory`` has bytes by what they hold, where most is held; ``high_water`` is their sum. ``collectives`` and
-    ``seconds`` are of one optimizer step.
+    ``memory`` has bytes by what they hold, where most is held. Of an optimizer step, ``seconds``, and ``sent``: how many
+    collectives of (group, kind, bytes) a rank has; of the bytes that it gives and those that it gets, the larger.
     """
 
     def __init__(
-        self, micro: MicroBatch, layout: Layout, accumulate: int, assumed: Assumptions, local_ranks: int, is_half: bool
+        self, micro: MicroBatch, layout: Layout, accumulate: int, assumed: Assumptions, local_ranks: int
     ) -> None:
-        self.micro, self.layout, self.accumulate, self.assumed = micro, layout, accumulate, assumed
-        self.local_ranks, self.is_half = local_ranks, is_half
-        self._is_sharded = layout.data_parallel == "fsdp2"
-        self._shards = layout.shard * layout.context if self._is_sharded else 1
-        # By unit, the root last: parameters gathered, gradients as computed, as accumulated, as reduced, own shards.
-        sizes = ([0] * (micro.num_units + 1) for _ in range(5))
-        self._gathered, self._unsharded, self._accumulated, self._reduced, self._own = sizes
-        self._held = Counter[str](inputs=micro.inputs)
-        self._trained = [p for p in micro.parameters if p.is_trained]
-        for p in micro.parameters:
-            own = p.numel if self._is_whole(p) else p.shard(self._shards)
-            self._held["parameters"] += own * p.itemsize
-            self._held["optimizer"] += int(own * p.state)
-            self._held["gradients"] += own * p.itemsize * p.is_trained  # of the step before, until a backward
-            self._held["buckets"] += 0 if self._is_sharded else own * p.itemsize * p.is_trained
-            if p.unit is not None and self._is_sharded:
-                computed = micro.compute_itemsize or p.itemsize
-                reduced = micro.reduce_itemsize or computed
-                self._gathered[p.unit] += own * self._shards * computed
-                self._unsharded[p.unit] += p.numel * computed * p.is_trained
-                self._accumulated[p.unit] += p.numel * reduced * p.is_trained
-                self._reduced[p.unit] += own * self._shards * reduced * p.is_trained
-                self._own[p.unit] += own * p.itemsize * p.is_trained
-        self._state = sum(self._held[name] for name in _ON_HOST)
+        self.micro, self.layout, self.accumulate = micro, layout, accumulate
+        self.assumed, self.local_ranks = assumed, local_ranks
+        self._is_sharded, shards = layout.data_parallel == "fsdp2", layout.shards
+        self._parameters = [p if self._is_sharded else p._replace(unit=None) for p in micro.parameters]
+        self._whole = [p for p in self._parameters if p.is_trained and p.unit is None]
+        # By unit: parameters as gathered, and gradients as accumulated, as reduced and on this rank.
+        sizes = (Counter[int | None]() for _ in range(4))
+        self._unsharded, self._accumulated, self._reduced, self._own = sizes
+        self._held = Counter[str]()
+        for p in self._parameters:
+            numel = p.numel if p.unit is None else p.shard(shards)
+            self._held["parameters"] += numel * p.stored
+            self._unsharded[p.unit] += numel * shards * p.computed
+            if p.is_trained:
+                self._held["optimizer"] += int(numel * micro.state)
+                self._accumulated[p.unit] += p.numel * p.reduced
+                self._reduced[p.unit] += numel * shards * p.reduced
+                self._own[p.unit] += numel * p.stored
+        self._state = sum(self._held.values()) + sum(self._own.values())
+        if layout.cpu_offload:
+            self._held.clear()
+            self._own.clear()
         self.memory: dict[str, int] = {}
-        self.high_water = 0
         self._follow()
-        self.collectives = self._collectives()
-        self.seconds = self._seconds()
-
-    def _is_whole(self, parameter: Parameter) -> bool:
-        return parameter.unit is None or not self._is_sharded
+        self.sent = self._count()
+        self.seconds = self._time()
 
     # --- Memory -------------------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Follow an optimizer step through the layout."""
-        self._ready: set[int] = set()  # units that are gathered
-        self._started: set[int] = set()  # units whose all-gather runs
-        rounds = min(self.accumulate, 2)  # of further ones, each is like the second
-        for index in range(rounds):
-            self._follow_micro_batch(index == 0, index == rounds - 1)
-        own = sum(p.numel if self._is_whole(p) else p.shard(self._shards) for p in self._trained)
-        self._see(0 if self.layout.offloads else int(self.micro.step_peak * own))
+        """Follow an optimizer step; of its micro-batches, the third and later ones are like the second."""
+        root, rounds = self.micro.num_units, min(self.accumulate, 2)
+        buckets = Counter({None: 0 if self._is_sharded else self._own[None]})
+        self._gathered, self._gradients = set[int](), self._own + buckets  # gradients of the step before
+        for number in range(rounds):
+            is_first, is_last = number == 0, number == rounds - 1
+            missing = Counter(p.unit for p in self._parameters if p.is_trained and p.unit is not None)
+            missing[root] += 1
+            self._held["activations"] = 0
+            for event in self.micro.events:
+                self._see("activations", event.peak)
+                self._held["activations"] += event.net
+                if event.kind == "gather":
+                    self._gather(event.index, (event.index + 1) % (root + 1))
+                elif event.kind == "free":
+                    self._free(event.index)
+                elif event.kind == "loss" and is_first:
+                    self._gradients = buckets.copy()
+                elif event.kind == "gradient":
+                    p = self._parameters[event.index]
+                    if p.unit is None:
+                        self._gradients[None] += p.numel * p.stored * is_first
+                    else:
+                        self._gather(p.unit, p.unit - bool(missing[p.unit - 1]))
+                        # FSDP2 adds to a gradient of another dtype once it has all of a unit.
+                        self._gradients[p.unit] += p.numel * p.computed * (is_first or p.computed != p.reduced)
+                        missing[p.unit] -= 1
+                        if not missing[p.unit]:
+                            self._reduce(p.unit, is_last)
+            for unit in sorted(+missing):
+                self._reduce(unit, is_last)
+        self._gathered.clear()
+        self._see("optimizer", 0 if self.assumed.is_host else self._held["parameters"])
 
-    def _follow_micro_batch(self, is_first: bool, is_last: bool) -> None:
-        held, micro, unreduced, newest = self._held, self.micro, {self.micro.num_units}, 0
-        self._gather(micro.num_units, 1)
-        for event in micro.events:
-            self._see(event.peak)
-            held["activations"] += event.net
-            if event.kind == "loss" and is_first:
-                held["gradients"] = 0
-            elif event.kind == "gradient":
-                parameter = micro.parameters[event.index]
-                is_whole = self._is_whole(parameter)
-                newest = parameter.numel * ((not is_whole and micro.compute_itemsize) or parameter.itemsize)
-                # FSDP2 adds to a gradient of another dtype once it has all of a unit.
-                is_new = is_first or (not is_whole and self._accumulated != self._unsharded)
-                held["gradients" if is_whole else "unsharded_gradients"] += newest if is_new else 0
-                self._see(0 if is_new else newest)
-                unreduced |= {parameter.unit or 0}
-            elif event.kind in ("gather", "gather_again"):
-                self._gather(event.index, 1 if event.kind == "gather" else -1)
-            elif event.kind == "free" and not self.layout.retains:
-                self._free(event.index)
-            elif event.kind == "reduce":
-                self._reduce(event.index, is_first, is_last)
-                unreduced.discard(event.index)
-        for unit in sorted(unreduced):  # autograd still holds the gradient that came last
-            self._reduce(unit, is_first, is_last, newest)
-        held["reducing"] = 0
-        for unit in list(self._ready) if is_last else ():
-            self._free(unit)
-
-    def _gather(self, unit: int, ahead: int) -> None:
-        """Gather a unit, which takes it twice for a while, and start the one that follows."""
-        if unit not in self._ready:
-            self._start(unit)
-            self._held["gathered"] += self._gathered[unit]
-            self._see(0)
-            self._held["gathering"] -= self._gathered[unit]
-            self._started.remove(unit)
-            self._ready.add(unit)
-        following = unit + ahead if unit < self.micro.num_units else 0
-        if (self.assumed.is_host or ahead < 0) and 0 <= following < self.micro.num_units:
-            self._start(following)
-
-    def _start(self, unit: int) -> None:
-        if unit not in self._ready | self._started:
-            self._started.add(unit)
-            self._held["gathering"] += self._gathered[unit]
-            self._see(self.assumed.staging * self._gathered[unit])
+    def _gather(self, unit: int, following: int) -> None:
+        """Gather a unit, and start with the one that follows; for a while the all-gather holds it once more."""
+        new = {unit, following} - self._gathered
+        self._gathered |= new
+        self._see("gathered", max((self._unsharded[each] for each in new), default=0))
 
     def _free(self, unit: int) -> None:
-        if unit in self._ready:
-            self._ready.remove(unit)
-            self._held["gathered"] -= self._gathered[unit]
+        if self.layout.reshard_during_accumulation:
+            self._gathered.discard(unit)
 
-    def _reduce(self, unit: int, is_first: bool, is_last: bool, still: int = 0) -> None:
-        """End a unit's backward; ``still`` bytes of its gradients are freed later."""
-        fresh, accumulated = self._unsharded[unit], self._accumulated[unit]
-        if not self.layout.retains:
-            self._free(unit)
-        if not is_first and self._accumulated != self._unsharded:
-            self._held["unsharded_gradients"] -= fresh
-        elif is_first and not is_last:
-            self._held["unsharded_gradients"] += accumulated - fresh
+    def _reduce(self, unit: int, is_last: bool) -> None:
+        """End a unit's backward."""
+        self._free(unit)
         if is_last:
-            self._held["reducing"] = self._reduced[unit]  # that of the unit before is freed
-            self._see(0)
-            self._held["unsharded_gradients"] -= fresh if is_first else accumulated
-            self._held["gradients"] += self._own[unit]
-            self._see(self.assumed.staging * self._reduced[unit] + min(still, fresh))
+            self._see("gradients", self._reduced[unit] * (1 + self.assumed.is_host))
+        self._gradients[unit] = self._own[unit] if is_last else self._accumulated[unit]
 
-    def _see(self, extra: int) -> None:
+    def _see(self, name: str, extra: int) -> None:
         """Note what is held now, with ``extra`` bytes for a while, if it is the most."""
-        on_device = {k: n for k, n in self._held.items() if n and not (self.layout.offloads and k in _ON_HOST)}
-        total = sum(on_device.values()) + extra
-        if total > self.high_water:
-            self.high_water, self.memory = total, {**on_device, "for a while": extra}
+        held = Counter(self._held, gradients=sum(self._gradients.values()))
+        held["gathered"] = sum(self._unsharded[unit] for unit in self._gathered)
+        held[name] += extra
+        if sum(held.values()) > sum(self.memory.values()):
+            self.memory = dict(held)
 
     # --- Communication and time ---------------------------------------------------------------------------------------
 
-    def _collectives(self) -> list[Collectives]:
-        """The largest first."""
-        layout, micro, times, sent = self.layout, self.micro, self.accumulate, Counter[tuple[str, str, int]]()
-        for unit, size in enumerate(self._gathered):
-            again = 1 if unit == micro.num_units else 2
-            sent["shard", "all_gather", size] += 1 if layout.retains else times * again
+    def _count(self) -> Counter[tuple[str, str, int]]:
+        sent = Counter({key: number * self.accumulate for key, number in self.micro.messages.items()})
+        for unit in range(self.micro.num_units + 1):
+            again = self.accumulate * (1 if unit == self.micro.num_units else 2)
+            sent["shard", "all_gather", self._unsharded[unit]] += (
+                again if self.layout.reshard_during_accumulation else 1
+            )
             sent["shard", "reduce_scatter", self._reduced[unit]] += 1
-            sent["replicate", "all_reduce", self._reduced[unit] // self._shards] += 1
-        whole = [p for p in self._trained if p.unit is None] if self._is_sharded else []
-        sent["tokens", "all_reduce", sum((p.numel + 1) * p.itemsize for p in whole)] += 1
-        if not self._is_sharded:
-            for size in _ddp_buckets([micro.parameters[e.index] for e in micro.events if e.kind == "gradient"]):
-                sent["tokens", "all_reduce", size] += 1
-        sent["tokens", "broadcast", micro.buffers[self._is_sharded]] += 1
+            sent["replicate", "all_reduce", self._reduced[unit] // self.layout.shards] += 1
+        ready = [self._parameters[event.index] for event in self.micro.events if event.kind == "gradient"]
+        flagged = sum((p.numel + 1) * p.stored for p in self._whole)
+        for size in [flagged] if self._is_sharded else _ddp_buckets(ready):
+            sent["tokens", "all_reduce", size] += 1
+        sent["tokens", "broadcast", self.micro.buffers[self._is_sharded]] += 1
         # Of a window its count, loss and number of micro-batches, and which sharded parameters were used.
-        tracked = len(self._trained) - len(whole) if self._is_sharded else 0
+        tracked = sum(p.is_trained for p in self._parameters) - len(self._whole)
         sent["tokens", "all_reduce", 8 * (3 + tracked)] += 1
-        for key, number in micro.messages.items():
-            sent[key] += number * times
-        made: list[Collectives] = []
-        for group, kind in sorted({(group, kind) for group, kind, size in sent if size}):
-            sizes = {size: n for (g, k, size), n in sent.items() if (g, k) == (group, kind) and size}
-            ranks, apart = self._ranks(group)
-            neighbours = max(1, min(ranks, self.local_ranks // apart))
-            total = sum(size * number for size, number in sizes.items())
-            made.append(Collectives(kind, group, ranks, neighbours, sum(sizes.values()), total))
-        return sorted((each for each in made if each.ranks > 1), key=lambda each: -each.num_bytes)
+        return Counter({key: number for key, number in sent.items() if key[2] and self.ranks(key[0])[0] > 1})
 
-    def _ranks(self, group: str) -> tuple[int, int]:
-        """Ranks of a group, and how far apart: tensor peers are neighbours, then come context peers, then shards."""
-        layout, whole = self.layout, self.layout.replicate * self.layout.shard * self.layout.context
-        return {
-            "tensor": (layout.tensor, 1),
-            "context": (layout.context, layout.tensor),
-            "shard": (self._shards, layout.tensor),
-            "replicate": (layout.replicate if self._is_sharded else 1, layout.tensor * self._shards),
-            "tokens": (whole, layout.tensor),
+    def ranks(self, group: str) -> tuple[int, int]:
+        """Ranks of a group, and how many are on one node: tensor peers come first, then context peers, then shards."""
+        layout = self.layout
+        tensor, context = layout.tensor_parallel_size, layout.context_parallel_size
+        ranks, apart = {
+            "tensor": (tensor, 1),
+            "context": (context, tensor),
+            "shard": (layout.shards, tensor),
+            "replicate": (layout.data_parallel_replicate_size, tensor * layout.shards),
+            "tokens": (layout.data_parallel_size * context, tensor),
         }[group]
+        return ranks, max(1, min(ranks, self.local_ranks // apart))
 
     def bytes_between_nodes(self) -> int:
         """Of groups that span nodes, in one optimizer step."""
-        return sum(each.num_bytes for each in self.collectives if each.ranks > each.neighbours)
+        spanning = {group for group, _, _ in self.sent if self.ranks(group)[0] > self.ranks(group)[1]}
+        return sum(size * number for (group, _, size), number in self.sent.items() if group in spanning)
 
-    def _seconds(self) -> dict[str, float]:
-        assumed, times = self.assumed, self.accumulate
-        speed = assumed.flops if self.is_half else assumed.flops_32
-        sizes = [(max(f / speed, b / assumed.memory_bandwidth), n) for (f, b), n in self.micro.work.items()]
-        one = sum(seconds * number for seconds, number in sizes)
-        # Peers wait for each other within a layer; what goes over data-parallel ranks runs beside the computation.
-        waits, hides = 0.0, 0.0
-        for each in self.collectives:
-            if each.group in ("tensor", "context"):
-                waits += each.seconds(assumed)
-            else:
-                hides += each.seconds(assumed)
-        hidden = min(hides, assumed.overlap * one * (1 if self.layout.retains else times))
-        link = assumed.host_bandwidth if self.layout.offloads else assumed.memory_bandwidth
-        found = {"compute": one * times, "optimizer": 2 * self._state / link, "communicate": waits + hides}
+    def _time(self) -> dict[str, float]:
+        assumed, micro = self.assumed, self.micro
+        is_half = min(p.computed for p in micro.parameters) < 4
+        one = (
+            micro.flops / (assumed.flops if is_half else assumed.flops_32) + micro.num_bytes / assumed.memory_bandwidth
+        )
+        spent = Counter[bool]()
+        for (group, kind, size), number in self.sent.items():
+            # As rings that share the links of a node; an all-reduce is a reduce-scatter and an all-gather.
+            ranks, neighbours = self.ranks(group)
+            passes = size * (2 if kind == "all_reduce" else 1)
+            within = passes * (1 - 1 / neighbours) / assumed.node_bandwidth
+            between = passes * (1 - neighbours / ranks) / (assumed.network_bandwidth * neighbours)
+            # Peers wait for each other within a layer; what goes over data-parallel ranks runs beside the computation.
+            spent[group in ("tensor", "context")] += number * (max(within, between) + assumed.latency)
+        beside = self.accumulate if self.layout.reshard_during_accumulation else 1
+        hidden = min(spent[False], assumed.overlap * one * beside)
+        link = assumed.host_bandwidth if self.layout.cpu_offload else assumed.memory_bandwidth
+        found = {"compute": one * self.accumulate, "optimizer": 2 * self._state / link, "communicate": spent.total()}
         return {**found, "hidden": hidden, "step": sum(found.values()) - hidden}
-
-    def with_layout(self, layout: Layout) -> "Plan":
-        """The plan of another layout with the same sizes and recomputation."""
-        return Plan(self.micro, layout, self.accumulate, self.assumed, self.local_ranks, self.is_half)
 
 
 def _ddp_buckets(ready: list[Parameter]) -> list[int]:
-    """Bytes of DDP's buckets, which it fills in the order in which gradients are ready."""
+    """Bytes of DDP's buckets, the first of 1 MiB, then 25: it fills them as gradients come."""
     buckets = [0]
     for parameter in ready:
-        if buckets[-1] >= _DDP_BUCKETS[min(len(buckets) - 1, 1)]:
+        if buckets[-1] >= (1 << 20 if len(buckets) == 1 else 25 << 20):
             buckets.append(0)
-        buckets[-1] += parameter.numel * parameter.itemsize
+        buckets[-1] += parameter.numel * parameter.stored
     return buckets
