@@ -27,7 +27,8 @@ from report import describe_environment, publish, table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_automodel.plan.layouts import DEVICES, Assumptions, Layout, Plan
+from lightning_automodel.options import StrategyOptions
+from lightning_automodel.plan.layouts import DEVICES, Assumptions, Plan
 from lightning_automodel.plan.recording import run as run_micro_batch
 
 SHAPES["plan"] = {
@@ -98,23 +99,12 @@ def measure(cases: list[Case]) -> list[dict[str, Any]]:
     return [first | second for first, second in zip(lines[2::2], lines[3::2], strict=True)]
 
 
-def plan_layout(case: Case) -> Layout:
-    """The case's layout."""
-    options: dict[str, Any] = dict(case.options)
-    kind = options.pop("data_parallel", "fsdp2")
-    data = case.ranks // (options.get("tensor_parallel_size", 1) * case.context)
-    return Layout(
-        kind, data, context_parallel_size=case.context, activation_checkpointing=bool(case.recompute), **options
-    )
-
-
 def plan(case: Case, assumed: Assumptions = DEVICES["cpu"], local_ranks: int | None = None) -> Plan:
     """The same run by the plan; ``local_ranks`` share a node, by default all."""
-    layout, batch = plan_layout(case), list(case.batches())[-1]
-    shape = layout.tensor_parallel_size, layout.context_parallel_size, layout.activation_checkpointing
-    micro = run_micro_batch(lambda: (LlamaModule(case), batch), case.precision or "32-true", *shape)
-    # On a CPU, offloaded state is in the same memory.
-    return Plan(micro, replace(layout, cpu_offload=False), case.accumulate, assumed, local_ranks or case.ranks)
+    chosen: dict[str, Any] = {"context_parallel_size": case.context, "activation_checkpointing": case.recompute}
+    options, batch = StrategyOptions(**dict(case.options), **chosen), list(case.batches())[-1]
+    micro = run_micro_batch(lambda: (LlamaModule(case), batch), case.precision or "32-true", options)
+    return Plan(micro, options, case.ranks, case.accumulate, assumed, local_ranks or case.ranks)
 
 
 def cases() -> list[Case]:
@@ -154,11 +144,11 @@ def cases() -> list[Case]:
     ]
 
 
-def title(case: Case) -> str:
+def title(case: Case, planned: Plan) -> str:
     """The layout and what else differs between the cases."""
-    parts = [str(plan_layout(case)), f"accumulation {case.accumulate}"]
+    parts = [str(planned), f"accumulation {case.accumulate}"]
     parts += [case.precision] if case.precision else []
-    parts += ["`token_loss`"] * case.is_chunked + ["`cpu_offload`"] * dict(case.options).get("cpu_offload", False)
+    parts += ["`token_loss`"] * case.is_chunked
     return ", ".join(parts)
 
 
@@ -170,9 +160,9 @@ def compare(case: Case, found: dict[str, Any]) -> list[str]:
         times[kind] += number
         num_bytes[kind] += size * number
     is_same = (times, num_bytes) == (found["counts"], found["bytes"])
-    high_water = sum(planned.memory.values()) / MEBIBYTE
+    high_water = planned.high_water / MEBIBYTE
     return [
-        *(str(case.ranks), title(case), f"{found['peak']:.0f}", f"{high_water:.0f}"),
+        *(str(case.ranks), title(case, planned), f"{found['peak']:.0f}", f"{high_water:.0f}"),
         *(f"{high_water / found['peak']:.3f}", str(sum(times.values())), f"{sum(num_bytes.values()):,}"),
         "yes" if is_same else f"no: {found['counts']}, {found['bytes']}",
     ]

@@ -94,10 +94,11 @@ def main() -> None:
         found = on_nodes(nodes, "machine")
         assumed = replace(DEVICES["cpu"], **found)
         for case in (replace(case, shares_device=True, steps=parsed.steps) for case in chosen):
-            planned = plan(case, assumed, local_ranks=1).seconds
+            planned = plan(case, assumed, local_ranks=1)
             run_seconds = on_nodes(nodes, json.dumps(asdict(case)))["seconds"]
-            parts = (f"{planned[name]:.2f}" for name in ("compute", "communicate", "step"))
-            rows.append([title(case), *parts, f"{run_seconds:.2f}", f"{planned['step'] / run_seconds:.2f}"])
+            parts = (f"{planned.seconds[name]:.2f}" for name in ("compute", "communicate", "step"))
+            ratio = planned.seconds["step"] / run_seconds
+            rows.append([title(case, planned), *parts, f"{run_seconds:.2f}", f"{ratio:.2f}"])
             print(*rows[-1], flush=True)
     header = ["layout", "compute", "communicate", "planned step", "measured step", "planned / measured"]
     report = [

@@ -7,6 +7,7 @@ Nothing of it was run: `plan_check.py` holds the plan beside runs on up to 4 ran
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -14,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import describe_environment, publish, table
 
 from examples.llama3 import build_8b, build_70b
-from lightning_automodel.plan.layouts import DEVICES, Layout, Plan
+from lightning_automodel.options import StrategyOptions
+from lightning_automodel.plan.layouts import DEVICES, Plan
 from lightning_automodel.plan.recording import run
 
 NODE, GIB = 8, 1 << 30
@@ -32,31 +34,25 @@ HEADER = [
 ]
 
 
-def layouts(ranks: int, tensor: int) -> list[Layout]:
-    """One shard of everything on each rank, and one replica for every 64 ranks."""
-    data = ranks // tensor
-    replicas = ranks // 64
-    found = [Layout("fsdp2", 1, data, tensor, recomputes=True, retains=False)]
-    if replicas > 1:
-        found.append(Layout("fsdp2", replicas, data // replicas, tensor, recomputes=True, retains=False))
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="also write the report to this file")
     parsed, rows = parser.parse_args(), []
     for name, build, tensor in CASES:
-        micro = run(build, "bf16-mixed", tensor, 1, recomputes=True, label_shift=0, foreach=True)
+        options = StrategyOptions(
+            tensor_parallel_size=tensor, activation_checkpointing=True, reshard_during_accumulation=True
+        )
+        micro = run(build, "bf16-mixed", options)
         for ranks in (8, 64, 512, 4096):
-            for layout in layouts(ranks, tensor):
+            for copies in sorted({1, max(ranks // 64, 1)}):  # one shard of everything on each rank, or on each of 64
+                layout = replace(options, data_parallel_replicate_size=copies)
                 # As many micro-batches in a step as there are ranks, whatever the layout.
-                plan = Plan(micro, layout, tensor, DEVICES["h100"], NODE, is_half=True)
-                state = sum(plan.memory.get(key, 0) for key in ("parameters", "optimizer", "gradients"))
-                sent = sum(each.num_bytes for each in plan.collectives)
-                sizes = (plan.high_water, state, sent, plan.bytes_between_nodes())
+                plan = Plan(micro, layout, ranks, tensor, DEVICES["h100"], NODE)
+                state = sum(plan.memory[key] for key in ("parameters", "optimizer"))
+                within, between = plan.bytes_by_link()
+                sizes = (plan.high_water, state, within + between, between)
                 seconds = (f"{plan.seconds[key]:.2f}" for key in ("step", "hidden"))
-                rows.append([name, f"{ranks:,}", str(layout), *(f"{size / GIB:.1f}" for size in sizes), *seconds])
+                rows.append([name, f"{ranks:,}", str(plan), *(f"{size / GIB:.1f}" for size in sizes), *seconds])
     report = [
         "# Llama 3 from 8 to 4,096 ranks, planned",
         "",

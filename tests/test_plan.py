@@ -12,9 +12,10 @@ import yaml
 from torch import Tensor, nn
 
 from lightning_automodel import AutomodelStrategy
+from lightning_automodel.options import StrategyOptions
 from lightning_automodel.plan.__main__ import main
-from lightning_automodel.plan.layouts import DEVICES, Layout, Plan
-from lightning_automodel.plan.recording import CannotPlanError, run
+from lightning_automodel.plan.layouts import DEVICES, Plan
+from lightning_automodel.plan.recording import CannotPlanError, MicroBatch, run
 
 WIDTH, ROWS, BLOCKS = 64, 32, 3
 BLOCK = WIDTH * WIDTH * 4  # bytes of a weight in float32
@@ -74,27 +75,39 @@ def manual() -> tuple[pl.LightningModule, Tensor]:
     return build(Manual)
 
 
-def _plan(layout: Layout, accumulate: int = 1) -> Plan:
-    micro = run(build, "32-true", 1, 1, layout.recomputes, 0, foreach=False)
-    return Plan(micro, layout, accumulate, DEVICES["cpu"], 2, is_half=False)
+def _run(**options: Any) -> MicroBatch:
+    return run(build, "32-true", StrategyOptions(**options))
+
+
+def _plan(accumulate: int = 1, **options: Any) -> Plan:
+    return Plan(_run(), StrategyOptions(**options), 2, accumulate, DEVICES["cpu"], 2)
+
+
+def _by_kind(plan: Plan) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for (_, kind, size), number in plan.sent.items():
+        times, total = found.get(kind, (0, 0))
+        found[kind] = times + number, total + size * number
+    return found
 
 
 def test_replicas_hold_everything() -> None:
     """Parameters, momentum, gradients, DDP's buckets; one bucket is reduced, and the count of the window."""
-    plan = _plan(Layout("ddp", 2, 1))
-    assert {plan.memory[name] for name in ("parameters", "optimizer", "gradients", "buckets")} == {BLOCKS * BLOCK}
-    (reduced,) = plan.collectives
-    assert (reduced.kind, reduced.ranks, reduced.times, reduced.num_bytes) == ("all_reduce", 2, 2, BLOCKS * BLOCK + 24)
+    plan = _plan(data_parallel="ddp")
+    held = [plan.memory[name] for name in ("parameters", "optimizer", "gradients")]
+    assert held == [BLOCKS * BLOCK, BLOCKS * BLOCK, 2 * BLOCKS * BLOCK]
+    assert _by_kind(plan) == {"all_reduce": (2, BLOCKS * BLOCK + 24)}
+    assert plan.groups["tokens"] == (2, 2)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("retains", [True, False])
-def test_shards(retains: bool, accumulate: int) -> None:
+@pytest.mark.parametrize("reshards", [True, False])
+def test_shards(reshards: bool, accumulate: int) -> None:
     """Two ranks hold a half each; blocks are gathered once a window, or for each forward and backward."""
-    plan = _plan(Layout("fsdp2", 1, 2, retains=retains), accumulate)
+    plan = _plan(accumulate, reshard_during_accumulation=reshards)
     assert {plan.memory[name] for name in ("parameters", "optimizer")} == {BLOCKS * BLOCK // 2}
-    sent = {each.kind: (each.times, each.num_bytes) for each in plan.collectives}
-    gathers = BLOCKS if retains else 2 * BLOCKS * accumulate
+    sent = _by_kind(plan)
+    gathers = 2 * BLOCKS * accumulate if reshards else BLOCKS
     assert sent["all_gather"] == (gathers, gathers * BLOCK)
     assert sent["reduce_scatter"] == (BLOCKS, BLOCKS * BLOCK)
     assert sent["all_reduce"] == (1, 8 * (3 + BLOCKS))
@@ -102,18 +115,19 @@ def test_shards(retains: bool, accumulate: int) -> None:
 
 def test_work_of_a_micro_batch() -> None:
     """Each product runs once forward and twice backward, but for the gradient of the batch."""
-    micro = run(build, "32-true", 1, 1, False, 0, foreach=False)
-    done = sum(flops * number for (flops, _), number in micro.work.items())
-    assert done == (3 * BLOCKS - 1) * 2 * ROWS * WIDTH * WIDTH
+    assert _run().flops == (3 * BLOCKS - 1) * 2 * ROWS * WIDTH * WIDTH
 
 
 def test_activations_are_those_kept() -> None:
     """At the forward's end: the outputs of the blocks (inputs of the next, and of the square), and the loss."""
-    micro = run(build, "32-true", 1, 1, False, 0, foreach=False)
-    kinds = [event.kind for event in micro.events]
-    at_loss = sum(event.net for event in micro.events[: kinds.index("loss") + 1])
-    assert at_loss == BLOCKS * ROWS * WIDTH * 4 + 4
-    assert sum(event.net for event in micro.events) <= 4  # the loss itself
+    events = _run().events
+    kinds = [kind for kind, *_ in events]
+    batch = ROWS * WIDTH * 4
+    assert events[0][-1] == batch
+    assert sum(net for *_, net in events[: kinds.index("loss") + 1]) == (1 + BLOCKS) * batch + 4
+    assert (
+        sum(net for *_, net in events) <= batch + 8 + BLOCK
+    )  # the loss, its gradient, and the weight's that came last
 
 
 def test_command_gives_a_strategy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -176,14 +190,14 @@ def test_ddp_without_a_plan_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["tests.test_plan:build", "--world-size", "2", "--precision", precision, "--tensor", "1"]) == 0
         printed = capsys.readouterr().out
         assert ("left out: DDP: its autocast" in printed) == (precision == "bf16-mixed")
-        assert ("DDP 2" in printed) == (precision == "bf16-true")
+        assert ("ddp 2 x 1" in printed) == (precision == "bf16-true")
 
 
 def test_layouts_that_cannot_be() -> None:
     """A module whose attention stays within a slice, and one without a tensor-parallel plan."""
     for tensor, context in ((2, 1), (1, 2)):
         with pytest.raises(CannotPlanError, match="parallel"):
-            run(build, "32-true", tensor, context, False, 0, foreach=False)
+            _run(tensor_parallel_size=tensor, context_parallel_size=context)
 
 
 @pytest.mark.sweep

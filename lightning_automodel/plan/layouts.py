@@ -1,9 +1,10 @@
 """What a layout needs of each rank: memory, collectives and seconds of an optimizer step."""
 
 from collections import Counter
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
+from lightning_automodel.distributed.mesh import resolve_sizes
+from lightning_automodel.options import StrategyOptions
 from lightning_automodel.plan.recording import MicroBatch, Parameter
 
 
@@ -30,105 +31,92 @@ DEVICES = {
 }
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Options of the strategy by their names there."""
-
-    data_parallel: str
-    data_parallel_size: int
-    data_parallel_replicate_size: int = 1
-    tensor_parallel_size: int = 1
-    context_parallel_size: int = 1
-    activation_checkpointing: bool = False
-    reshard_during_accumulation: bool | str = "auto"
-    cpu_offload: bool = False
-
-    @property
-    def shards(self) -> int:
-        """Ranks that one copy of the parameters is sharded over."""
-        copies = self.data_parallel_replicate_size
-        return self.data_parallel_size // copies * self.context_parallel_size if self.data_parallel == "fsdp2" else 1
-
-    def options(self) -> dict[str, Any]:
-        """Keywords of ``AutomodelStrategy``."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-
-    def __str__(self) -> str:
-        size, copies = self.data_parallel_size, self.data_parallel_replicate_size
-        text = f"HSDP {copies} x {size // copies}" if copies > 1 else f"{self.data_parallel.upper()} {size}"
-        if self.data_parallel == "fsdp2":
-            text += " freed" if self.reshard_during_accumulation else " kept"
-        sizes = {"TP": self.tensor_parallel_size, "CP": self.context_parallel_size}
-        text += "".join(f" {name} {size}" for name, size in sizes.items() if size > 1)
-        return text + " recomputed" * self.activation_checkpointing + " offloaded" * self.cpu_offload
-
-
 class Plan:
     """One layout of one model: ``micro`` is what a micro-batch does, ``accumulate`` how many a rank has in a step.
 
-    ``memory`` has bytes by what they hold, where most is held. Of an optimizer step, ``seconds``, and ``sent``: how many
-    collectives of (group, kind, bytes) a rank has; of the bytes that it gives and those that it gets, the larger.
+    ``memory`` has bytes by what they hold, where most is held. ``seconds`` and ``sent`` are of an optimizer step:
+    ``sent`` has how many collectives of (group, kind, bytes) there are; of what a rank gives and gets, the larger.
     """
 
     def __init__(
-        self, micro: MicroBatch, layout: Layout, accumulate: int, assumed: Assumptions, local_ranks: int
+        self,
+        micro: MicroBatch,
+        options: StrategyOptions,
+        world_size: int,
+        accumulate: int,
+        assumed: Assumptions,
+        ranks_per_node: int,
     ) -> None:
-        self.micro, self.layout, self.accumulate = micro, layout, accumulate
-        self.assumed, self.local_ranks = assumed, local_ranks
-        self._is_sharded, shards = layout.data_parallel == "fsdp2", layout.shards
+        self.micro, self.options, self.accumulate, self.assumed = micro, options, accumulate, assumed
+        tensor, context = options.tensor_parallel_size, options.context_parallel_size
+        data = options.data_parallel, options.data_parallel_size, options.data_parallel_replicate_size
+        self.sizes = resolve_sizes(*data, tensor, world_size, -(-world_size // ranks_per_node), context)
+        self._shards, self._is_sharded = self.sizes.shard * context, options.data_parallel == "fsdp2"
+        self._frees = bool(options.reshard_during_accumulation)
+        # Tensor peers are neighbours, then come context peers, then shards.
+        ranks = {
+            "tensor": (tensor, 1),
+            "context": (context, tensor),
+            "shard": (self._shards, tensor),
+            "replicate": (self.sizes.replicate, tensor * self._shards),
+            "tokens": (self.sizes.divisor, tensor),
+        }
+        self.groups = {name: (n, max(1, min(n, ranks_per_node // apart))) for name, (n, apart) in ranks.items()}
+        """Ranks of each group, and how many of them are on one node."""
         self._parameters = [p if self._is_sharded else p._replace(unit=None) for p in micro.parameters]
-        self._whole = [p for p in self._parameters if p.is_trained and p.unit is None]
         # By unit: parameters as gathered, and gradients as accumulated, as reduced and on this rank.
         sizes = (Counter[int | None]() for _ in range(4))
         self._unsharded, self._accumulated, self._reduced, self._own = sizes
         self._held = Counter[str]()
         for p in self._parameters:
-            numel = p.numel if p.unit is None else p.shard(shards)
+            numel = p.numel if p.unit is None else p.shard(self._shards)
             self._held["parameters"] += numel * p.stored
-            self._unsharded[p.unit] += numel * shards * p.computed
+            self._unsharded[p.unit] += numel * self._shards * p.computed
             if p.is_trained:
                 self._held["optimizer"] += int(numel * micro.state)
                 self._accumulated[p.unit] += p.numel * p.reduced
-                self._reduced[p.unit] += numel * shards * p.reduced
+                self._reduced[p.unit] += numel * self._shards * p.reduced
                 self._own[p.unit] += numel * p.stored
-        self._state = sum(self._held.values()) + sum(self._own.values())
-        if layout.cpu_offload:
-            self._held.clear()
-            self._own.clear()
+        self._state = self._held.total() + self._own.total()
         self.memory: dict[str, int] = {}
         self._follow()
         self.sent = self._count()
         self.seconds = self._time()
 
-    # --- Memory -------------------------------------------------------------------------------------------------------
+    def __str__(self) -> str:
+        sizes, options = self.sizes, self.options
+        text = f"{options.data_parallel} {sizes.replicate} x {sizes.shard} TP {sizes.tensor} CP {sizes.context}"
+        text += " kept" * (not self._frees) + " recomputed" * bool(options.activation_checkpointing)
+        return text + " offloaded" * options.cpu_offload
 
     def _follow(self) -> None:
         """Follow an optimizer step; of its micro-batches, the third and later ones are like the second."""
         root, rounds = self.micro.num_units, min(self.accumulate, 2)
-        buckets = Counter({None: 0 if self._is_sharded else self._own[None]})
+        if self.options.cpu_offload and not self.assumed.is_host:
+            self._held, self._own = Counter(), Counter()
+        buckets = Counter({None: 0 if self._is_sharded else self._own[None]})  # DDP's
         self._gathered, self._gradients = set[int](), self._own + buckets  # gradients of the step before
         for number in range(rounds):
             is_first, is_last = number == 0, number == rounds - 1
             missing = Counter(p.unit for p in self._parameters if p.is_trained and p.unit is not None)
             missing[root] += 1
             self._held["activations"] = 0
-            for event in self.micro.events:
-                self._see("activations", event.peak)
-                self._held["activations"] += event.net
-                if event.kind == "gather":
-                    self._gather(event.index, (event.index + 1) % (root + 1))
-                elif event.kind == "free":
-                    self._free(event.index)
-                elif event.kind == "loss" and is_first:
+            for kind, index, peak, net in self.micro.events:
+                self._see("activations", peak)
+                self._held["activations"] += net
+                if kind == "gather":
+                    self._gather(index, (index + 1) % (root + 1))
+                elif kind == "free" and self._frees:
+                    self._gathered.discard(index)
+                elif kind == "loss" and is_first:
                     self._gradients = buckets.copy()
-                elif event.kind == "gradient":
-                    p = self._parameters[event.index]
-                    if p.unit is None:
-                        self._gradients[None] += p.numel * p.stored * is_first
-                    else:
+                elif kind == "gradient":
+                    p = self._parameters[index]
+                    # FSDP2 adds to a gradient of another dtype once it has all of a unit.
+                    is_new = is_first or (p.unit is not None and p.computed != p.reduced)
+                    self._gradients[p.unit] += p.numel * p.computed * is_new
+                    if p.unit is not None:
                         self._gather(p.unit, p.unit - bool(missing[p.unit - 1]))
-                        # FSDP2 adds to a gradient of another dtype once it has all of a unit.
-                        self._gradients[p.unit] += p.numel * p.computed * (is_first or p.computed != p.reduced)
                         missing[p.unit] -= 1
                         if not missing[p.unit]:
                             self._reduce(p.unit, is_last)
@@ -143,83 +131,70 @@ class Plan:
         self._gathered |= new
         self._see("gathered", max((self._unsharded[each] for each in new), default=0))
 
-    def _free(self, unit: int) -> None:
-        if self.layout.reshard_during_accumulation:
-            self._gathered.discard(unit)
-
     def _reduce(self, unit: int, is_last: bool) -> None:
         """End a unit's backward."""
-        self._free(unit)
+        if self._frees:
+            self._gathered.discard(unit)
         if is_last:
             self._see("gradients", self._reduced[unit] * (1 + self.assumed.is_host))
         self._gradients[unit] = self._own[unit] if is_last else self._accumulated[unit]
 
     def _see(self, name: str, extra: int) -> None:
         """Note what is held now, with ``extra`` bytes for a while, if it is the most."""
-        held = Counter(self._held, gradients=sum(self._gradients.values()))
+        held = Counter(self._held, gradients=self._gradients.total())
         held["gathered"] = sum(self._unsharded[unit] for unit in self._gathered)
         held[name] += extra
-        if sum(held.values()) > sum(self.memory.values()):
-            self.memory = dict(held)
-
-    # --- Communication and time ---------------------------------------------------------------------------------------
+        if held.total() > self.high_water:
+            self.memory = held
 
     def _count(self) -> Counter[tuple[str, str, int]]:
         sent = Counter({key: number * self.accumulate for key, number in self.micro.messages.items()})
         for unit in range(self.micro.num_units + 1):
             again = self.accumulate * (1 if unit == self.micro.num_units else 2)
-            sent["shard", "all_gather", self._unsharded[unit]] += (
-                again if self.layout.reshard_during_accumulation else 1
-            )
+            sent["shard", "all_gather", self._unsharded[unit]] += again if self._frees else 1
             sent["shard", "reduce_scatter", self._reduced[unit]] += 1
-            sent["replicate", "all_reduce", self._reduced[unit] // self.layout.shards] += 1
-        ready = [self._parameters[event.index] for event in self.micro.events if event.kind == "gradient"]
-        flagged = sum((p.numel + 1) * p.stored for p in self._whole)
-        for size in [flagged] if self._is_sharded else _ddp_buckets(ready):
+            sent["replicate", "all_reduce", self._reduced[unit] // self._shards] += 1
+        whole = [p for p in self._parameters if p.is_trained and p.unit is None]
+        ready = [self._parameters[index] for kind, index, _, _ in self.micro.events if kind == "gradient"]
+        for size in [sum((p.numel + 1) * p.stored for p in whole)] if self._is_sharded else _ddp_buckets(ready):
             sent["tokens", "all_reduce", size] += 1
         sent["tokens", "broadcast", self.micro.buffers[self._is_sharded]] += 1
         # Of a window its count, loss and number of micro-batches, and which sharded parameters were used.
-        tracked = sum(p.is_trained for p in self._parameters) - len(self._whole)
-        sent["tokens", "all_reduce", 8 * (3 + tracked)] += 1
-        return Counter({key: number for key, number in sent.items() if key[2] and self.ranks(key[0])[0] > 1})
+        sent["tokens", "all_reduce", 8 * (3 + sum(p.is_trained for p in self._parameters) - len(whole))] += 1
+        return Counter({key: number for key, number in sent.items() if key[2] and self.groups[key[0]][0] > 1})
 
-    def ranks(self, group: str) -> tuple[int, int]:
-        """Ranks of a group, and how many are on one node: tensor peers come first, then context peers, then shards."""
-        layout = self.layout
-        tensor, context = layout.tensor_parallel_size, layout.context_parallel_size
-        ranks, apart = {
-            "tensor": (tensor, 1),
-            "context": (context, tensor),
-            "shard": (layout.shards, tensor),
-            "replicate": (layout.data_parallel_replicate_size, tensor * layout.shards),
-            "tokens": (layout.data_parallel_size * context, tensor),
-        }[group]
-        return ranks, max(1, min(ranks, self.local_ranks // apart))
+    @property
+    def high_water(self) -> int:
+        """Bytes, the most that a rank holds."""
+        return sum(self.memory.values())
 
-    def bytes_between_nodes(self) -> int:
-        """Of groups that span nodes, in one optimizer step."""
-        spanning = {group for group, _, _ in self.sent if self.ranks(group)[0] > self.ranks(group)[1]}
-        return sum(size * number for (group, _, size), number in self.sent.items() if group in spanning)
+    def bytes_by_link(self) -> tuple[int, int]:
+        """Of an optimizer step: those of groups within a node, and those of groups that span nodes."""
+        spans = {group: ranks > neighbours for group, (ranks, neighbours) in self.groups.items()}
+        sizes = [(spans[group], size * number) for (group, _, size), number in self.sent.items()]
+        return sum(size for far, size in sizes if not far), sum(size for far, size in sizes if far)
 
     def _time(self) -> dict[str, float]:
         assumed, micro = self.assumed, self.micro
-        is_half = min(p.computed for p in micro.parameters) < 4
-        one = (
-            micro.flops / (assumed.flops if is_half else assumed.flops_32) + micro.num_bytes / assumed.memory_bandwidth
-        )
-        spent = Counter[bool]()
+        flops = assumed.flops if min(p.computed for p in micro.parameters) == 2 else assumed.flops_32
+        compute = micro.flops / flops + micro.num_bytes / assumed.memory_bandwidth
+        waits = beside = 0.0
         for (group, kind, size), number in self.sent.items():
             # As rings that share the links of a node; an all-reduce is a reduce-scatter and an all-gather.
-            ranks, neighbours = self.ranks(group)
+            ranks, neighbours = self.groups[group]
             passes = size * (2 if kind == "all_reduce" else 1)
             within = passes * (1 - 1 / neighbours) / assumed.node_bandwidth
             between = passes * (1 - neighbours / ranks) / (assumed.network_bandwidth * neighbours)
+            seconds = number * (max(within, between) + assumed.latency)
             # Peers wait for each other within a layer; what goes over data-parallel ranks runs beside the computation.
-            spent[group in ("tensor", "context")] += number * (max(within, between) + assumed.latency)
-        beside = self.accumulate if self.layout.reshard_during_accumulation else 1
-        hidden = min(spent[False], assumed.overlap * one * beside)
-        link = assumed.host_bandwidth if self.layout.cpu_offload else assumed.memory_bandwidth
-        found = {"compute": one * self.accumulate, "optimizer": 2 * self._state / link, "communicate": spent.total()}
+            if group in ("tensor", "context"):
+                waits += seconds
+            else:
+                beside += seconds
+        hidden = min(beside, assumed.overlap * compute * (self.accumulate if self._frees else 1))
+        link = assumed.host_bandwidth if self.options.cpu_offload else assumed.memory_bandwidth
+        found = {"compute": compute * self.accumulate, "optimizer": 2 * self._state / link}
+        found["communicate"] = waits + beside
         return {**found, "hidden": hidden, "step": sum(found.values()) - hidden}
 
 
