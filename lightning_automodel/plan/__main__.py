@@ -1,12 +1,13 @@
 """Memory, communication and time of each layout, without weights and without the cluster."""
 
 import argparse
-import functools
 import pkgutil
 import sys
 import tomllib
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -75,50 +76,45 @@ def _parser() -> argparse.ArgumentParser:
 
 def _import(target: str) -> Build:
     sys.path.insert(0, str(Path.cwd()))
-    if target.endswith((".yaml", ".yml")):
-        return _configured(Path(target))
     try:
-        build: Build = pkgutil.resolve_name(target)
-    except Exception as error:  # the user's module can raise anything
-        name = target.partition(":")[0]
+        build: Build = _configured(target) if target.endswith((".yaml", ".yml")) else pkgutil.resolve_name(target)
+    except Exception as error:  # the user's modules can raise anything
         raise CannotPlanError(
-            f"{target} cannot be imported ({type(error).__name__}: {error}): run it where `import {name}` works."
+            f"{target} cannot be imported ({type(error).__name__}: {error}): run it where `import` finds its modules."
         ) from error
     return build
 
 
-def _configured(path: Path) -> Build:
+def _configured(path: str) -> Build:
     """What a LightningCLI configuration builds, and the first batch of its data, which has values."""
     from jsonargparse import ArgumentParser  # what LightningCLI needs; an extra of Lightning's
 
-    given = yaml.safe_load(path.read_text())
-
-    def instance(name: str, base: type) -> Any:
+    given, parser = yaml.safe_load(Path(path).read_text()), ArgumentParser(exit_on_error=False)
+    for name, base in {"model": pl.LightningModule, "data": pl.LightningDataModule}.items():
         if "class_path" not in (given.get(name) or {}):
-            raise CannotPlanError(f"{path} has no class_path for {name}: write it there, or pass module:function.")
-        parser = ArgumentParser(exit_on_error=False)
+            raise ValueError(f"{path} has no class_path for {name}: write it there, or pass module:function")
         parser.add_subclass_arguments(base, name)
-        return parser.instantiate_classes(parser.parse_object({name: given[name]}))[name]
-
-    @functools.cache
-    def batch() -> Any:
-        with torch.device("cpu"):
-            data = instance("data", pl.LightningDataModule)
-            data.prepare_data()
-            data.setup("fit")
-            return next(iter(data.train_dataloader()))
-
-    return lambda: (instance("model", pl.LightningModule), batch())
+    with warnings.catch_warnings(action="ignore"), torch.device("meta"):
+        chosen = parser.parse_object({name: given[name] for name in ("model", "data")})
+        data = parser.instantiate_classes(chosen).data
+    data.prepare_data()
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    return lambda: (parser.instantiate_classes(chosen).model, batch)
 
 
 def _plans(parsed: argparse.Namespace, build: Build, assumed: Assumptions) -> tuple[list[Plan], dict[str, str]]:
     """Plans of all layouts, the fastest first, and why others were left out."""
     world, plans, left_out = parsed.world_size, list[Plan](), dict[str, str]()
-    total, nodes = parsed.micro_batches or world, _nodes(parsed)
+    total, nodes = parsed.micro_batches or world, -(-world // parsed.ranks_per_node)
     sizes = [(t, 1) for t in parsed.tensor or (1, parsed.ranks_per_node)]
     sizes += [(t, c) for c in parsed.context if c > 1 for t in parsed.tensor or (1,)]
     for tensor, context, recomputes in ((*each, flag) for each in dict.fromkeys(sizes) for flag in (False, True)):
-        peers = {"tensor_parallel_size": tensor, "context_parallel_size": context, "label_shift": parsed.label_shift}
+        peers: dict[str, Any] = {
+            "tensor_parallel_size": tensor,
+            "context_parallel_size": context,
+            "label_shift": parsed.label_shift,
+        }
         data = max(world // (tensor * context), 1)
         try:
             if data * tensor * context != world or total % data:
@@ -134,10 +130,9 @@ def _plans(parsed: argparse.Namespace, build: Build, assumed: Assumptions) -> tu
             left_out.setdefault(f"TP {tensor} CP {context}", str(error))
             continue
         copies = {1, nodes if data % nodes == 0 and data > nodes else 1}
-        choices = [
-            {"data_parallel_replicate_size": number, "reshard_during_accumulation": frees, "cpu_offload": offloads}
-            for number in copies
-            for frees, offloads in ((False, False), (True, False), (True, True))
+        names = "data_parallel_replicate_size", "reshard_during_accumulation", "cpu_offload"
+        choices: list[dict[str, Any]] = [
+            dict(zip(names, each, strict=True)) for each in product(copies, (False, True), (False, True))
         ]
         if tensor == 1 and parsed.precision != "bf16-mixed":
             choices.append({"data_parallel": "ddp"})
@@ -162,17 +157,13 @@ def _table(plans: list[Plan]) -> Iterator[str]:
         yield text + f"{within / _GIB:12.2f}{between / _GIB:12.2f}{plan.seconds['step']:12.3f}"
 
 
-def _nodes(parsed: argparse.Namespace) -> int:
-    return -(-parsed.world_size // parsed.ranks_per_node)
-
-
 def _yaml(parsed: argparse.Namespace, plan: Plan) -> str:
     options = {each.name: getattr(plan.options, each.name) for each in fields(plan.options)}
     changed = {name: value for name, value in options.items() if value != getattr(StrategyOptions, name)}
     trainer = {
         "accelerator": "cpu" if plan.assumed.is_host else "gpu",
-        "num_nodes": _nodes(parsed),
-        "devices": parsed.world_size // _nodes(parsed),
+        "num_nodes": plan.nodes,
+        "devices": parsed.world_size // plan.nodes,
         "precision": parsed.precision,
         "accumulate_grad_batches": plan.accumulate,
         "strategy": {"class_path": "lightning_automodel.AutomodelStrategy", "init_args": changed},

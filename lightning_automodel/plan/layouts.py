@@ -34,8 +34,11 @@ DEVICES = {
 class Plan:
     """One layout of one model: ``micro`` is what a micro-batch does, ``accumulate`` how many a rank has in a step.
 
-    ``memory`` has bytes by what they hold, where most is held. ``seconds`` and ``sent`` are of an optimizer step:
-    ``sent`` has how many collectives of (group, kind, bytes) there are; of what a rank gives and gets, the larger.
+    Attributes:
+        memory: Bytes by what they hold, where most is held; ``high_water`` is their sum.
+        sent: How many collectives of (group, kind, bytes) a step has, bytes being the larger of those given and got.
+        groups: Ranks of each group, and how many of them are on one node.
+        seconds: Of an optimizer step.
     """
 
     def __init__(
@@ -48,12 +51,13 @@ class Plan:
         ranks_per_node: int,
     ) -> None:
         self.micro, self.options, self.accumulate, self.assumed = micro, options, accumulate, assumed
+        self.nodes = -(-world_size // ranks_per_node)
         tensor, context = options.tensor_parallel_size, options.context_parallel_size
         data = options.data_parallel, options.data_parallel_size, options.data_parallel_replicate_size
-        self.sizes = resolve_sizes(*data, tensor, world_size, -(-world_size // ranks_per_node), context)
+        self.sizes = resolve_sizes(*data, tensor, world_size, self.nodes, context)
         self._shards, self._is_sharded = self.sizes.shard * context, options.data_parallel == "fsdp2"
         self._frees = bool(options.reshard_during_accumulation)
-        # Tensor peers are neighbours, then come context peers, then shards.
+        # Ranks of each group, and how far apart they are: tensor peers are neighbours, then context peers, then shards.
         ranks = {
             "tensor": (tensor, 1),
             "context": (context, tensor),
@@ -62,26 +66,30 @@ class Plan:
             "tokens": (self.sizes.divisor, tensor),
         }
         self.groups = {name: (n, max(1, min(n, ranks_per_node // apart))) for name, (n, apart) in ranks.items()}
-        """Ranks of each group, and how many of them are on one node."""
         self._parameters = [p if self._is_sharded else p._replace(unit=None) for p in micro.parameters]
-        # By unit: parameters as gathered, and gradients as accumulated, as reduced and on this rank.
+        self.high_water, self.memory = 0, Counter[str]()
+        self._add_up()
+        self._follow()
+        self.sent = self._count()
+        self.seconds = self._time()
+
+    def _add_up(self) -> None:
+        """Of each unit: parameters as gathered, and gradients as accumulated, as reduced and on this rank."""
+        self._held = Counter[str]()
         sizes = (Counter[int | None]() for _ in range(4))
         self._unsharded, self._accumulated, self._reduced, self._own = sizes
-        self._held = Counter[str]()
         for p in self._parameters:
             numel = p.numel if p.unit is None else p.shard(self._shards)
             self._held["parameters"] += numel * p.stored
             self._unsharded[p.unit] += numel * self._shards * p.computed
             if p.is_trained:
-                self._held["optimizer"] += int(numel * micro.state)
+                self._held["optimizer"] += int(numel * self.micro.state)
                 self._accumulated[p.unit] += p.numel * p.reduced
                 self._reduced[p.unit] += numel * self._shards * p.reduced
                 self._own[p.unit] += numel * p.stored
         self._state = self._held.total() + self._own.total()
-        self.memory: dict[str, int] = {}
-        self._follow()
-        self.sent = self._count()
-        self.seconds = self._time()
+        if self.options.cpu_offload and not self.assumed.is_host:
+            self._held, self._own = Counter(), Counter()
 
     def __str__(self) -> str:
         sizes, options = self.sizes, self.options
@@ -92,9 +100,7 @@ class Plan:
     def _follow(self) -> None:
         """Follow an optimizer step; of its micro-batches, the third and later ones are like the second."""
         root, rounds = self.micro.num_units, min(self.accumulate, 2)
-        if self.options.cpu_offload and not self.assumed.is_host:
-            self._held, self._own = Counter(), Counter()
-        buckets = Counter({None: 0 if self._is_sharded else self._own[None]})  # DDP's
+        buckets = Counter[int | None]({None: 0 if self._is_sharded else self._own[None]})  # DDP's
         self._gathered, self._gradients = set[int](), self._own + buckets  # gradients of the step before
         for number in range(rounds):
             is_first, is_last = number == 0, number == rounds - 1
@@ -113,7 +119,7 @@ class Plan:
                 elif kind == "gradient":
                     p = self._parameters[index]
                     # FSDP2 adds to a gradient of another dtype once it has all of a unit.
-                    is_new = is_first or (p.unit is not None and p.computed != p.reduced)
+                    is_new = is_first or (self._is_sharded and p.computed != p.reduced)
                     self._gradients[p.unit] += p.numel * p.computed * is_new
                     if p.unit is not None:
                         self._gather(p.unit, p.unit - bool(missing[p.unit - 1]))
@@ -141,11 +147,12 @@ class Plan:
 
     def _see(self, name: str, extra: int) -> None:
         """Note what is held now, with ``extra`` bytes for a while, if it is the most."""
-        held = Counter(self._held, gradients=self._gradients.total())
+        held = self._held.copy()
+        held["gradients"] = self._gradients.total()
         held["gathered"] = sum(self._unsharded[unit] for unit in self._gathered)
         held[name] += extra
         if held.total() > self.high_water:
-            self.memory = held
+            self.high_water, self.memory = held.total(), held
 
     def _count(self) -> Counter[tuple[str, str, int]]:
         sent = Counter({key: number * self.accumulate for key, number in self.micro.messages.items()})
@@ -162,11 +169,6 @@ class Plan:
         # Of a window its count, loss and number of micro-batches, and which sharded parameters were used.
         sent["tokens", "all_reduce", 8 * (3 + sum(p.is_trained for p in self._parameters) - len(whole))] += 1
         return Counter({key: number for key, number in sent.items() if key[2] and self.groups[key[0]][0] > 1})
-
-    @property
-    def high_water(self) -> int:
-        """Bytes, the most that a rank holds."""
-        return sum(self.memory.values())
 
     def bytes_by_link(self) -> tuple[int, int]:
         """Of an optimizer step: those of groups within a node, and those of groups that span nodes."""

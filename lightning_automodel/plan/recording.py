@@ -60,8 +60,8 @@ class MicroBatch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # "gather" and "free" (a unit's forward begins, ends), "loss", or "gradient" (a parameter's is there); of which unit
-        # or parameter; and of the memory beside gradients, the most, and now, in bytes above the event before.
+        # "gather" and "free" (a unit's forward begins, ends), "loss", or "gradient" (a parameter's is there); of which
+        # unit or parameter; and of the memory beside gradients, the most, and now, in bytes above the event before.
         self.events: list[tuple[str, int, int, int]] = []
         self.parameters: list[Parameter] = []
         self.num_units = 0  # without the root
@@ -216,17 +216,13 @@ def _note_units(micro: MicroBatch, module: nn.Module, plugin: Precision, options
     for index, (name, parameter) in enumerate(module.named_parameters()):
         local = torch_internals.local_tensor(parameter)
         unit = None if name in plan.replicated else unit_of.get(parameter, len(plan.units))
-        dtypes = (
-            local.dtype,
-            policy.param_dtype or local.dtype,
-            policy.reduce_dtype or policy.param_dtype or local.dtype,
-        )
-        sizes = local.shape[0] if local.ndim else 1, local.numel(), *(dtype.itemsize for dtype in dtypes)
-        micro.parameters.append(Parameter(unit, *sizes, parameter.requires_grad))
+        computed = policy.param_dtype or local.dtype
+        reduced = policy.reduce_dtype or computed
+        sizes = local.shape[0] if local.ndim else 1, local.numel(), local.element_size()
+        micro.parameters.append(Parameter(unit, *sizes, computed.itemsize, reduced.itemsize, parameter.requires_grad))
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(partial(micro.take_gradient, index))
-    for index, unit in enumerate(plan.units):
-        parts = units.parts_of(unit)
+    for index, parts in enumerate(map(units.parts_of, plan.units)):
         parts[0].register_forward_pre_hook(partial(micro.mark, "gather", index))
         parts[-1].register_forward_hook(partial(micro.mark, "free", index))
     choice = options.activation_checkpointing
