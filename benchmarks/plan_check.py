@@ -182,8 +182,8 @@ def main() -> None:
         *(f"- {name}: {value}" for name, value in describe_environment("transformers").items()),
         f"- command: `python benchmarks/plan_check.py {shlex.join(sys.argv[1:])}`",
         f"- Llama of the shape {SHAPES['plan']}, 256 tokens a micro-batch, AdamW; float32 where not named",
-        "- kept, freed: `reshard_during_accumulation=False`, `True`. Collectives and bytes are those planned, of one",
-        "  optimizer step; equal: the run's are the same, by kind",
+        "- replicas x shards; kept: `reshard_during_accumulation=False`, else True. Collectives and bytes are those",
+        "  planned, of one optimizer step; equal: the run's are the same, by kind",
         "",
         table(header, rows),
     ]

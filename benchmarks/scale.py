@@ -48,9 +48,8 @@ def main() -> None:
                 layout = replace(options, data_parallel_replicate_size=copies)
                 # As many micro-batches in a step as there are ranks, whatever the layout.
                 plan = Plan(micro, layout, ranks, tensor, DEVICES["h100"], NODE)
-                state = sum(plan.memory[key] for key in ("parameters", "optimizer"))
                 within, between = plan.bytes_by_link()
-                sizes = (plan.high_water, state, within + between, between)
+                sizes = (plan.high_water, plan.state, within + between, between)
                 seconds = (f"{plan.seconds[key]:.2f}" for key in ("step", "hidden"))
                 rows.append([name, f"{ranks:,}", str(plan), *(f"{size / GIB:.1f}" for size in sizes), *seconds])
     report = [

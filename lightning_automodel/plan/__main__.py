@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         given = {} if parsed.assume is None else tomllib.loads(parsed.assume.read_text())
         if unknown := given.keys() - asdict(DEVICES[parsed.device]).keys():
-            raise CannotPlanError(f"{parsed.assume} has {', '.join(unknown)}, which is not in a table of --device.")
+            raise CannotPlanError(f"{parsed.assume} has {', '.join(sorted(unknown))}, which no table has.")
         assumed = replace(DEVICES[parsed.device], **given)
         plans, left_out = _plans(parsed, _import(parsed.build), assumed)
     except (CannotPlanError, OSError, ValueError) as error:
@@ -42,9 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"# assumed ({parsed.device}); to change it, save these lines and pass --assume FILE.toml")
     print(*(f"{name} = {str(value).lower()}" for name, value in asdict(assumed).items()), "", sep="\n")
     fitting = [plan for plan in plans if plan.high_water <= assumed.memory]
-    print(
-        f"{len(fitting)} of {len(plans)} layouts of {parsed.world_size} ranks fit; of a rank, GiB and seconds of a step"
-    )
+    print(f"{len(fitting)} of {len(plans)} layouts of {parsed.world_size} ranks fit; GiB and seconds of one step")
     print(*_table((fitting or plans)[: parsed.top]), "", sep="\n")
     print(*(f"left out: {name}: {reason}\n" for name, reason in left_out.items()), sep="")
     if fitting:
@@ -109,25 +107,27 @@ def _plans(parsed: argparse.Namespace, build: Build, assumed: Assumptions) -> tu
     total, nodes = parsed.micro_batches or world, -(-world // parsed.ranks_per_node)
     sizes = [(t, 1) for t in parsed.tensor or (1, parsed.ranks_per_node)]
     sizes += [(t, c) for c in parsed.context if c > 1 for t in parsed.tensor or (1,)]
-    for tensor, context, recomputes in ((*each, flag) for each in dict.fromkeys(sizes) for flag in (False, True)):
-        peers: dict[str, Any] = {
-            "tensor_parallel_size": tensor,
-            "context_parallel_size": context,
-            "label_shift": parsed.label_shift,
-        }
-        data = max(world // (tensor * context), 1)
+    for (tensor, context), recomputes in product(dict.fromkeys(sizes), (False, True)):
+        name, data = f"TP {tensor} CP {context}", max(world // (tensor * context), 1)
+        if data * tensor * context != world or total % data:
+            left_out[name] = (
+                f"{world} ranks and {total} micro-batches do not divide into such groups: pass another --micro-batches,"
+                " --tensor or --context"
+            )
+        if name in left_out:
+            continue
+        options = StrategyOptions(
+            tensor_parallel_size=tensor,
+            context_parallel_size=context,
+            activation_checkpointing=recomputes,
+            label_shift=parsed.label_shift,
+        )
         try:
-            if data * tensor * context != world or total % data:
-                raise CannotPlanError(
-                    f"{world} ranks and {total} micro-batches do not divide into such groups: pass another"
-                    " --micro-batches, --tensor or --context"
-                )
-            options = StrategyOptions(activation_checkpointing=recomputes, **peers)
             micro = run(build, parsed.precision, options)
         except CannotPlanError as error:
             if tensor * context == 1 and not recomputes:
                 raise  # the model itself
-            left_out.setdefault(f"TP {tensor} CP {context}", str(error))
+            left_out[name + " recomputed" * recomputes] = str(error)
             continue
         copies = {1, nodes if data % nodes == 0 and data > nodes else 1}
         names = "data_parallel_replicate_size", "reshard_during_accumulation", "cpu_offload"
@@ -149,10 +149,10 @@ def _plans(parsed: argparse.Namespace, build: Build, assumed: Assumptions) -> tu
 def _table(plans: list[Plan]) -> Iterator[str]:
     kinds = ("parameters", "gathered", "gradients", "optimizer", "activations")
     names = ("layout", "high-water", *kinds, "collectives", "in nodes", "between", "seconds")
-    yield f"{names[0]:40}" + "".join(f"{name:>12}" for name in names[1:])
+    yield f"{names[0]:44}" + "".join(f"{name:>12}" for name in names[1:])
     for plan in plans:
         held = (plan.high_water, *(plan.memory[name] for name in kinds))
-        text = f"{plan!s:40}" + "".join(f"{size / _GIB:12.2f}" for size in held) + f"{plan.sent.total():12}"
+        text = f"{plan!s:44}" + "".join(f"{size / _GIB:12.2f}" for size in held) + f"{plan.sent.total():12}"
         within, between = plan.bytes_by_link()
         yield text + f"{within / _GIB:12.2f}{between / _GIB:12.2f}{plan.seconds['step']:12.3f}"
 

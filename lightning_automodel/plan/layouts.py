@@ -36,6 +36,7 @@ class Plan:
 
     Attributes:
         memory: Bytes by what they hold, where most is held; ``high_water`` is their sum.
+        state: Bytes of parameters, gradients and optimizer state, also on the host.
         sent: How many collectives of (group, kind, bytes) a step has, bytes being the larger of those given and got.
         groups: Ranks of each group, and how many of them are on one node.
         seconds: Of an optimizer step.
@@ -87,7 +88,7 @@ class Plan:
                 self._accumulated[p.unit] += p.numel * p.reduced
                 self._reduced[p.unit] += numel * self._shards * p.reduced
                 self._own[p.unit] += numel * p.stored
-        self._state = self._held.total() + self._own.total()
+        self.state = self._held.total() + self._own.total()
         if self.options.cpu_offload and not self.assumed.is_host:
             self._held, self._own = Counter(), Counter()
 
@@ -178,8 +179,9 @@ class Plan:
 
     def _time(self) -> dict[str, float]:
         assumed, micro = self.assumed, self.micro
-        flops = assumed.flops if min(p.computed for p in micro.parameters) == 2 else assumed.flops_32
-        compute = micro.flops / flops + micro.num_bytes / assumed.memory_bandwidth
+        speed = assumed.flops if min(p.computed for p in micro.parameters) == 2 else assumed.flops_32
+        works = [(max(flops / speed, size / assumed.memory_bandwidth), n) for (flops, size), n in micro.work.items()]
+        compute = sum(seconds * number for seconds, number in works)
         waits = beside = 0.0
         for (group, kind, size), number in self.sent.items():
             # As rings that share the links of a node; an all-reduce is a reduce-scatter and an all-gather.
@@ -195,7 +197,7 @@ class Plan:
                 beside += seconds
         hidden = min(beside, assumed.overlap * compute * (self.accumulate if self._frees else 1))
         link = assumed.host_bandwidth if self.options.cpu_offload else assumed.memory_bandwidth
-        found = {"compute": compute * self.accumulate, "optimizer": 2 * self._state / link}
+        found = {"compute": compute * self.accumulate, "optimizer": 2 * self.state / link}
         found["communicate"] = waits + beside
         return {**found, "hidden": hidden, "step": sum(found.values()) - hidden}
 

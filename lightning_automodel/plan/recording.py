@@ -67,7 +67,7 @@ class MicroBatch(TorchDispatchMode):
         self.num_units = 0  # without the root
         self.state = 0.0  # bytes of optimizer state for each trained element
         self.buffers = 0, 0  # bytes of all buffers, and of those in the state dict
-        self.flops = self.num_bytes = 0  # of matrix products; read and written by other operations
+        self.work = Counter[tuple[int, int]]()  # how many operators of (floating-point operations, bytes)
         self.messages = Counter[tuple[str, str, int]]()  # how many of (group, kind, bytes)
         self._sizes: dict[int, int] = {}
         self._live = self._peak = self._start = 0
@@ -88,10 +88,10 @@ class MicroBatch(TorchDispatchMode):
             for kind in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
                 if kind.replace("_", "") in func.overloadpacket.__name__.replace("_", ""):  # there are several of each
                     self.messages[group, kind, max(size)] += 1
-        elif func.overloadpacket in flop_registry:
-            self.flops += int(flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=output))
         else:
-            self.num_bytes += sum(size)
+            formula = flop_registry.get(func.overloadpacket)
+            flops = 0 if formula is None else int(formula(*args, **(kwargs or {}), out_val=output))
+            self.work[flops, sum(size)] += 1
         return output
 
     def follow(self, tensors: Any) -> None:
@@ -127,12 +127,12 @@ class _FusedAttention(torch.autograd.Function):
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
         ctx.save_for_backward(query, key, value, mask, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
         ctx.micro, ctx.flops = micro, 4 * query.numel() * key.shape[-2]
-        micro.flops += ctx.flops
+        micro.work[ctx.flops, 0] += 1
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.micro.flops += ctx.flops * 5 // 2  # its forward again, and four products
+        ctx.micro.work[ctx.flops * 5 // 2, 0] += 1  # its forward again, and four products
         return None, *map(torch.empty_like, ctx.saved_tensors[:3]), None
 
 
@@ -213,15 +213,13 @@ def _note_units(micro: MicroBatch, module: nn.Module, plugin: Precision, options
     policy = precision.resolve_policy(plugin, options.mp_policy, module.parameters())
     micro.num_units = len(plan.units)
     unit_of = {parameter: index for index, unit in enumerate(plan.units) for parameter in unit.parameters()}
-    for index, (name, parameter) in enumerate(module.named_parameters()):
+    for name, parameter in module.named_parameters():
         local = torch_internals.local_tensor(parameter)
         unit = None if name in plan.replicated else unit_of.get(parameter, len(plan.units))
         computed = policy.param_dtype or local.dtype
         reduced = policy.reduce_dtype or computed
         sizes = local.shape[0] if local.ndim else 1, local.numel(), local.element_size()
         micro.parameters.append(Parameter(unit, *sizes, computed.itemsize, reduced.itemsize, parameter.requires_grad))
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(partial(micro.take_gradient, index))
     for index, parts in enumerate(map(units.parts_of, plan.units)):
         parts[0].register_forward_pre_hook(partial(micro.mark, "gather", index))
         parts[-1].register_forward_hook(partial(micro.mark, "free", index))
@@ -230,6 +228,9 @@ def _note_units(micro: MicroBatch, module: nn.Module, plugin: Precision, options
     if policy.param_dtype is not None:
         module.to(policy.param_dtype)
         precision.cast_around(units.distinct(units.callable_children(module)), policy)
+    for index, parameter in enumerate(module.parameters()):
+        if parameter.requires_grad:  # the cast can have removed earlier hooks
+            parameter.register_post_accumulate_grad_hook(partial(micro.take_gradient, index))
 
 
 def _slice(
