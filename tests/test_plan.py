@@ -202,6 +202,25 @@ def test_layouts_that_cannot_be() -> None:
             _run(tensor_parallel_size=tensor, context_parallel_size=context)
 
 
+def test_gradients_of_tensor_parallel_parameters_cast() -> None:
+    """Each is an event: the cast to half precision replaces DTensors, and hooks that they had."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Language(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+            self.blocks = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss: Tensor = self.blocks(input_ids=batch, labels=batch).loss
+            return loss
+
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    micro = run(lambda: (Language(), tokens), "bf16-mixed", StrategyOptions(tensor_parallel_size=2))
+    assert [kind for kind, *_ in micro.events].count("gradient") == len(micro.parameters)
+
+
 @pytest.mark.sweep
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("ranks", [2, 4])
