@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -130,15 +129,13 @@ def _plans(parsed: argparse.Namespace, build: Build, assumed: Assumptions) -> tu
             left_out[name + " recomputed" * recomputes] = str(error)
             continue
         copies = {1, nodes if data % nodes == 0 and data > nodes else 1}
-        names = "data_parallel_replicate_size", "reshard_during_accumulation", "cpu_offload"
-        choices: list[dict[str, Any]] = [
-            dict(zip(names, each, strict=True)) for each in product(copies, (False, True), (False, True))
+        layouts = [
+            replace(options, data_parallel_replicate_size=n, reshard_during_accumulation=frees, cpu_offload=offloads)
+            for n, frees, offloads in product(copies, (False, True), (False, True))
         ]
         if tensor == 1 and parsed.precision != "bf16-mixed":
-            choices.append({"data_parallel": "ddp"})
-        for choice in choices:
-            layout = replace(options, **choice)
-            plans.append(Plan(micro, layout, world, total // data, assumed, parsed.ranks_per_node))
+            layouts.append(replace(options, data_parallel="ddp"))
+        plans += [Plan(micro, each, world, total // data, assumed, parsed.ranks_per_node) for each in layouts]
     if not plans:
         raise CannotPlanError("; ".join(dict.fromkeys(left_out.values())))
     if parsed.precision == "bf16-mixed":
