@@ -38,6 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (CannotPlanError, OSError, ValueError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    if parsed.precision == "bf16-mixed":
+        left_out["DDP"] = "its autocast does not reach the meta device: pass --precision bf16-true or 32-true"
     print(f"# assumed ({parsed.device}); to change it, save these lines and pass --assume FILE.toml")
     print(*(f"{name} = {str(value).lower()}" for name, value in asdict(assumed).items()), "", sep="\n")
     fitting = [plan for plan in plans if plan.high_water <= assumed.memory]
@@ -138,8 +140,6 @@ def _plans(parsed: argparse.Namespace, build: Build, assumed: Assumptions) -> tu
         plans += [Plan(micro, each, world, total // data, assumed, parsed.ranks_per_node) for each in layouts]
     if not plans:
         raise CannotPlanError("; ".join(dict.fromkeys(left_out.values())))
-    if parsed.precision == "bf16-mixed":
-        left_out["DDP"] = "its autocast does not reach the meta device: pass --precision bf16-true or 32-true"
     return sorted(plans, key=lambda plan: plan.seconds["step"]), left_out
 
 

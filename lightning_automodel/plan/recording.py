@@ -32,6 +32,7 @@ PRECISIONS: dict[str, Precision] = {
     "bf16-true": HalfPrecision("bf16-true"),
     "bf16-mixed": MixedPrecision("bf16-mixed", "cuda"),
 }
+_DATA = (REPLICATE, SHARD)
 Build = Callable[[], tuple[pl.LightningModule, Any]]
 
 
@@ -147,7 +148,7 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBat
         stack.enter_context(warnings.catch_warnings(action="ignore"))  # what the run itself will tell
         dist.init_process_group(dist.Backend.FAKE, rank=0, world_size=tensor * context)
         stack.callback(dist.destroy_process_group)
-        mesh = init_device_mesh("cpu", (1, 1, context, tensor), mesh_dim_names=(REPLICATE, SHARD, CONTEXT, TENSOR))
+        mesh = init_device_mesh("cpu", (1, 1, context, tensor), mesh_dim_names=(*_DATA, CONTEXT, TENSOR))
         with _explained("build"), torch.device("meta"):
             module, batch = build()
             lightning_internals.set_device_mesh(module, mesh)
