@@ -18,9 +18,7 @@ from lightning_automodel.data.batches import TrackedLoader
 from lightning_automodel.data.padding import ModuleState
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
-from lightning_automodel.gradients.grad_scaling import LossScaling
-from lightning_automodel.gradients.optimizer_watch import OptimizerWatch
-from lightning_automodel.gradients.token_loss import Count, TokenWeighting, WindowTotals
+from lightning_automodel.gradients.token_loss import Count, WindowTotals
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.sharding import checks
 from lightning_automodel.sharding.engine import Engine
@@ -43,31 +41,27 @@ class _Step:
     counted: dict[Optimizer | None, int] = field(default_factory=dict)
 
 
-@dataclass
 class MicroBatches:
     """Runs the training steps and backwards of a fit, one micro-batch after the other.
 
-    ``unit`` is what is counted, in singular: label token, sample or micro-batch. ``seconds_drawing`` were spent on
-    drawing batches ahead of their steps.
+    ``seconds_drawing`` were spent on drawing batches ahead of their steps.
     """
 
-    module: pl.LightningModule
-    plugin: Precision
-    engine: Engine
-    windows: GradientWindows
-    watch: OptimizerWatch
-    weighting: TokenWeighting
-    scaling: LossScaling
-    context: ContextParallelSteps | None
-    inputs: UnevenInputs
-    ahead: WindowAhead | None
-    advice: Advice
-    divisor: int
-    unit: str
-    seconds_drawing: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._draws_its_batches = lightning_internals.draws_its_batches(self.module.training_step)
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        plugin: Precision,
+        engine: Engine,
+        windows: GradientWindows,
+        context: ContextParallelSteps | None,
+        inputs: UnevenInputs,
+        ahead: WindowAhead | None,
+        advice: Advice,
+    ) -> None:
+        self.module, self.plugin, self.engine, self.windows = module, plugin, engine, windows
+        self.context, self.inputs, self.ahead, self.advice = context, inputs, ahead, advice
+        self.weighting = windows.weighting
+        self.seconds_drawing = 0.0
         self._step = _Step()
         self._ends_window = True
         self._state_before_padding: ModuleState | None = None
@@ -130,7 +124,16 @@ class MicroBatches:
 
     @contextmanager
     def communicating(self, is_last: bool) -> Generator[None, None, None]:
-        """Context for the forward and backward of one micro-batch; ``is_last``: its backward ends the window."""
+        """Context for the forward and backward of one micro-batch; ``is_last``: its backward ends the window.
+
+        Raises ValueError in a window of several micro-batches if the step draws its batches itself.
+        """
+        if not is_last and lightning_internals.draws_its_batches(self.module.training_step):
+            raise ValueError(
+                f"accumulate_grad_batches={self.module.trainer.accumulate_grad_batches} does not work with"
+                " training_step(dataloader_iter): Lightning zeroes gradients one batch late there, and does not step"
+                " the short last window of an epoch. Let the step take the batch, or pass accumulate_grad_batches=1."
+            )
         before, self._ends_window = self._ends_window, is_last
         try:
             with checks.explained_errors(self.module), self.engine.sync.micro_batch(is_last):
@@ -148,12 +151,12 @@ class MicroBatches:
         if optimizer is not None and not self.windows.open_windows:
             self._zero_if_skipped(optimizer)
         count, accumulate = self._take_count(kwargs)
-        window = self.windows.open()
+        window = self.windows.open(count)
         window.ahead = None if self.ahead is None else self.ahead.totals()
         plugin_loss = plugin.pre_backward(loss, module)
         self.advice.about_half_precision(loss, count)
         reported, objective = self._objective(loss, count, accumulate, window.ahead)
-        if self.scaling.scaler is None and plugin_loss is not loss:
+        if self.windows.scaling.scaler is None and plugin_loss is not loss:
             # A plugin may have changed the loss: its own is backpropagated, the user's is reported.
             objective = self._objective(plugin_loss, count, accumulate, window.ahead)[1]
         self._step.aux_loss = None
@@ -166,10 +169,9 @@ class MicroBatches:
             self.windows.backward(window, loss, self._ends_window, counts=not is_filler),
             attention,
         ):
-            scaled = self.scaling.apply(objective, count, window.sums)
-            plugin.backward(scaled, module, optimizer, *args, **kwargs)
+            plugin.backward(window.scaled(objective), module, optimizer, *args, **kwargs)
             if not is_filler:
-                window.sums.add(reported, count)
+                window.add(reported, count)
         if module.automatic_optimization:
             self.restore_state_before_padding()
         return plugin.post_backward(loss, module)
@@ -184,9 +186,9 @@ class MicroBatches:
         if ahead is None:
             return token_losses, token_losses
         denominator = ahead.num_label_tokens if self.weighting.per_token_loss else ahead.num_micro_batches
-        objective = token_losses * (self.divisor / denominator if denominator else 0.0)
+        objective = token_losses * (self.windows.divisor / denominator if denominator else 0.0)
         if aux_loss is not None:
-            objective = objective + aux_loss * (self.divisor / ahead.num_micro_batches)
+            objective = objective + aux_loss * (self.windows.divisor / ahead.num_micro_batches)
         return token_losses, objective
 
     def _take_count(self, kwargs: dict[str, Any]) -> tuple[Count, int]:
@@ -195,7 +197,7 @@ class MicroBatches:
         if self.module.automatic_optimization and step.count is not None:
             count, step.count = step.count, None
             return count, self.module.trainer.accumulate_grad_batches
-        self.watch.check_known(kwargs.pop("optimizer", None))
+        kwargs.pop("optimizer", None)
         if self.inputs.is_filler:
             kwargs.pop("num_label_tokens", None)
             return 0, 1
@@ -212,11 +214,11 @@ class MicroBatches:
         """
         key, resets, counted = self.windows.toggled, self.windows.num_resets, self._step.counted
         before, counted[key] = counted.get(key), resets
-        counts_samples = self.unit == "sample"
+        counts_samples = self.weighting.unit == "sample"
         if before is None or (counts_samples and before != resets):
             return
         text = (
-            f"manual_backward is called again for the same batch, and each loss weighs by all {self.unit}s of"
+            f"manual_backward is called again for the same batch, and each loss weighs by all {self.weighting.unit}s of"
             " that batch. For the loss of a chunk, give the chunk's count: self.manual_backward(loss,"
             " num_label_tokens=n)."
         )
@@ -225,22 +227,14 @@ class MicroBatches:
         self.advice.say_once(f"{text} Losses of the whole batch, as of a GAN, are right as they are.")
 
     def _zero_if_skipped(self, optimizer: Optimizer) -> None:
-        """Zero the gradients of the previous step if Lightning has not: it does so only in a window's first batch.
+        """Zero the gradients of the previous step if Lightning has not, since it skipped a window's first batch (None).
 
-        It skips that batch if the loader yields None, and reads the batch index too early for a step that draws its
-        batches from a ``dataloader_iter``. The module's own ``optimizer_zero_grad`` is called, as Lightning does.
+        The module's own ``optimizer_zero_grad`` is called, as Lightning does.
         """
         trainer = self.module.trainer
         index = trainer.fit_loop.epoch_loop.batch_idx
-        if index % trainer.accumulate_grad_batches or self._draws_its_batches:
+        if index % trainer.accumulate_grad_batches:
             self.module.optimizer_zero_grad(trainer.current_epoch, index, optimizer)
-
-    def is_misplaced_zero_grad(self) -> bool:
-        """Whether Lightning zeroes in mid-window, one batch late, as it does for a ``dataloader_iter`` step."""
-        if not self._draws_its_batches or not self.module.automatic_optimization or self._step.count is None:
-            return False
-        trainer = self.module.trainer
-        return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches != 0
 
     # --- Its end ------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import log_full
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients.clipping import GradientClipper
-from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
+from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.optimizer_watch import OptimizerWatch
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
 from lightning_automodel.gradients.windows import GradientWindows, mixing_shards, optimizer_parameters
@@ -83,33 +83,25 @@ class TrainingRun:
         if self._is_sharded:
             finetuning.finetune_by_identity(module, self.patches)
         advice.about_wrap_policy(options.auto_wrap_policy, self.engine.describe())
-        self._weighting, self._scaling = self._make_weighting(), self._make_scaling()
-        parameters = list(module.parameters())
         reuses_buffers = bool((options.ddp_kwargs or {}).get("gradient_as_bucket_view"))
         self.windows = GradientWindows(
-            self.engine.sync, self._weighting, self._scaling, mesh, device, parameters, reuses_buffers
+            self.engine.sync,
+            self._make_weighting(),
+            self._make_scaling(),
+            mesh,
+            device,
+            list(module.parameters()),
+            reuses_buffers,
         )
-        self._watch = OptimizerWatch(self.windows, parameters)
+        self._watch = OptimizerWatch(self.windows)
         patches.callback(self._watch.close)
-        raises_if_nonfinite = options.error_if_nonfinite and self._scaling.scaler is None
+        raises_if_nonfinite = options.error_if_nonfinite and self.windows.scaling.scaler is None
         self.clipper = GradientClipper(self.windows, self._watch, mesh, options.track_grad_norm, raises_if_nonfinite)
         self.inputs, ahead = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad"), None
         if fitting and options.count_window_ahead:
-            ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, self._weighting.count_on_host)
+            ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, self.windows.weighting.count_on_host)
         self.micro_batches = MicroBatches(
-            module,
-            plugin,
-            self.engine,
-            self.windows,
-            self._watch,
-            self._weighting,
-            self._scaling,
-            context,
-            self.inputs,
-            ahead,
-            advice,
-            mesh.sizes.divisor,
-            self._denominator(),
+            module, plugin, self.engine, self.windows, context, self.inputs, ahead, advice
         )
 
     def _check(self, fitting: bool) -> None:
@@ -147,14 +139,15 @@ class TrainingRun:
 
     def _make_scaling(self) -> LossScaling:
         options, plugin = self._options, self.plugin
-        range_scale = RangeScale(
+        return LossScaling(
+            precision.enabled_scaler(plugin),
             precision.passes_float16(plugin, self.module) and not options.count_window_ahead,
             options.per_token_loss,
+            self._mesh,
             self.device,
-            self._mesh.group if self._mesh.sizes.divisor > 1 else None,
+            self._is_sharded,
+            self.patches,
         )
-        scaler = precision.enabled_scaler(plugin)
-        return LossScaling(scaler, range_scale, self.device, self._is_sharded, self.patches)
 
     def _compile_blocks(self) -> list[str]:
         """Compile the blocks that ``compile`` asks for, and return their names."""
@@ -214,7 +207,7 @@ class TrainingRun:
 
     def watch_optimizers(self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer]) -> None:
         """Watch these optimizers instead of any earlier ones."""
-        self._watch.watch(optimizers, wrappers, self.micro_batches.is_misplaced_zero_grad)
+        self._watch.watch(optimizers, wrappers)
 
     def watch_module(self) -> None:
         """Watch ``module.zero_grad``, toggling, and plain backwards in manual optimization; refuse early hooks."""
@@ -252,7 +245,7 @@ class TrainingRun:
                 result = closure()
         self._watch.check_step(optimizer)
         if result is not None or not self.module.automatic_optimization:
-            self._scaling.look_for_overflow(optimizer)
+            self.windows.scaling.look_for_overflow(optimizer)
         step.enter_context(mixing_shards(optimizer))
         return result
 
@@ -283,9 +276,9 @@ class TrainingRun:
         """See :meth:`AutomodelStrategy.evaluated`."""
         if self._context is not None:
             batch = self._context.slices.slice(batch)  # the output is that of the slice
-            self._context.check_count(self._weighting, batch, output, step)
-        sums = self._weighting.evaluated(batch, output, step)
-        self.advice.about_count(self.module, self._weighting, output)
+            self._context.check_count(self.windows.weighting, batch, output, step)
+        sums = self.windows.weighting.evaluated(batch, output, step)
+        self.advice.about_count(self.module, self.windows.weighting, output)
         return sums
 
     # --- What is saved, and how it ends -------------------------------------------------------------------------------
@@ -295,14 +288,14 @@ class TrainingRun:
         report = self.windows.last_step
         return {
             "engine": self.engine.state(),
-            "range_scale": self._scaling.range_scale.factor,
+            "range_scale": self.windows.scaling.range_factor,
             "last_step": None if report is None else vars(report),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
         self.engine.load_state(state["engine"])
-        self._scaling.range_scale.restore(state["range_scale"])
+        self.windows.scaling.restore_range(state["range_scale"])
         if state["last_step"] is not None:
             saved = state["last_step"].items()
             self.windows.last_step = StepReport(
@@ -315,19 +308,13 @@ class TrainingRun:
             "data_parallel": self._options.data_parallel,
             "mesh": self._mesh.sizes_by_name(),
             "gradient_divisor": self._mesh.sizes.divisor,
-            "gradient_denominator": self._denominator(),
+            "gradient_denominator": self.windows.weighting.unit,
             "precision": precision.describe_dtypes(self.plugin, self.module, self._policy),
             "tensors_created_without_values": len(self._without_values),
             "activation_checkpointing": self._checkpointed.names,
             "compiled": self._compiled,
             **self.engine.describe(),
         }
-
-    def _denominator(self) -> str:
-        """What is counted for the denominator of a window's gradients."""
-        if not self._options.per_token_loss:
-            return "micro-batch"
-        return "sample" if self._options.count == "samples" else "label token"
 
     def interrupt(self) -> None:
         """Clean up after an exception: drop open windows and the data of the current step."""

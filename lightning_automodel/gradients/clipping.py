@@ -40,9 +40,9 @@ class GradientClipper:
         # Lightning refuses to clip for fused optimizers, which unscale in the step: here gradients are unscaled before.
         patches.set(plugin, "clip_gradients", partial(Precision.clip_gradients, plugin))
         # No bound methods, which a copy of the plugin would follow to process groups.
-        patches.set(plugin, "clip_grad_by_norm", lambda optimizer, clip_val: self.clip_by_norm(optimizer, clip_val))
-        patches.set(plugin, "clip_grad_by_value", lambda optimizer, clip_val: self.clip_by_value(optimizer, clip_val))
-        lightning_internals.patch_after_closure(plugin, self.measure_if_asked, patches)
+        patches.set(plugin, "clip_grad_by_norm", lambda optimizer, clip_val: self._clip_by_norm(optimizer, clip_val))
+        patches.set(plugin, "clip_grad_by_value", lambda optimizer, clip_val: self._clip_by_value(optimizer, clip_val))
+        lightning_internals.patch_after_closure(plugin, self._measure_if_asked, patches)
 
     def clip(self, optimizer: OneOptimizer, clip_val: float, algorithm: Literal["norm", "value"]) -> Tensor:
         """Implement :meth:`AutomodelStrategy.clip_gradients`. Returns [] the norm before clipping."""
@@ -51,39 +51,33 @@ class GradientClipper:
             raise ValueError(f"algorithm must be 'norm' or 'value', got {algorithm!r}.")
         self._watch.check_step(unwrap(optimizer))
         if algorithm == "norm":
-            return self.clip_by_norm(optimizer, clip_val)
-        norm = self.norm(optimizer)
+            return self._clip_by_norm(optimizer, clip_val)
+        norm = self._norm(optimizer)
         rescale_clip.clip_gradient_values(optimizer_parameters(unwrap(optimizer)), clip_val)
         return norm
 
-    def clip_by_norm(self, optimizer: OneOptimizer, clip_val: float) -> Tensor:
-        """Clip to a global norm. Returns [] the norm before clipping."""
-        norm = self.norm(optimizer)
+    def _clip_by_norm(self, optimizer: OneOptimizer, clip_val: float) -> Tensor:
+        norm = self._norm(optimizer)
         rescale_clip.scale_to_norm_(optimizer_parameters(unwrap(optimizer)), norm, clip_val)
         return norm
 
-    def clip_by_value(self, optimizer: OneOptimizer, clip_val: float) -> None:
-        """Clamp every element."""
-        self.measure_if_asked(optimizer)
+    def _clip_by_value(self, optimizer: OneOptimizer, clip_val: float) -> None:
+        self._measure_if_asked(optimizer)
         rescale_clip.clip_gradient_values(optimizer_parameters(unwrap(optimizer)), clip_val)
 
-    def measure_if_asked(self, optimizer: OneOptimizer) -> None:
+    def _measure_if_asked(self, optimizer: OneOptimizer) -> None:
         """Measure the norm if an option asks for it and it has not been measured since the last step.
 
         Runs last before the optimizer steps, so that it includes what hooks did to the gradients. Whether it
         communicates depends only on earlier calls, never on this rank's gradients, so ranks stay in step.
         """
-        record = self._windows.since_step.get(unwrap(optimizer))
-        if (self._track_norm or self._error_if_nonfinite) and (record is None or record.norm is None):
-            self.norm(optimizer)
+        if (self._track_norm or self._error_if_nonfinite) and unwrap(optimizer) not in self._windows.measured:
+            self._norm(optimizer)
 
-    def norm(self, optimizer: OneOptimizer) -> Tensor:
+    def _norm(self, optimizer: OneOptimizer) -> Tensor:
         """[] the global 2-norm of the gradients. The first one after each step of the optimizer is reported."""
-        parameters = optimizer_parameters(unwrap(optimizer))
-        norm = rescale_clip.total_norm(parameters)
+        norm = rescale_clip.total_norm(optimizer_parameters(unwrap(optimizer)))
         if self._error_if_nonfinite:
-            only_shards = self._mesh.sizes.replicate == self._mesh.sizes.tensor == 1
-            measured_together = only_shards and rescale_clip.any_sharded(parameters)
-            rescale_clip.check_finite(norm, () if measured_together else self._mesh.groups)
+            rescale_clip.check_finite(norm, self._mesh.groups)
         self._windows.report_norm(unwrap(optimizer), norm)
         return norm

@@ -1,6 +1,6 @@
 """Watching users' optimizer steps, ``zero_grad``, toggling and plain backwards while windows are open."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,18 +19,13 @@ class OptimizerWatch:
     Torch has hooks for an optimizer's step. It has none for ``zero_grad``, which is patched on the instances.
     """
 
-    def __init__(self, windows: GradientWindows, parameters: list[nn.Parameter]) -> None:
-        self._windows, self._parameters = windows, parameters
+    def __init__(self, windows: GradientWindows) -> None:
+        self._windows = windows
         self._patches = PatchStack()  # of the optimizers, which a callback may replace in mid-run
         self._stray: set[nn.Parameter] = set()
 
-    def watch(
-        self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer], is_misplaced: Callable[[], bool]
-    ) -> None:
-        """Watch these optimizers, and Lightning's wrappers of them, instead of any earlier ones.
-
-        ``is_misplaced`` is called before each ``zero_grad``; if True, gradients are left as they are.
-        """
+    def watch(self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer]) -> None:
+        """Watch these optimizers, and Lightning's wrappers of them, instead of any earlier ones."""
         self._patches.restore()
         self._windows.optimizers = optimizers
         for optimizer, wrapper in zip(optimizers, wrappers, strict=True):
@@ -38,20 +33,16 @@ class OptimizerWatch:
             self._patches.callback(optimizer.register_step_post_hook(self._after_raw_step).remove)
             parameters = partial(optimizer_parameters, optimizer)
             for watched in (optimizer, wrapper):
-                self._patches.set(watched, "zero_grad", self._dropping(watched.zero_grad, parameters, is_misplaced))
+                self._patches.set(watched, "zero_grad", self._dropping(watched.zero_grad, parameters))
 
     def _dropping(
-        self,
-        zero_grad: Callable[..., None],
-        parameters: Callable[[], list[nn.Parameter]],
-        is_misplaced: Callable[[], bool] = lambda: False,
+        self, zero_grad: Callable[..., None], parameters: Callable[[], list[nn.Parameter]]
     ) -> Callable[..., None]:
         # A function, not a bound method, which a copy of the module would follow to process groups.
         def zero_and_drop(*args: Any, **kwargs: Any) -> None:
-            if not is_misplaced():
-                zero_grad(*args, **kwargs)
-                self._stray.difference_update(parameters())
-                self._windows.drop(parameters())
+            zero_grad(*args, **kwargs)
+            self._stray.difference_update(parameters())
+            self._windows.drop(parameters())
 
         return zero_and_drop
 
@@ -69,13 +60,13 @@ class OptimizerWatch:
             self._windows.toggled = None
             on_toggle()
 
-        patches.set(module, "zero_grad", self._dropping(zero_grad, lambda: self._parameters))
+        patches.set(module, "zero_grad", self._dropping(zero_grad, lambda: self._windows.parameters))
         patches.set(module, "toggle_optimizer", toggle_optimizer)
         patches.set(module, "untoggle_optimizer", untoggle_optimizer)
 
     def watch_stray_backwards(self, patches: PatchStack) -> None:
         """Record gradients of a plain ``loss.backward()``, which the engine (DDP) would not synchronise."""
-        for parameter in self._parameters:
+        for parameter in self._windows.parameters:
             if parameter.requires_grad:
                 patches.callback(parameter.register_post_accumulate_grad_hook(self._note_accumulation).remove)
 
@@ -99,7 +90,7 @@ class OptimizerWatch:
                 continue  # counted ahead, so final at once: a gradient hook may step during backward
             if not window.owned.isdisjoint(parameters):
                 raise RuntimeError(
-                    f"{name}.step() in the middle of an accumulation window: {window.sums.num_micro_batches}"
+                    f"{name}.step() in the middle of an accumulation window: {window.num_micro_batches}"
                     " backward(s) have accumulated and none has synchronised. Step after a backward outside of"
                     " `optimizer.toggle_model(sync_grad=False)`, or call optimizer.zero_grad() to give the window up."
                 )
@@ -110,17 +101,6 @@ class OptimizerWatch:
                 " DistributedDataParallel does not synchronise under manual optimization, so ranks would diverge. Call"
                 " self.manual_backward(loss) instead."
             )
-
-    def check_known(self, named: OneOptimizer | Iterable[OneOptimizer] | None) -> None:
-        """Raise ValueError if ``manual_backward(optimizer=...)`` got an optimizer that is not the module's."""
-        several: Iterable[Any] = named if isinstance(named, (list, tuple)) else [named]
-        for optimizer in several:
-            if optimizer is not None and unwrap(optimizer) not in self._windows.optimizers:
-                raise ValueError(
-                    f"manual_backward(optimizer=...) got {type(unwrap(optimizer)).__name__}, which is not one of the"
-                    f" {len(self._windows.optimizers)} optimizers that configure_optimizers returned; pass one of"
-                    " self.optimizers()."
-                )
 
     def close(self) -> None:
         """Stop watching optimizers."""

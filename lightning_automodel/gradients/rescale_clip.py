@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -93,7 +93,7 @@ def clip_gradient_values(model: Parameters, clip_value: float) -> None:
     with torch.no_grad():
         for parameter in parameters:
             _complete_partial_gradient(parameter)
-        for grads in _by_device_and_dtype(_local_gradients(parameters)):
+        for grads in _local_gradients(parameters):
             torch._foreach_clamp_min_(grads, -clip_value)
             torch._foreach_clamp_max_(grads, clip_value)
 
@@ -127,15 +127,15 @@ def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
     sharded over the same groups share one partial sum. One all-reduce per group then sums all partial sums that are
     sharded over it.
     """
-    grads: dict[tuple[tuple[int, ...], ...], list[Tensor]] = defaultdict(list)
+    sharded_alike: dict[tuple[tuple[int, ...], ...], list[nn.Parameter]] = defaultdict(list)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for parameter in parameters:
         _complete_partial_gradient(parameter)
         sharded_over = _sharding_ranks(parameter)
         groups = sharded_over | groups
-        grads[tuple(sharded_over)].extend(_local_gradients([parameter]))
+        sharded_alike[tuple(sharded_over)].append(parameter)
     device = _reduction_device(parameters)
-    squares = {ranks: _sum_of_squares(tensors, device, foreach) for ranks, tensors in grads.items()}
+    squares = {ranks: _sum_of_squares(same, device, foreach) for ranks, same in sharded_alike.items()}
     for ranks, group in groups.items():
         # Sums that are not sharded over this group should be equal on its ranks: they are averaged, so that all ranks
         # get the same norm even if one differs.
@@ -152,15 +152,16 @@ def scale_gradients_(parameters: list[nn.Parameter], factor: Tensor, foreach: bo
     A half-precision gradient is rounded once, after the product: some devices would round the factor as well, which
     makes all gradients too large or too small together.
     """
-    for grads in _by_device_and_dtype(_local_gradients(parameters)):
+    for grads in _local_gradients(parameters):
         local_factor = factor.to(grads[0].device)
-        if grads[0].dtype in (torch.float16, torch.bfloat16):
-            for grad in grads:
-                grad.copy_(grad.float() * local_factor)
-        elif foreach and not grads[0].is_sparse:
+        is_half = grads[0].dtype in (torch.float16, torch.bfloat16)
+        if foreach and not is_half and not grads[0].is_sparse:
             torch._foreach_mul_(grads, local_factor)
-        else:
-            for grad in grads:
+            continue
+        for grad in grads:
+            if is_half:
+                grad.copy_(grad.float() * local_factor)
+            else:
                 grad.mul_(local_factor)
 
 
@@ -199,15 +200,6 @@ def list_parameters(model: Parameters) -> list[nn.Parameter]:
         if isinstance(module, FSDPModule):
             module.reshard()
     return list(model.parameters())
-
-
-def any_sharded(parameters: list[nn.Parameter]) -> bool:
-    """Whether measuring the norm of these gradients communicates."""
-    return any(_sharding_ranks(parameter) for parameter in parameters)
-
-
-def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [torch_internals.local_tensor(p.grad) for p in parameters if p.grad is not None]
 
 
 def _complete_partial_gradient(parameter: nn.Parameter) -> None:
@@ -249,26 +241,28 @@ def _reduction_device(parameters: list[nn.Parameter]) -> torch.device:
     return parameters[0].device if parameters else torch.device("cpu")
 
 
-def _sum_of_squares(tensors: list[Tensor], device: torch.device, foreach: bool) -> Tensor:
-    """[] sum of the squares of all elements, on ``device``."""
+def _sum_of_squares(parameters: list[nn.Parameter], device: torch.device, foreach: bool) -> Tensor:
+    """[] sum of the squares of all gradient elements, on ``device``."""
     wide = wide_dtype(device)
-    norms: list[Tensor] = []
-    for group in _by_device_and_dtype(tensors):
-        if group[0].is_sparse:
-            group = [tensor.coalesce().values() for tensor in group]
+    norms = [torch.zeros((), dtype=wide, device=device)]
+    for grads in _local_gradients(parameters):
+        if grads[0].is_sparse:
+            grads = [grad.coalesce().values() for grad in grads]
         # The square of a float32 above 1.8e19 overflows, and an infinite norm would clip all gradients to zero.
-        dtype = wide_dtype(group[0].device)
+        dtype = wide_dtype(grads[0].device)
         if foreach:
-            norms.extend(torch._foreach_norm(group, 2, dtype=dtype))
+            own = list(torch._foreach_norm(grads, 2, dtype=dtype))
         else:
-            norms.extend(torch.linalg.vector_norm(tensor, 2, dtype=dtype) for tensor in group)
-    if not norms:
-        return torch.zeros((), dtype=wide, device=device)
-    return torch.stack([norm.to(device, wide) for norm in norms]).square().sum()
+            own = [torch.linalg.vector_norm(grad, 2, dtype=dtype) for grad in grads]
+        norms.extend(norm.to(device, wide) for norm in own)
+    return torch.stack(norms).square().sum()
 
 
-def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def _local_gradients(parameters: Iterable[nn.Parameter]) -> Iterable[list[Tensor]]:
+    """This rank's parts of the gradients, those of one device, dtype and layout together."""
     groups: dict[tuple[torch.device, torch.dtype, torch.layout], list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        groups[tensor.device, tensor.dtype, tensor.layout].append(tensor)
-    yield from groups.values()
+    for parameter in parameters:
+        if parameter.grad is not None:
+            grad = torch_internals.local_tensor(parameter.grad)
+            groups[grad.device, grad.dtype, grad.layout].append(grad)
+    return groups.values()
