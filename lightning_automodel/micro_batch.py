@@ -62,6 +62,7 @@ class MicroBatches:
         self.context, self.inputs, self.ahead, self.advice = context, inputs, ahead, advice
         self.weighting = windows.weighting
         self.seconds_drawing = 0.0
+        self._draws_its_batches = lightning_internals.draws_its_batches(module.training_step)
         self._step = _Step()
         self._ends_window = True
         self._state_before_padding: ModuleState | None = None
@@ -128,7 +129,7 @@ class MicroBatches:
 
         Raises ValueError in a window of several micro-batches if the step draws its batches itself.
         """
-        if not is_last and lightning_internals.draws_its_batches(self.module.training_step):
+        if not is_last and self._draws_its_batches:
             raise ValueError(
                 f"accumulate_grad_batches={self.module.trainer.accumulate_grad_batches} does not work with"
                 " training_step(dataloader_iter): Lightning zeroes gradients one batch late there, and does not step"

@@ -8,11 +8,36 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from lightning_automodel.data.exchange import Exchange
-
 _END = object()
+
+
+class Exchange:
+    """Starts an asynchronous all-gather of each rank's ``numbers`` over a host group: a collective that waits if read.
+
+    It runs while the device computes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *numbers: float) -> None:
+        # Both tensors must outlive the communication.
+        self._own = torch.tensor(numbers, device="cpu", dtype=torch.float64)
+        self._everyone = [torch.empty_like(self._own) for _ in range(group.size())]
+        self._work = dist.all_gather(self._everyone, self._own, group, async_op=True)
+
+    def _received(self) -> list[torch.Tensor]:
+        if self._work is not None:
+            self._work.wait()
+        return self._everyone
+
+    def numbers(self) -> list[int]:
+        """The first number of each rank, by rank."""
+        return [int(each[0]) for each in self._received()]
+
+    def sums(self) -> list[float]:
+        """The sum of each number over all ranks."""
+        return torch.stack(self._received()).sum(0).tolist()
 
 
 @dataclass(eq=False)
@@ -37,26 +62,18 @@ class BatchHandle:
 
 
 class TrackedLoader(Iterator[Any]):
-    """Wraps a user's loader: yields its batches, and keeps a :class:`BatchHandle` for each.
+    """Wraps a user's ``loader``: yields its batches, and keeps a :class:`BatchHandle` for each.
 
     What it lacks are attributes of the loader, and a copy of it is a copy of the loader.
 
-    With padding, drawing is a collective over the group: every rank must draw equally often. With each batch a rank
-    sends whether it still had one. As long as it has one it does not wait: the exchange runs while the batch is trained
-    on. After its own batches it yields padding batches, until all ranks have drawn their last batch. A padding batch is
-    a copy of the epoch's first batch, or of another rank's if this rank has no batch at all.
+    If it ``pads``, drawing is a collective over the host ``group``: every rank must draw equally often. With each batch
+    a rank sends whether it still had one. As long as it has one it does not wait: the exchange runs while the batch is
+    trained on. After its own batches it yields padding batches, until all ranks have drawn their last batch. A padding
+    batch is a copy of the epoch's first batch, or of another rank's if this rank has none, as after resuming.
 
-    Args:
-        loader: The user's loader.
-        group: Host process group of all ranks.
-        pads: Whether padding batches follow.
-        rank_lengths: Lengths of all ranks' loaders if they are padded; None if any is unknown.
-        empty: Message of the ``ValueError`` if there is no batch at all; None raises nothing.
-
-    Attributes:
-        count: Counts the label tokens of a batch; None if they are not counted ahead.
-        handed_out: Handles of batches that were handed out but not begun; the Trainer may prefetch some.
-        num_handed_out: Batches of this epoch that were handed out.
+    ``rank_lengths`` are those of all ranks' loaders, None if any is unknown. ``count`` counts the label tokens of a
+    batch; None if they are not counted ahead. ``handed_out`` has the handles of batches that were handed out but not
+    begun; the Trainer may prefetch some. Without any batch, ``if_empty`` is raised, unless None.
     """
 
     def __init__(
@@ -65,17 +82,12 @@ class TrackedLoader(Iterator[Any]):
         group: dist.ProcessGroup,
         pads: bool = False,
         rank_lengths: list[int] | None = None,
-        empty: str | None = None,
+        if_empty: str | None = None,
     ) -> None:
         # Past __setattr__, which sets attributes of the loader.
-        vars(self).update(
-            {"loader": loader, "pads": pads, "count": None, "handed_out": deque(), "num_handed_out": 0},
-            _group=group,
-            rank_lengths=rank_lengths,
-            if_empty=empty,
-            drawn_ahead=deque(),
-            _source=iter(()),
-        )
+        own = vars(self)
+        own.update(loader=loader, pads=pads, count=None, handed_out=deque(), num_handed_out=0, drawn_ahead=deque())
+        own.update(_group=group, _rank_lengths=rank_lengths, _if_empty=if_empty, _source=iter(()))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -93,9 +105,9 @@ class TrackedLoader(Iterator[Any]):
     def __len__(self) -> int:
         if not self.pads:
             return len(self.loader)
-        if self.rank_lengths is None:
+        if self._rank_lengths is None:
             raise TypeError(f"The number of batches of {type(self.loader).__name__} is not known on all ranks.")
-        return max(self.rank_lengths)
+        return max(self._rank_lengths)
 
     def __iter__(self) -> "TrackedLoader":
         """Begin an epoch, with an iterator of the loader that is made now, as Lightning and resuming expect."""
@@ -105,8 +117,8 @@ class TrackedLoader(Iterator[Any]):
         batches = iter(self.loader)
         source = self._padded(batches) if self.pads else ((BatchHandle(batch is None), batch) for batch in batches)
         self._source = map(self._counted, source)
-        if self.if_empty is not None and not self.ahead(1):
-            raise ValueError(self.if_empty)
+        if self._if_empty is not None and not self.ahead(1):
+            raise ValueError(self._if_empty)
         return self
 
     def __next__(self) -> Any:
@@ -121,6 +133,12 @@ class TrackedLoader(Iterator[Any]):
         while len(self.handed_out) > num_prefetched:  # more than one if some were None, or dropped to resume
             handle = self.handed_out.popleft()
         return handle
+
+    def begin_last(self, limit: float) -> bool:
+        """Whether the batch about to be evaluated is the last of at most ``limit``. Draws the next one to know it."""
+        self.handed_out.popleft()
+        is_limit = self.num_handed_out - len(self.handed_out) >= limit
+        return is_limit or not (self.handed_out or self.ahead(1))
 
     def ahead(self, number: int) -> list[BatchHandle]:
         """Draw ``number`` batches now, to be handed out later. Returns their handles, fewer if the data ends."""
