@@ -634,7 +634,7 @@ class AutomodelStrategy(ParallelStrategy):
             ValueError: If ``clip_val`` is not positive or ``algorithm`` is neither.
             RuntimeError: If an accumulation window of ``optimizer`` is still open.
         """
-        return self._required_run.clipper.clip(optimizer, clip_val, algorithm)
+        return self._required_run.steps.clip(optimizer, clip_val, algorithm)
 
     # --- Beside training ----------------------------------------------------------------------------------------------
 

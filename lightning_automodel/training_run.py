@@ -22,9 +22,8 @@ from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import log_full
 from lightning_automodel.distributed.mesh import RunMesh
-from lightning_automodel.gradients.clipping import GradientClipper
 from lightning_automodel.gradients.grad_scaling import LossScaling
-from lightning_automodel.gradients.optimizer_watch import OptimizerWatch
+from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
 from lightning_automodel.gradients.windows import GradientWindows, mixing_shards, optimizer_parameters
 from lightning_automodel.micro_batch import MicroBatches
@@ -93,10 +92,8 @@ class TrainingRun:
             list(module.parameters()),
             reuses_buffers,
         )
-        self._watch = OptimizerWatch(self.windows)
-        patches.callback(self._watch.close)
-        raises_if_nonfinite = options.error_if_nonfinite and self.windows.scaling.scaler is None
-        self.clipper = GradientClipper(self.windows, self._watch, mesh, options.track_grad_norm, raises_if_nonfinite)
+        self.steps = OptimizerSteps(self.windows, options.track_grad_norm, options.error_if_nonfinite)
+        patches.callback(self.steps.close)
         self.inputs, ahead = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad"), None
         if fitting and options.count_window_ahead:
             ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, self.windows.weighting.count_on_host)
@@ -202,23 +199,23 @@ class TrainingRun:
 
     def patch_plugin(self) -> None:
         """Patch clipping and casting on the Trainer's precision plugin. Called once Lightning has set it up."""
-        self.clipper.patch(self.plugin, self.patches)
+        self.steps.patch_clipping(self.plugin, self.patches)
         precision.leave_casting_to_units(self.plugin, self.module, self.patches)
 
     def watch_optimizers(self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer]) -> None:
         """Watch these optimizers instead of any earlier ones."""
-        self._watch.watch(optimizers, wrappers)
+        self.steps.watch(optimizers, wrappers)
 
     def watch_module(self) -> None:
         """Watch ``module.zero_grad``, toggling, and plain backwards in manual optimization; refuse early hooks."""
-        self._watch.watch_module(self.module, self.patches, self.engine.release)
+        self.steps.watch_module(self.module, self.patches, self.engine.release)
         if not self.module.automatic_optimization:
             zero = self.module.on_validation_model_zero_grad
             self.patches.set(self.module, "on_validation_model_zero_grad", lambda: self._zero_before_validation(zero))
         checks.check_hooks(self.module, self._options.count_window_ahead)
         # Under automatic optimization every backward is the strategy's.
         if not (self._is_sharded or self.module.automatic_optimization) and self._mesh.sizes.divisor > 1:
-            self._watch.watch_stray_backwards(self.patches)
+            self.steps.watch_plain_backwards(self.patches)
 
     def _zero_before_validation(self, zero: Callable[[], None]) -> None:
         held = self.holds_gradients()
@@ -243,7 +240,7 @@ class TrainingRun:
         else:
             with self.micro_batches.communicating(is_last=True):
                 result = closure()
-        self._watch.check_step(optimizer)
+        self.steps.check(optimizer)
         if result is not None or not self.module.automatic_optimization:
             self.windows.scaling.look_for_overflow(optimizer)
         step.enter_context(mixing_shards(optimizer))

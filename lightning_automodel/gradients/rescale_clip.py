@@ -55,10 +55,9 @@ def gradient_factor(denominator: Tensor, divisor: int) -> Tensor:
 def clip_gradients(model: Parameters, clip_norm: float, foreach: bool = True) -> Tensor:
     """Scale all gradients down together so that their global 2-norm is at most ``clip_norm``.
 
-    A collective wherever a gradient is sharded: every rank of its mesh must call. It costs one all-reduce of a few
-    numbers for each group of ranks that some parameter is sharded over, whatever the mixture of meshes, replicas, plain
-    tensors and empty shards. Which all-reduces run follows from the parameters, not from which of them received a
-    gradient, so ranks stay in step. Nothing is read on the host.
+    A collective wherever a parameter is sharded, with a gradient or without: every rank of its mesh must call. It costs
+    one all-reduce of a few numbers for each group of ranks that some parameter is sharded over, whatever the mixture of
+    meshes, replicas, plain tensors and empty shards. Nothing is read on the host.
 
     Args:
         model: Module or parameters whose ``.grad`` is scaled in place.
@@ -105,9 +104,9 @@ def check_clip_value(value: float) -> None:
 
 
 def check_finite(norm: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> None:
-    """Raise RuntimeError unless the gradient norm [] is finite. Reads it on the host.
+    """Raise RuntimeError on all ranks of ``groups`` unless the gradient norm [] is finite. Reads it on the host.
 
-    ``groups`` are those whose ranks may have measured different norms but must raise together: one all-reduce on each.
+    One all-reduce on each group.
     """
     for group in groups:
         norm = norm.clone()
@@ -121,11 +120,10 @@ def check_finite(norm: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> None
 
 @torch.no_grad()
 def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
-    """Global 2-norm of the gradients. A collective as described at :func:`clip_gradients`.
+    """Global 2-norm of the gradients, wide enough not to overflow. A collective like :func:`clip_gradients`.
 
-    It is float64 where the device has that, so that neither it nor the sum of squares overflows. Parameters that are
-    sharded over the same groups share one partial sum. One all-reduce per group then sums all partial sums that are
-    sharded over it.
+    Parameters that are sharded over the same groups share a partial sum. One all-reduce per group then sums all partial
+    sums that are sharded over it.
     """
     sharded_alike: dict[tuple[tuple[int, ...], ...], list[nn.Parameter]] = defaultdict(list)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -149,8 +147,7 @@ def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
 def scale_gradients_(parameters: list[nn.Parameter], factor: Tensor, foreach: bool = True) -> None:
     """Multiply every gradient by ``factor`` [] in place, shard by shard. Not a collective, no host read.
 
-    A half-precision gradient is rounded once, after the product: some devices would round the factor as well, which
-    makes all gradients too large or too small together.
+    A half-precision gradient is rounded once, after the product: some devices would round the factor as well.
     """
     for grads in _local_gradients(parameters):
         local_factor = factor.to(grads[0].device)
@@ -170,8 +167,8 @@ def average_gradients_(parameters: list[nn.Parameter], group: dist.ProcessGroup)
     """Average the gradients of replicated parameters over ``group`` in place.
 
     A collective: every rank must call with the same parameters; one all-reduce for each dtype, at least in float32.
-    A parameter without a gradient on some ranks counts as zero there; one without a gradient on all ranks keeps
-    ``grad=None``. A rank reads one number on the host for each parameter that has no gradient there.
+    A parameter without a gradient on some ranks counts as zero there, which these read on the host; one without a
+    gradient on all ranks keeps ``grad=None``.
     """
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -212,15 +209,12 @@ def _complete_partial_gradient(parameter: nn.Parameter) -> None:
 
 
 def _sharding_ranks(parameter: nn.Parameter) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Groups that the parameter is sharded over, keyed by their ranks; empty for replicated and plain parameters.
-
-    Reads the gradient's placements if there is one. In torch 2.13 a strided shard (FSDP2 over a dimension that tensor
-    parallelism has sharded) is not a ``Shard``, so the test is by exclusion.
-    """
+    """Groups that the parameter is sharded over, keyed by their ranks; empty for replicated and plain parameters."""
     laid_out = parameter.grad if isinstance(parameter.grad, DTensor) else parameter
     if not isinstance(laid_out, DTensor):
         return {}
     mesh = laid_out.device_mesh
+    # By exclusion: in torch 2.13 a shard of what tensor parallelism has sharded is not a ``Shard``.
     groups = [
         mesh.get_group(axis)
         for axis, placement in enumerate(laid_out.placements)

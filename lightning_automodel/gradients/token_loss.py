@@ -91,8 +91,7 @@ class TokenWeighting:
             raise ValueError(
                 "count_window_ahead=True counts a batch before training_step sees it, and found no count in it. Pass"
                 " count_label_tokens=<function of the batch> or count='samples', or put labels under"
-                f" batch[{self.label_key!r}] with {self.ignore_index} where the loss ignores them (label_key=,"
-                " ignore_index=)."
+                f" batch[{self.label_key!r}] (label_key=, ignore_index=)."
             )
         count = self.count(batch)
         return count.item() if isinstance(count, Tensor) else count

@@ -30,9 +30,9 @@ def unwrap(optimizer: OneOptimizer) -> Optimizer:
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
-def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+def optimizer_parameters(optimizer: OneOptimizer) -> list[nn.Parameter]:
     """All parameters of an optimizer."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter for group in unwrap(optimizer).param_groups for parameter in group["params"]]
 
 
 def mixing_shards(optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -115,10 +115,10 @@ class GradientWindows:
         self.measured: set[Optimizer] = set()
         self.weighting, self.scaling, self.divisor = weighting, scaling, mesh.sizes.divisor
         self.parameters = parameters
-        self._sync, self._mesh, self._device = sync, mesh, device
+        self._sync, self.mesh, self._device = sync, mesh, device
         self._reuses_buffers = reuses_buffers
         self._open: dict[Optimizer | None, Window] = {}
-        self._held: dict[nn.Parameter, Tensor] = {}
+        self._pending: dict[nn.Parameter, Tensor] = {}
         self.optimizers: list[Optimizer] = []
         self.toggled: Optimizer | None = None
         self.in_backward = False
@@ -140,12 +140,12 @@ class GradientWindows:
         if not self._open:
             dropped.update(self.parameters)
         for parameter in dropped:
-            self._held.pop(parameter, None)
+            self._pending.pop(parameter, None)
         self._sync.discard(dropped)
 
     def reset(self) -> None:
         """Drop all windows and their gradients: a run begins or ends, or something has failed."""
-        self._open, self._held, self.toggled = {}, {}, None
+        self._open, self._pending, self.toggled = {}, {}, None
         self.since_step.clear()
         self.measured.clear()
         self._sync.discard()
@@ -162,9 +162,8 @@ class GradientWindows:
     def open(self, count: Count) -> Window:
         """Return the window that the next backward adds to: the toggled optimizer's, else the open or a new one of all.
 
-        ``count`` are the label tokens of the backward. For a new window it may be a collective, see
-        :meth:`LossScaling.start_window`. Raises RuntimeError if several are open and none is toggled, or if two windows
-        would hold the same parameter.
+        ``count`` are the label tokens of the backward. A collective once in a run in float16. Raises RuntimeError if
+        several are open and none is toggled, or if two windows would hold the same parameter.
         """
         key = self.toggled
         if key is not None and key in self._open:
@@ -198,10 +197,8 @@ class GradientWindows:
 
         Inside, ``.grad`` holds the gradients of all open windows: a reduction for one may also reduce what another has
         accumulated, which is harmless since reductions are linear. After an exception, all windows are dropped and
-        ``.grad`` is what it was before.
-
-        Ending a window is a collective over the data-parallel group: every rank must end the same window. With a
-        padding batch, nothing of it ``counts``.
+        ``.grad`` is what it was before. Ending a window is a collective over the data-parallel group: every rank must
+        end the same window. A padding batch does not count.
         """
         trained_before = set[nn.Parameter]().union(*(each.trained for each in self._open.values()))
         window.trained.update(parameter for parameter in self.parameters if parameter.requires_grad)
@@ -228,9 +225,9 @@ class GradientWindows:
             if parameter.grad is not None:
                 grads_before[parameter] = parameter.grad.clone() if self._reuses_buffers else parameter.grad
                 parameter.grad = None
-        for parameter, part in self._held.items():
+        for parameter, part in self._pending.items():
             parameter.grad = part
-        self._held = {}
+        self._pending = {}
         return grads_before
 
     def _swap_out(self, grads_before: dict[nn.Parameter, Tensor], final: set[nn.Parameter] | None) -> None:
@@ -241,7 +238,7 @@ class GradientWindows:
                 if before is not None:
                     parameter.grad = before
             elif final is None or parameter not in final:
-                self._held[parameter] = part
+                self._pending[parameter] = part
                 parameter.grad = before
             elif before is not None:
                 # In place, as autograd accumulates: the user may hold this tensor.
@@ -288,8 +285,8 @@ class GradientWindows:
         users = totals.new_ones(len(used)) if all(used) else totals.new_tensor(used)
         summed = torch.cat([totals, users])
         if self.divisor > 1:
-            dist.all_reduce(summed, group=self._mesh.group)
-        summed[2] /= self._mesh.sizes.context  # context-parallel ranks share each micro-batch
+            dist.all_reduce(summed, group=self.mesh.group)
+        summed[2] /= self.mesh.sizes.context  # context-parallel ranks share each micro-batch
         if not all(used):
             for (parameter, _), num_users in zip(tracked, summed[len(totals) :].tolist(), strict=True):
                 if num_users == 0:
