@@ -1,6 +1,5 @@
 """One micro-batch, from the batch that a training step gets to the backward whose gradients a window keeps."""
 
-import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,10 +13,7 @@ from torch.optim import Optimizer
 from lightning_automodel import lightning_internals
 from lightning_automodel.advice import Advice
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
-from lightning_automodel.data.batches import TrackedLoader
-from lightning_automodel.data.padding import ModuleState
 from lightning_automodel.data.uneven_inputs import UnevenInputs
-from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.gradients.token_loss import Count, WindowTotals
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.sharding import checks
@@ -42,10 +38,7 @@ class _Step:
 
 
 class MicroBatches:
-    """Runs the training steps and backwards of a fit, one micro-batch after the other.
-
-    ``seconds_drawing`` were spent on drawing batches ahead of their steps.
-    """
+    """Runs the training steps and backwards of a fit, one micro-batch after the other."""
 
     def __init__(
         self,
@@ -55,31 +48,16 @@ class MicroBatches:
         windows: GradientWindows,
         context: ContextParallelSteps | None,
         inputs: UnevenInputs,
-        ahead: WindowAhead | None,
         advice: Advice,
     ) -> None:
         self.module, self.plugin, self.engine, self.windows = module, plugin, engine, windows
-        self.context, self.inputs, self.ahead, self.advice = context, inputs, ahead, advice
+        self.context, self.inputs, self.ahead, self.advice = context, inputs, inputs.ahead, advice
         self.weighting = windows.weighting
-        self.seconds_drawing = 0.0
         self._draws_its_batches = lightning_internals.draws_its_batches(module.training_step)
         self._step = _Step()
         self._ends_window = True
-        self._state_before_padding: ModuleState | None = None
 
     # --- The forward --------------------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Called when a training batch is about to be used, after its hooks."""
-        start = time.perf_counter()
-        trainer = self.module.trainer
-        prefetched = getattr(lightning_internals.training_data_fetcher(trainer), "batches", ())
-        loader = trainer.train_dataloader
-        handle = loader.begin(len(prefetched)) if isinstance(loader, TrackedLoader) else None
-        self.inputs.begin_training_batch(handle)
-        if self.ahead is not None:
-            self.ahead.begin_batch(handle)
-            self.seconds_drawing += time.perf_counter() - start
 
     def training_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``step``, and count the label tokens of the loss that it returns under automatic optimization."""
@@ -89,15 +67,13 @@ class MicroBatches:
         # Only in the first window, since it reads the device.
         if self.ahead is not None and self.windows.last_step is None and not self.inputs.is_filler:
             self.weighting.check_unchanged(batch, self.ahead.count)
-        self.engine.start_forward(batch)
-        # Only now, since start_forward may have broadcast buffers.
-        self._state_before_padding = ModuleState(self.module) if self.inputs.is_filler else None
+        self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
         with checks.explained_errors(self.module), self.inputs.training_step(), attention:
             output = step(*args, **kwargs)
         if self.module.automatic_optimization and output is not None:
             self._count(output)
         else:
-            self.restore_state_before_padding()
+            self.inputs.end_padding()
         return output
 
     def sliced(self, args: tuple[Any, ...], step: str) -> tuple[tuple[Any, ...], AbstractContextManager[None]]:
@@ -174,7 +150,7 @@ class MicroBatches:
             if not is_filler:
                 window.add(reported, count)
         if module.automatic_optimization:
-            self.restore_state_before_padding()
+            self.inputs.end_padding()
         return plugin.post_backward(loss, module)
 
     def _objective(
@@ -236,14 +212,6 @@ class MicroBatches:
         index = trainer.fit_loop.epoch_loop.batch_idx
         if index % trainer.accumulate_grad_batches:
             self.module.optimizer_zero_grad(trainer.current_epoch, index, optimizer)
-
-    # --- Its end ------------------------------------------------------------------------------------------------------
-
-    def restore_state_before_padding(self) -> None:
-        """Restore what a step on a padding batch has changed in the module."""
-        state, self._state_before_padding = self._state_before_padding, None
-        if state is not None:
-            state.restore()
 
     def reset(self) -> None:
         """Drop open windows and the data of the current step: an exception was raised, or the run ends."""

@@ -282,7 +282,7 @@ class AutomodelStrategy(ParallelStrategy):
     @property
     def seconds_drawing(self) -> float:
         """Seconds of this fit in which ``count_window_ahead`` has drawn batches ahead; for ``StepMonitor``."""
-        return self._run.micro_batches.seconds_drawing if self._run is not None else 0.0
+        return self._run.inputs.seconds_drawing if self._run is not None else 0.0
 
     @property
     def num_processes(self) -> int:
@@ -541,7 +541,7 @@ class AutomodelStrategy(ParallelStrategy):
         dataloader = self._required_run.inputs.without_repeats(dataloader)
         if self._resume is not None:
             self._resume.process_dataloader(dataloader)
-        return self._required_run.process_dataloader(dataloader)
+        return self._required_run.inputs.process(dataloader)
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 
@@ -553,7 +553,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._required_run.micro_batches.begin()
+        self._required_run.inputs.begin_training_batch()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

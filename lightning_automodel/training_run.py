@@ -94,12 +94,11 @@ class TrainingRun:
         )
         self.steps = OptimizerSteps(self.windows, options.track_grad_norm, options.error_if_nonfinite)
         patches.callback(self.steps.close)
-        self.inputs, ahead = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad"), None
+        ahead = None
         if fitting and options.count_window_ahead:
             ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, self.windows.weighting.count_on_host)
-        self.micro_batches = MicroBatches(
-            module, plugin, self.engine, self.windows, context, self.inputs, ahead, advice
-        )
+        self.inputs = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad", ahead)
+        self.micro_batches = MicroBatches(module, plugin, self.engine, self.windows, context, self.inputs, advice)
 
     def _check(self, fitting: bool) -> None:
         """Refuse what cannot be trained, before anything is changed, and tell of options without effect."""
@@ -253,11 +252,6 @@ class TrainingRun:
 
     # --- Beside training ----------------------------------------------------------------------------------------------
 
-    def process_dataloader(self, loader: Any) -> Any:
-        """The loader, or what tracks it, to iterate instead. A collective over the world; see :class:`UnevenInputs`."""
-        loader, ahead = self.inputs.process(loader), self.micro_batches.ahead
-        return ahead.process(loader) if ahead is not None and self.inputs.is_training else loader
-
     def evaluation_step(self, step: Callable[..., Any], begin: Callable[[], bool], *args: Any, **kwargs: Any) -> Any:
         """Evaluate one batch and leave no parameters gathered, since a callback may swap weights next."""
 
@@ -320,7 +314,7 @@ class TrainingRun:
 
     def close(self) -> None:
         """Drop open windows, restore all patches, and release the model. Calling it again does nothing."""
-        self.micro_batches.restore_state_before_padding()
+        self.inputs.end_padding()
         self.micro_batches.reset()
         self.patches.restore()
         self.engine.close()

@@ -1,6 +1,7 @@
 """Ranks whose data ends before another's: an error or padding in training; in evaluation each sample counts once."""
 
 import copy
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +20,8 @@ from torchmetrics import Metric
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.data.batches import BatchHandle, Exchange, TrackedLoader, is_stateful, users_own
-from lightning_automodel.data.padding import neutral
+from lightning_automodel.data.padding import ModuleState, neutral
+from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import gather_objects
 
 _UNKNOWN = -1
@@ -35,12 +37,17 @@ class UnevenInputs:
     sends with every batch whether it is its last. Only a rank whose data ends waits for the other ranks' answers. In
     training it raises, and the other ranks get its error when they next wait for it; if it ``pads``, it goes on with
     padding batches instead. In evaluation and prediction it joins the collectives of their steps, without data, until
-    all ranks have ended. ``group`` is the host group of all ranks, ``is_filler`` whether this rank's newest training
-    batch was a padding batch.
+    all ranks have ended. ``group`` is the host group of all ranks. With ``ahead``, training loaders are counted ahead.
+
+    Attributes:
+        is_filler: Whether this rank's newest training batch was a padding batch.
+        seconds_drawing: Spent on drawing batches ahead of their steps.
     """
 
-    def __init__(self, trainer: "pl.Trainer", group: dist.ProcessGroup, pads: bool) -> None:
-        self._trainer, self._group, self._pads = trainer, group, pads
+    def __init__(self, trainer: "pl.Trainer", group: dist.ProcessGroup, pads: bool, ahead: WindowAhead | None) -> None:
+        self._trainer, self._group, self._pads, self.ahead = trainer, group, pads, ahead
+        self.seconds_drawing = 0.0
+        self._before_padding: ModuleState | None = None
         self._may_differ: set[str] = set()
         self._sent: Exchange | None = None
         self._is_in_step = False
@@ -80,6 +87,10 @@ class UnevenInputs:
         A collective over the group: all ranks must process their loaders in the same order.
         """
         self._warn_of_batches_of_batches(loader)
+        loader = self._tracked(loader)
+        return self.ahead.process(loader) if self.ahead is not None and self.is_training else loader
+
+    def _tracked(self, loader: Any) -> Any:
         length = sized_len(loader)
         lengths = Exchange(self._group, _UNKNOWN if length is None else length).numbers()
         if len(lengths) > 1 and (_UNKNOWN in lengths or len(set(lengths)) > 1):
@@ -124,14 +135,21 @@ class UnevenInputs:
 
     # --- Training -----------------------------------------------------------------------------------------------------
 
-    def begin_training_batch(self, handle: BatchHandle | None) -> None:
-        """Note the training batch that is about to be used; without a ``handle``, the loader is not tracked."""
-        self._handle, self.is_filler = handle, handle is not None and handle.is_filler
-        if handle is None and any(map(_pads, CombinedLoader(self._trainer.train_dataloader).flattened)):
+    def begin_training_batch(self) -> None:
+        """Called when a training batch is about to be used, after its hooks. If counted ahead, draws its window."""
+        start = time.perf_counter()
+        loader = self._trainer.train_dataloader
+        prefetched = getattr(lightning_internals.training_data_fetcher(self._trainer), "batches", ())
+        self._handle = handle = loader.begin(len(prefetched)) if isinstance(loader, TrackedLoader) else None
+        self.is_filler = handle is not None and handle.is_filler
+        if handle is None and any(map(_pads, CombinedLoader(loader).flattened)):
             raise ValueError(
                 "uneven_inputs='pad' trains on one loader, and the loaders of a CombinedLoader have unequally many"
                 " batches on the ranks: combine them in one Dataset, or give all ranks equally many batches."
             )
+        if self.ahead is not None:
+            self.ahead.begin_batch(handle)
+            self.seconds_drawing += time.perf_counter() - start
 
     def mean_factor(self) -> float:
         """Factor for a mean over ranks that makes padding batches not count. Waits until all ranks have drawn."""
@@ -141,14 +159,22 @@ class UnevenInputs:
 
     @contextmanager
     def training_step(self) -> Iterator[None]:
-        """Context for ``training_step``."""
+        """Context for ``training_step``. What a padding batch changes in the module lasts until :meth:`end_padding`."""
         self._check_training_goes_on()
+        module = self._trainer.lightning_module
+        self._before_padding = ModuleState(module) if self.is_filler else None
         self._is_in_step = True
         try:
-            with neutral(self._trainer.lightning_module) if self.is_filler else nullcontext():
+            with neutral(module) if self.is_filler else nullcontext():
                 yield
         finally:
             self._is_in_step = False
+
+    def end_padding(self) -> None:
+        """Restore what a step on a padding batch, or its backward, has changed in the module."""
+        state, self._before_padding = self._before_padding, None
+        if state is not None:
+            state.restore()
 
     def _check_training_goes_on(self) -> None:
         """Raise RuntimeError, before a training step, if its batch is the last of this rank, but not of all ranks.
