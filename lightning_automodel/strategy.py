@@ -48,7 +48,7 @@ from lightning_automodel.launch.launchers import make_launcher
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
-from lightning_automodel.sharding import checks
+from lightning_automodel.sharding import checks, meta_init
 from lightning_automodel.sharding.weight_averaging import LateAverages
 from lightning_automodel.training_run import TrainingRun
 
@@ -417,7 +417,7 @@ class AutomodelStrategy(ParallelStrategy):
             block.__enter__()
             self._setup_block = block
         if name == "run-stage" and self._run is not None:
-            self._run.check_initialized()
+            meta_init.check_initialized(self._module, self.root_device)
 
     def _end_setup_block(self, exception: BaseException | None = None) -> None:
         block, self._setup_block = self._setup_block, None
@@ -514,7 +514,7 @@ class AutomodelStrategy(ParallelStrategy):
         Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
         if self._run is not None:
             wrappers = self._module.optimizers()
-            self._run.watch_optimizers(super().optimizers, wrappers if isinstance(wrappers, list) else [wrappers])
+            self._run.steps.watch(super().optimizers, wrappers if isinstance(wrappers, list) else [wrappers])
 
     @property
     def _environment(self) -> ClusterEnvironment:

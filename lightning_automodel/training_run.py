@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -82,15 +82,9 @@ class TrainingRun:
         if self._is_sharded:
             finetuning.finetune_by_identity(module, self.patches)
         advice.about_wrap_policy(options.auto_wrap_policy, self.engine.describe())
-        reuses_buffers = bool((options.ddp_kwargs or {}).get("gradient_as_bucket_view"))
+        parameters = list(module.parameters())
         self.windows = GradientWindows(
-            self.engine.sync,
-            self._make_weighting(),
-            self._make_scaling(),
-            mesh,
-            device,
-            list(module.parameters()),
-            reuses_buffers,
+            self.engine.sync, self._make_weighting(), self._make_scaling(), mesh, device, parameters
         )
         self.steps = OptimizerSteps(self.windows, options.track_grad_norm, options.error_if_nonfinite)
         patches.callback(self.steps.close)
@@ -138,7 +132,6 @@ class TrainingRun:
         return LossScaling(
             precision.enabled_scaler(plugin),
             precision.passes_float16(plugin, self.module) and not options.count_window_ahead,
-            options.per_token_loss,
             self._mesh,
             self.device,
             self._is_sharded,
@@ -192,18 +185,10 @@ class TrainingRun:
         elif not (self._options.cpu_offload and units.is_sharded(self.module)):
             self.module.to(self.device)
 
-    def check_initialized(self) -> None:
-        """Raise on every rank, once checkpoints are loaded, if parameters still have no values. A collective."""
-        meta_init.check_initialized(self.module, self.device)
-
     def patch_plugin(self) -> None:
         """Patch clipping and casting on the Trainer's precision plugin. Called once Lightning has set it up."""
         self.steps.patch_clipping(self.plugin, self.patches)
         precision.leave_casting_to_units(self.plugin, self.module, self.patches)
-
-    def watch_optimizers(self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer]) -> None:
-        """Watch these optimizers instead of any earlier ones."""
-        self.steps.watch(optimizers, wrappers)
 
     def watch_module(self) -> None:
         """Watch ``module.zero_grad``, toggling, and plain backwards in manual optimization; refuse early hooks."""
@@ -288,10 +273,7 @@ class TrainingRun:
         self.engine.load_state(state["engine"])
         self.windows.scaling.restore_range(state["range_scale"])
         if state["last_step"] is not None:
-            saved = state["last_step"].items()
-            self.windows.last_step = StepReport(
-                **{name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in saved}
-            )
+            self.windows.last_step = StepReport(**move_data_to_device(state["last_step"], self.device))
 
     def describe(self) -> dict[str, Any]:
         """What was decided for this run, and why."""

@@ -15,10 +15,7 @@ _END = object()
 
 
 class Exchange:
-    """Starts an asynchronous all-gather of each rank's ``numbers`` over a host group: a collective that waits if read.
-
-    It runs while the device computes.
-    """
+    """An all-gather of a few numbers over a host group: a collective that runs meanwhile, and waits only when read."""
 
     def __init__(self, group: dist.ProcessGroup, *numbers: float) -> None:
         # Both tensors must outlive the communication.
@@ -42,19 +39,12 @@ class Exchange:
 
 @dataclass(eq=False)
 class BatchHandle:
-    """What is known of one batch that this rank has drawn.
+    """What is known of one batch that this rank has drawn."""
 
-    Attributes:
-        is_none: Whether the loader yielded None, which Lightning skips.
-        count: Label tokens, if they are counted ahead.
-        is_filler: Whether this rank had no batch left.
-        has_batch: If ranks pad, the exchange in which each rank sends 1 if it had a batch, else 0.
-    """
-
-    is_none: bool
-    count: float = 0
-    is_filler: bool = False
-    has_batch: Exchange | None = None
+    is_none: bool  # which Lightning skips
+    count: float = 0  # label tokens, if they are counted ahead
+    is_filler: bool = False  # this rank had no batch left
+    has_batch: Exchange | None = None  # if ranks pad, each sends 1 if it had a batch, else 0
 
     def num_real(self) -> int:
         """How many ranks had a batch; 0 without padding. Waits until all ranks have drawn."""

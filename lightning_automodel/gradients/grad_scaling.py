@@ -29,7 +29,6 @@ class LossScaling:
         self,
         scaler: GradScaler | None,
         in_float16: bool,
-        per_token: bool,
         mesh: RunMesh,
         device: torch.device,
         is_sharded: bool,
@@ -37,7 +36,7 @@ class LossScaling:
     ) -> None:
         self.scaler = scaler
         self.range_factor = torch.ones((), device=device) if in_float16 else None
-        self._is_unset = in_float16 and per_token
+        self._is_unset = in_float16
         self._mesh, self._device = mesh, device
         self._is_checked: dict[Optimizer, bool] = {}
         if scaler is not None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_automodel.distributed.collectives import wide_dtype
 
@@ -222,29 +222,6 @@ def has_count(output: Any) -> bool:
 def _described(value: Any) -> str:
     keys = f" with the keys {sorted(map(str, value))}" if isinstance(value, Mapping) else ""
     return f"a {type(value).__name__}{keys}"
-
-
-def contains_hugging_face_causal_lm(module: nn.Module) -> bool:
-    """Whether a model whose own loss shifts the labels by one is at or below ``module``. Does not import transformers.
-
-    Of nested models the outermost decides, since it computes the loss. A ``...ForConditionalGeneration`` that is not an
-    encoder-decoder is a vision or audio model, and shifts like the language model inside it.
-    """
-    shifting = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-    models = outermost_hugging_face_models(module)
-    return any(type(m).__name__.endswith(shifting) and not is_encoder_decoder(m) for m in models)
-
-
-def outermost_hugging_face_models(module: nn.Module) -> list[nn.Module]:
-    """The Hugging Face models at or below ``module`` that are not inside another one. Does not import transformers."""
-    if any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
-        return [module]
-    return [model for child in module.children() for model in outermost_hugging_face_models(child)]
-
-
-def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether a Hugging Face model is an encoder-decoder, whose own loss uses every label."""
-    return bool(getattr(model.config, "is_encoder_decoder", False))
 
 
 def check_count(count: Any, source: str) -> Count:

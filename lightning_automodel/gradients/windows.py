@@ -88,8 +88,7 @@ class GradientWindows:
 
     Each toggled optimizer has its own window, so that those of a GAN can accumulate side by side. Without toggling
     there is one window. ``parameters`` are those of the sharded model: between a forward and its backward
-    ``module.parameters()`` are the gathered ones. ``reuses_buffers``: whether a backward may overwrite a tensor that is
-    in ``.grad`` (DDP's ``gradient_as_bucket_view``).
+    ``module.parameters()`` are the gathered ones.
 
     Attributes:
         last_step: Report on the newest optimizer step.
@@ -108,7 +107,6 @@ class GradientWindows:
         mesh: RunMesh,
         device: torch.device,
         parameters: list[nn.Parameter],
-        reuses_buffers: bool = False,
     ) -> None:
         self.last_step: StepReport | None = None
         self.since_step: dict[Optimizer, Tensor] = {}
@@ -116,7 +114,6 @@ class GradientWindows:
         self.weighting, self.scaling, self.divisor = weighting, scaling, mesh.sizes.divisor
         self.parameters = parameters
         self._sync, self.mesh, self._device = sync, mesh, device
-        self._reuses_buffers = reuses_buffers
         self._open: dict[Optimizer | None, Window] = {}
         self._pending: dict[nn.Parameter, Tensor] = {}
         self.optimizers: list[Optimizer] = []
@@ -223,7 +220,7 @@ class GradientWindows:
         grads_before = {}
         for parameter in self.parameters:
             if parameter.grad is not None:
-                grads_before[parameter] = parameter.grad.clone() if self._reuses_buffers else parameter.grad
+                grads_before[parameter] = parameter.grad.clone() if self._sync.reuses_gradients else parameter.grad
                 parameter.grad = None
         for parameter, part in self._pending.items():
             parameter.grad = part

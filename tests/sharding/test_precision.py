@@ -96,17 +96,15 @@ def test_rescaling_rounds_once(dtype: torch.dtype) -> None:
     assert rounded_factor.abs() > eps / 10
 
 
-def _scaling(in_float16: bool, per_token: bool = True) -> LossScaling:
+def _scaling(in_float16: bool) -> LossScaling:
     alone: Any = SimpleNamespace(sizes=MeshSizes(1, 1))
-    return LossScaling(None, in_float16, per_token, alone, torch.device("cpu"), False, PatchStack())
+    return LossScaling(None, in_float16, alone, torch.device("cpu"), False, PatchStack())
 
 
-@pytest.mark.parametrize("per_token", [True, False])
-def test_range_of_sums(per_token: bool) -> None:
+def test_range_of_sums() -> None:
     """The first count, then the rank's share of the window before, in powers of two."""
-    scaling = _scaling(True, per_token)
-    first = 2.0**-10 if per_token else 1.0
-    assert scaling.start_window(1000) == first
+    scaling = _scaling(True)
+    assert scaling.start_window(1000) == 2.0**-10
     for denominator, factor in ((1500.0, 2.0**-11), (0.0, 2.0**-11), (0.5, 2.0)):
         scaling.window_ended([], torch.tensor(denominator, dtype=FP64))
         assert scaling.start_window(1) == factor
