@@ -61,38 +61,10 @@ class TrainingRun:
         self._options, self._mesh = options, mesh
         self._is_sharded = options.data_parallel == "fsdp2"
         self._check(fitting)
-        context: ContextParallelSteps | None = None
-        if mesh.context_parallel is not None:
-            context = ContextParallelSteps(module, mesh.context_parallel, options, plugin, device, advice.say_once)
-            patches.callback(context.close)
-        self._context = context
-        self._without_values = meta_init.names_without_values(module)
-        plugin.convert_module(module)
-        self.move_to_device()
-        checks.check_hooks(module, options.count_window_ahead)
-        self._checkpointed = self._checkpoint_activations(fitting)
-        patches.callback(self._checkpointed.undo)
-        # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not trace.
-        self._compiled = self._compile_blocks()
+        self._prepare(fitting)
         checks.check_equal_models(module, host_group)
-        self.engine, self._policy = self._make_engine(local_ranks)
-        self.model = self.engine.setup(module, fitting, self._give_values)
-        tensor_parallel.synchronize_metrics(module, mesh, self.patches)
-        self.patches.set(module, "log", update_wrapper(partial(log_full, module.log), module.log))
-        if self._is_sharded:
-            finetuning.finetune_by_identity(module, self.patches)
-        advice.about_wrap_policy(options.auto_wrap_policy, self.engine.describe())
-        parameters = list(module.parameters())
-        self.windows = GradientWindows(
-            self.engine.sync, self._make_weighting(), self._make_scaling(), mesh, device, parameters
-        )
-        self.steps = OptimizerSteps(self.windows, options.track_grad_norm, options.error_if_nonfinite)
-        patches.callback(self.steps.close)
-        ahead = None
-        if fitting and options.count_window_ahead:
-            ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, self.windows.weighting.count_on_host)
-        self.inputs = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad", ahead)
-        self.micro_batches = MicroBatches(module, plugin, self.engine, self.windows, context, self.inputs, advice)
+        self._distribute(fitting, local_ranks)
+        self._make_training(fitting, host_group)
 
     def _check(self, fitting: bool) -> None:
         """Refuse what cannot be trained, before anything is changed, and tell of options without effect."""
@@ -105,14 +77,55 @@ class TrainingRun:
         for note in options.without_effect():
             self.advice.say_once(note)
 
-    def _checkpoint_activations(self, fitting: bool) -> CheckpointedBlocks:
-        module, options = self.module, self._options
-        chosen = options.activation_checkpointing if fitting else False
-        if chosen == "offload" and self.device.type == "cpu":
+    def _prepare(self, fitting: bool) -> None:
+        """Change the module as it must be changed before it is distributed."""
+        module, options, context = self.module, self._options, None
+        if self._mesh.context_parallel is not None:
+            context = ContextParallelSteps(
+                module, self._mesh.context_parallel, options, self.plugin, self.device, self.advice.say_once
+            )
+            self.patches.callback(context.close)
+        self._context: ContextParallelSteps | None = context
+        self._without_values = meta_init.names_without_values(module)
+        self.plugin.convert_module(module)
+        self.move_to_device()
+        checks.check_hooks(module, options.count_window_ahead)
+        checkpointed = options.activation_checkpointing if fitting else False
+        if checkpointed == "offload" and self.device.type == "cpu":
             self.advice.say_once(
                 "activation_checkpointing='offload' is the same as True on a CPU, whose memory is the host's."
             )
-        return CheckpointedBlocks(module, chosen, options.auto_wrap_policy, module.automatic_optimization)
+        is_automatic = module.automatic_optimization
+        self._checkpointed = CheckpointedBlocks(module, checkpointed, options.auto_wrap_policy, is_automatic)
+        self.patches.callback(self._checkpointed.undo)
+        # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not trace.
+        self._compiled = self._compile_blocks()
+
+    def _distribute(self, fitting: bool, local_ranks: int) -> None:
+        """Shard or replicate the module. A collective over the world."""
+        module, policy = self.module, self._options.auto_wrap_policy
+        self.engine, self._policy = self._make_engine(local_ranks)
+        self.model = self.engine.setup(module, fitting, self._give_values)
+        tensor_parallel.synchronize_metrics(module, self._mesh, self.patches)
+        self.patches.set(module, "log", update_wrapper(partial(log_full, module.log), module.log))
+        if self._is_sharded:
+            finetuning.finetune_by_identity(module, self.patches)
+        self.advice.about_wrap_policy(policy, self.engine.describe())
+
+    def _make_training(self, fitting: bool, host_group: dist.ProcessGroup) -> None:
+        """What trains the distributed module, from its data to its optimizer steps."""
+        module, options, weighting, ahead = self.module, self._options, self._make_weighting(), None
+        self.windows = GradientWindows(
+            self.engine.sync, weighting, self._make_scaling(), self._mesh, self.device, list(module.parameters())
+        )
+        self.steps = OptimizerSteps(self.windows, options.track_grad_norm, options.error_if_nonfinite)
+        self.patches.callback(self.steps.close)
+        if fitting and options.count_window_ahead:
+            ahead = WindowAhead(module.trainer, host_group, self._mesh.sizes.tensor, weighting.count_on_host)
+        self.inputs = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad", ahead)
+        self.micro_batches = MicroBatches(
+            module, self.plugin, self.engine, self.windows, self._context, self.inputs, self.advice
+        )
 
     def _make_weighting(self) -> TokenWeighting:
         options = self._options

@@ -81,11 +81,8 @@ class LossScaling:
         self._is_checked.pop(optimizer, None)
 
     def _agree(self, found_inf: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-        """Set all of ``found_inf`` to 1 if any rank has found an overflow. A collective over all ranks."""
-        everywhere = torch.zeros((), device=self._device)
-        for found in found_inf.values():
-            everywhere = torch.maximum(everywhere, found.to(self._device).reshape(()))
+        """``found_inf`` on all ranks, where any rank has found an overflow. A collective over all ranks."""
+        found = [each.to(self._device).reshape(()) for each in found_inf.values()]
+        everywhere = torch.stack([torch.zeros((), device=self._device), *found]).max()
         dist.all_reduce(everywhere, op=dist.ReduceOp.MAX)
-        for found in found_inf.values():
-            found.copy_(everywhere.expand_as(found))
-        return found_inf or {self._device: everywhere}
+        return {device: everywhere.to(device) for device in found_inf} or {self._device: everywhere}
