@@ -22,18 +22,12 @@ from lightning_automodel.sharding.engine import Engine
 
 @dataclass
 class _Step:
-    """What the backwards of one training step need of it.
-
-    Attributes:
-        batch: What the step got.
-        count: Its label tokens, under automatic optimization.
-        aux_loss: [] the part of the loss that is not a token loss.
-        counted: By toggled optimizer, how many resets there were when the whole batch was counted.
-    """
+    """What the backwards of one training step need of it."""
 
     batch: Any = None
-    count: Count | None = None
-    aux_loss: Tensor | None = None
+    count: Count | None = None  # its label tokens, under automatic optimization
+    aux_loss: Tensor | None = None  # [] the part of the loss that is not a token loss
+    # By toggled optimizer, how many resets there were when the whole batch was counted.
     counted: dict[Optimizer | None, int] = field(default_factory=dict)
 
 
@@ -204,10 +198,7 @@ class MicroBatches:
         self.advice.say_once(f"{text} Losses of the whole batch, as of a GAN, are right as they are.")
 
     def _zero_if_skipped(self, optimizer: Optimizer) -> None:
-        """Zero the gradients of the previous step if Lightning has not, since it skipped a window's first batch (None).
-
-        The module's own ``optimizer_zero_grad`` is called, as Lightning does.
-        """
+        """Zero gradients as Lightning does, which has not if it skipped the window's first batch (None)."""
         trainer = self.module.trainer
         index = trainer.fit_loop.epoch_loop.batch_idx
         if index % trainer.accumulate_grad_batches:

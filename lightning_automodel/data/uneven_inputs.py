@@ -142,7 +142,8 @@ class UnevenInputs:
         prefetched = getattr(lightning_internals.training_data_fetcher(self._trainer), "batches", ())
         self._handle = handle = loader.begin(len(prefetched)) if isinstance(loader, TrackedLoader) else None
         self.is_filler = handle is not None and handle.is_filler
-        if handle is None and any(map(_pads, CombinedLoader(loader).flattened)):
+        several = CombinedLoader(loader).flattened if handle is None else []
+        if any(isinstance(each, TrackedLoader) and each.pads for each in several):
             raise ValueError(
                 "uneven_inputs='pad' trains on one loader, and the loaders of a CombinedLoader have unequally many"
                 " batches on the ranks: combine them in one Dataset, or give all ranks equally many batches."
@@ -185,7 +186,7 @@ class UnevenInputs:
             return
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         number = progress.current.ready
-        self._send(_IS_LAST if progress.is_last_batch else _GOES_ON)
+        self._sent = Exchange(self._group, _IS_LAST if progress.is_last_batch else _GOES_ON)
         if not progress.is_last_batch:
             return
         others = [rank for rank, sent in enumerate(self._answers()) if sent == _GOES_ON]
@@ -215,7 +216,7 @@ class UnevenInputs:
         is_last, self._sent = False, None
         if self._stage in self._may_differ:
             is_last = self._is_last(args[2] if len(args) > 2 else 0)
-            self._send(_IS_LAST if is_last else _GOES_ON)
+            self._sent = Exchange(self._group, _IS_LAST if is_last else _GOES_ON)
         self._is_in_step = True
         try:
             output = step(*args)
@@ -226,16 +227,13 @@ class UnevenInputs:
         while is_last and _GOES_ON in self._answers():
             if stops:
                 raise lightning_internals.SIGTERMException
-            self._send(_HAS_ENDED)
+            self._sent = Exchange(self._group, _HAS_ENDED)
             stops = begin()
             join()
         return output
 
     def _is_last(self, dataloader_idx: int) -> bool:
-        """Whether the step that begins has this rank's last batch of a loader.
-
-        Raises ValueError if that cannot be known.
-        """
+        """Whether the step that begins has this rank's last batch of a loader; ValueError if that is not known."""
         trainer, stage, loop = self._trainer, self._stage, self._evaluation_loop
         loaders = CombinedLoader(getattr(trainer, _LOADERS[stage])).flattened
         is_sequential = lightning_internals.is_sequential(loop)
@@ -290,9 +288,6 @@ class UnevenInputs:
                 " TorchMetrics."
             )
 
-    def _send(self, mine: int) -> None:
-        self._sent = Exchange(self._group, mine)
-
     def _answers(self) -> list[int]:
         return [] if self._sent is None else self._sent.numbers()
 
@@ -324,10 +319,6 @@ def _with_sampler(holder: Any, sampler: Any, own: Any) -> Any:
         elif getattr(value, "sampler", None) is sampler:
             vars(holder)[name] = _with_sampler(value, sampler, own)
     return holder
-
-
-def _pads(loader: Any) -> bool:
-    return isinstance(loader, TrackedLoader) and loader.pads
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -46,27 +46,19 @@ def mixing_shards(optimizer: Optimizer) -> AbstractContextManager[None]:
 
 @dataclass(eq=False)
 class Window:
-    """One accumulation window.
-
-    Attributes:
-        optimizers: The optimizers whose parameters it holds gradients of. No other open window may hold any of them.
-        scale: What its losses [] are multiplied by before backward; None if by nothing.
-        sums: [3] sums over its micro-batches on this rank; see :func:`sums_of`.
-        num_micro_batches: How many these are; padding batches do not count.
-        trained: All parameters that were trainable in any of its backwards, the same on all ranks.
-        ahead: Its totals, if it was counted ahead: losses are divided by them, so that gradients are final at once.
-    """
+    """One accumulation window."""
 
     optimizers: list[Optimizer]
-    scale: Tensor | None
-    sums: Tensor
-    num_micro_batches: int = 0
-    trained: set[nn.Parameter] = field(default_factory=set)
+    scale: Tensor | None  # [] what its losses are multiplied by before backward; None if by nothing
+    sums: Tensor  # [3] over its micro-batches on this rank, see `sums_of`
+    num_micro_batches: int = 0  # on this rank, without padding batches
+    trained: set[nn.Parameter] = field(default_factory=set)  # in any of its backwards, the same on all ranks
+    # If it was counted ahead: losses are divided by these, so that gradients are final at once.
     ahead: WindowTotals | None = None
 
     @property
     def owned(self) -> set[nn.Parameter]:
-        """The parameters of its optimizers."""
+        """The parameters of its optimizers. No other open window may hold any of them."""
         return {parameter for optimizer in self.optimizers for parameter in optimizer_parameters(optimizer)}
 
     def scaled(self, objective: Tensor) -> Tensor:
