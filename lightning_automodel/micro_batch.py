@@ -95,10 +95,7 @@ class MicroBatches:
 
     @contextmanager
     def communicating(self, is_last: bool) -> Generator[None, None, None]:
-        """Context for the forward and backward of one micro-batch; ``is_last``: its backward ends the window.
-
-        Raises ValueError in a window of several micro-batches if the step draws its batches itself.
-        """
+        """Context for the forward and backward of one micro-batch; ``is_last``: its backward ends the window."""
         if not is_last and self._draws_its_batches:
             raise ValueError(
                 f"accumulate_grad_batches={self.module.trainer.accumulate_grad_batches} does not work with"

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from lightning_automodel import torch_internals
 from lightning_automodel.advice import Advice
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
@@ -30,7 +29,7 @@ from lightning_automodel.micro_batch import MicroBatches
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import checks, finetuning, meta_init, precision, tensor_parallel, units
-from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks
+from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks, compile_blocks
 from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
@@ -99,7 +98,7 @@ class TrainingRun:
         self._checkpointed = CheckpointedBlocks(module, checkpointed, options.auto_wrap_policy, is_automatic)
         self.patches.callback(self._checkpointed.undo)
         # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not trace.
-        self._compiled = self._compile_blocks()
+        self._compiled = compile_blocks(module, options.compile, options.auto_wrap_policy, is_automatic, self.patches)
 
     def _distribute(self, fitting: bool, local_ranks: int) -> None:
         """Shard or replicate the module. A collective over the world."""
@@ -114,14 +113,17 @@ class TrainingRun:
 
     def _make_training(self, fitting: bool, host_group: dist.ProcessGroup) -> None:
         """What trains the distributed module, from its data to its optimizer steps."""
-        module, options, weighting, ahead = self.module, self._options, self._make_weighting(), None
+        module, options, mesh, weighting, ahead = self.module, self._options, self._mesh, self._make_weighting(), None
+        in_float16 = precision.passes_float16(self.plugin, module) and not options.count_window_ahead
+        scaler = precision.enabled_scaler(self.plugin)
+        scaling = LossScaling(scaler, in_float16, mesh, self.device, self._is_sharded, self.patches)
         self.windows = GradientWindows(
-            self.engine.sync, weighting, self._make_scaling(), self._mesh, self.device, list(module.parameters())
+            self.engine.sync, weighting, scaling, mesh, self.device, list(module.parameters())
         )
         self.steps = OptimizerSteps(self.windows, options.track_grad_norm, options.error_if_nonfinite)
         self.patches.callback(self.steps.close)
         if fitting and options.count_window_ahead:
-            ahead = WindowAhead(module.trainer, host_group, self._mesh.sizes.tensor, weighting.count_on_host)
+            ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, weighting.count_on_host)
         self.inputs = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad", ahead)
         self.micro_batches = MicroBatches(
             module, self.plugin, self.engine, self.windows, self._context, self.inputs, self.advice
@@ -139,35 +141,6 @@ class TrainingRun:
             label_shift=0 if is_shifted else options.label_shift,
             count_label_tokens=count_samples if options.count == "samples" else options.count_label_tokens,
         )
-
-    def _make_scaling(self) -> LossScaling:
-        options, plugin = self._options, self.plugin
-        return LossScaling(
-            precision.enabled_scaler(plugin),
-            precision.passes_float16(plugin, self.module) and not options.count_window_ahead,
-            self._mesh,
-            self.device,
-            self._is_sharded,
-            self.patches,
-        )
-
-    def _compile_blocks(self) -> list[str]:
-        """Compile the blocks that ``compile`` asks for, and return their names."""
-        options = self._options
-        if options.compile is False:
-            return []
-        kwargs = options.compile if isinstance(options.compile, dict) else {}
-        blocks = units.units_of(self.module, options.auto_wrap_policy, self.module.automatic_optimization)
-        if not blocks:
-            raise ValueError(
-                f"compile={options.compile!r} finds no repeated blocks in {units.class_name(self.module)}: pass"
-                " auto_wrap_policy with the classes to compile, or compile parts of the model yourself."
-            )
-        names = {id(submodule): name for name, submodule in self.module.named_modules()}
-        chosen = [block for block in blocks if not torch_internals.is_compiled(block)]
-        for block in chosen:
-            torch_internals.compile_in_place(block, self.patches, **kwargs)
-        return [f"{names[id(block)]} ({units.class_name(block)})" for block in chosen]
 
     def _make_engine(self, local_ranks: int) -> tuple[Engine, MixedPrecisionPolicy | None]:
         """The engine, and the policy of units that this strategy makes."""

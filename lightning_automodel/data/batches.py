@@ -23,18 +23,11 @@ class Exchange:
         self._everyone = [torch.empty_like(self._own) for _ in range(group.size())]
         self._work = dist.all_gather(self._everyone, self._own, group, async_op=True)
 
-    def _received(self) -> list[torch.Tensor]:
+    def received(self) -> torch.Tensor:
+        """[ranks, numbers] of all ranks, in float64."""
         if self._work is not None:
             self._work.wait()
-        return self._everyone
-
-    def numbers(self) -> list[int]:
-        """The first number of each rank, by rank."""
-        return [int(each[0]) for each in self._received()]
-
-    def sums(self) -> list[float]:
-        """The sum of each number over all ranks."""
-        return torch.stack(self._received()).sum(0).tolist()
+        return torch.stack(self._everyone)
 
 
 @dataclass(eq=False)
@@ -48,7 +41,7 @@ class BatchHandle:
 
     def num_real(self) -> int:
         """How many ranks had a batch; 0 without padding. Waits until all ranks have drawn."""
-        return 0 if self.has_batch is None else sum(self.has_batch.numbers())
+        return 0 if self.has_batch is None else int(self.has_batch.received().sum())
 
 
 class TrackedLoader(Iterator[Any]):
@@ -60,10 +53,10 @@ class TrackedLoader(Iterator[Any]):
     a rank sends whether it still had one. As long as it has one it does not wait: the exchange runs while the batch is
     trained on. After its own batches it yields padding batches, until all ranks have drawn their last batch. A padding
     batch is a copy of the epoch's first batch, or of another rank's if this rank has none, as after resuming.
+    ``rank_lengths`` are those of all ranks' loaders, None if any is unknown. Without any batch, ``if_empty`` is raised.
 
-    ``rank_lengths`` are those of all ranks' loaders, None if any is unknown. ``count`` counts the label tokens of a
-    batch; None if they are not counted ahead. ``handed_out`` has the handles of batches that were handed out but not
-    begun; the Trainer may prefetch some. Without any batch, ``if_empty`` is raised, unless None.
+    ``count`` counts the label tokens of a batch ahead, unless None. ``handed_out`` has the handles of batches that were
+    handed out but not begun; the Trainer may prefetch some.
     """
 
     def __init__(
@@ -151,7 +144,7 @@ class TrackedLoader(Iterator[Any]):
                 num_real = handle.num_real()
                 try:
                     if 0 < num_real < self._group.size():
-                        padding = self._share(batch, has_batch.numbers().index(1))
+                        padding = self._share(batch, int(has_batch.received().argmax()))
                     elif num_real:
                         padding = copy.deepcopy(batch)
                 except (TypeError, pickle.PicklingError) as error:

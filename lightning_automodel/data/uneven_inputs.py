@@ -92,7 +92,7 @@ class UnevenInputs:
 
     def _tracked(self, loader: Any) -> Any:
         length = sized_len(loader)
-        lengths = Exchange(self._group, _UNKNOWN if length is None else length).numbers()
+        lengths = Exchange(self._group, _UNKNOWN if length is None else length).received()[:, 0].long().tolist()
         if len(lengths) > 1 and (_UNKNOWN in lengths or len(set(lengths)) > 1):
             if self.is_training and self._pads:
                 self._check_padding(loader)
@@ -289,7 +289,7 @@ class UnevenInputs:
             )
 
     def _answers(self) -> list[int]:
-        return [] if self._sent is None else self._sent.numbers()
+        return [] if self._sent is None else self._sent.received()[:, 0].long().tolist()
 
     @property
     def is_training(self) -> bool:

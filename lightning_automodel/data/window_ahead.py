@@ -37,7 +37,6 @@ class WindowAhead:
         """Note the batch that is about to be trained on. If it begins a window, draw the rest of the window.
 
         This then starts a collective over the group, without waiting for it: windows of all ranks begin together.
-        Without a ``handle``, the loader is not tracked.
         """
         if handle is None:
             raise ValueError(
@@ -62,5 +61,5 @@ class WindowAhead:
 
     def totals(self) -> WindowTotals:
         """Totals of the window that has begun. Waits until all ranks have begun it."""
-        tokens, micro_batches = (each / self._copies for each in self._sent.sums())
+        tokens, micro_batches = (self._sent.received().sum(0) / self._copies).tolist()
         return WindowTotals(tokens, micro_batches, self._own_micro_batches)

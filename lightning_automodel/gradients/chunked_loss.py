@@ -28,10 +28,10 @@ def token_loss(
     """Sum of the cross-entropies of ``head(hidden)`` at the positions that carry a label, and their count.
 
     The same as ``F.cross_entropy(head(hidden).flatten(0, -2), labels.flatten(), reduction="sum")`` in less memory:
-    positions without a label are left out, and the others go through the head in chunks. If gradients are needed,
-    each chunk's are computed right after its loss, so that its logits are computed once and then freed. The head's
-    gradients are accumulated in float32 or wider. All chunks run within one call of ``head``, so FSDP2 gathers it once.
-    The loss can be backpropagated only once.
+    positions without a label are left out, and the others go through the head in chunks. A chunk's gradients are
+    computed right after its loss, so that its logits are computed once and then freed; the head's are accumulated in
+    float32 or wider. All chunks run within one call of ``head``, so FSDP2 gathers it once. The loss can be
+    backpropagated only once.
 
     If FSDP2 or tensor parallelism shards the head, every rank must call this, even one without labels. Logits that
     are sharded over the vocabulary stay sharded; the softmax needs an all-gather of a few numbers per position.
@@ -197,9 +197,8 @@ def _cross_entropy(
         # Only one rank has the label's logit, the others -inf, so log-sum-exp selects it. For a label out of range no
         # rank has it, and the loss is infinite.
         log_partition, label_logit = _from_all(torch.stack([log_partition, label_logit]), mesh).logsumexp(0)
-    losses = log_partition - label_logit  # [n]
-    if weight is not None:
-        losses = losses * weight[targets]
+    of_label = 1.0 if weight is None else weight[targets]
+    losses = (log_partition - label_logit) * of_label  # [n]
     if label_smoothing:
         classes = slice(start, start + logits.shape[-1])
         of_all = logits.sum(-1) if weight is None else logits @ weight[classes]
@@ -208,8 +207,7 @@ def _cross_entropy(
         smooth = (total_weight * log_partition - of_all) / num_classes
         losses = (1 - label_smoothing) * losses + label_smoothing * smooth
     if z_loss:
-        z_losses = z_loss * log_partition.square()
-        losses = losses + (z_losses if weight is None else z_losses * weight[targets])
+        losses = losses + z_loss * log_partition.square() * of_label
     return losses.sum()
 
 

@@ -22,13 +22,12 @@ class OptimizerSteps:
     Torch has hooks for an optimizer's step. It has none for ``zero_grad``, which is patched on the instances.
 
     Every rank must clip in the same order: a norm is a collective on the groups that parameters are sharded over. If a
-    rank does not call, the others raise when the group's timeout ends. The norm is also measured, and checked, where an
-    option asks for it; a gradient scaler looks for overflow itself.
+    rank does not call, the others raise when the group's timeout ends.
     """
 
     def __init__(self, windows: GradientWindows, track_norm: bool, error_if_nonfinite: bool) -> None:
         self._windows = windows
-        self._error_if_nonfinite = error_if_nonfinite and windows.scaling.scaler is None
+        self._error_if_nonfinite = error_if_nonfinite and windows.scaling.scaler is None  # which looks for overflow
         self._measures = track_norm or self._error_if_nonfinite
         self._patches = PatchStack()  # of the optimizers, which a callback may replace in mid-run
         self._unsynchronised: set[nn.Parameter] = set()
@@ -41,7 +40,8 @@ class OptimizerSteps:
         self._windows.optimizers = optimizers
         for optimizer, wrapper in zip(optimizers, wrappers, strict=True):
             self._patches.callback(optimizer.register_step_pre_hook(self._before_raw_step).remove)
-            self._patches.callback(optimizer.register_step_post_hook(self._after_raw_step).remove)
+            after_step = optimizer.register_step_post_hook(lambda optimizer, *_: self._windows.stepped(optimizer))
+            self._patches.callback(after_step.remove)
             parameters = partial(optimizer_parameters, optimizer)
             for watched in (optimizer, wrapper):
                 self._patches.set(watched, "zero_grad", self._dropping(watched.zero_grad, parameters))
@@ -89,9 +89,6 @@ class OptimizerSteps:
         # A closure runs its backward inside the step, so the strategy checks after it. (`args[0]` is the optimizer.)
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
             self.check(optimizer)
-
-    def _after_raw_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._windows.stepped(optimizer)
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise RuntimeError if an open window holds gradients of ``optimizer``, or nobody has synchronised them."""

@@ -61,15 +61,12 @@ def clip_gradients(model: Parameters, clip_norm: float, foreach: bool = True) ->
 
     Args:
         model: Module or parameters whose ``.grad`` is scaled in place.
-        clip_norm: Largest norm allowed, positive; ``inf`` only measures.
+        clip_norm: Largest norm allowed; ``inf`` only measures. ValueError if it is not positive.
         foreach: Use multi-tensor kernels.
 
     Returns:
         [] the norm before clipping, the same on every rank, in float32, or float64 if some parameter is. Gradients of a
         norm beyond float32 are clipped as well.
-
-    Raises:
-        ValueError: If ``clip_norm`` is not positive.
     """
     check_clip_value(clip_norm)
     parameters = list_parameters(model)

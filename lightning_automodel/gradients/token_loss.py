@@ -97,10 +97,7 @@ class TokenWeighting:
         return count.item() if isinstance(count, Tensor) else count
 
     def check_returned_count(self, output: Any, counted: float, reads_device: bool) -> None:
-        """Raise ValueError if ``training_step`` returned another count than was ``counted`` in its batch.
-
-        A count on an accelerator is only compared with ``reads_device``, since the host waits for it.
-        """
+        """Raise ValueError if a step returned another count than was ``counted``, on a device if ``reads_device``."""
         if not (self.per_token_loss and has_count(output)):
             return
         returned = check_count(output["num_label_tokens"], "the num_label_tokens that training_step returned")
@@ -124,10 +121,7 @@ class TokenWeighting:
             )
 
     def aux_loss(self, output: Any, is_counted_ahead: bool) -> Tensor | None:
-        """[] the part of the loss that weighs the same in every micro-batch, as ``training_step`` returned it.
-
-        None with ``per_token_loss=False``, where the whole loss does so.
-        """
+        """[] what ``training_step`` returned; None with ``per_token_loss=False``, which weighs all losses alike."""
         if not (self.per_token_loss and isinstance(output, Mapping) and output.get("aux_loss") is not None):
             return None
         aux = output["aux_loss"]

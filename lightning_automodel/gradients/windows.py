@@ -81,14 +81,6 @@ class GradientWindows:
     Each toggled optimizer has its own window, so that those of a GAN can accumulate side by side. Without toggling
     there is one window. ``parameters`` are those of the sharded model: between a forward and its backward
     ``module.parameters()`` are the gathered ones.
-
-    Attributes:
-        last_step: Report on the newest optimizer step.
-        since_step: By optimizer, the [3] totals of the windows since its previous step.
-        measured: The optimizers whose norm was measured since then.
-        divisor: Ranks that the engine averages gradients over.
-        optimizers, toggled, in_backward: Those that are watched; the toggled one; whether a backward runs.
-        num_resets: How often an optimizer stepped, or gradients were zeroed.
     """
 
     def __init__(
@@ -101,8 +93,8 @@ class GradientWindows:
         parameters: list[nn.Parameter],
     ) -> None:
         self.last_step: StepReport | None = None
-        self.since_step: dict[Optimizer, Tensor] = {}
-        self.measured: set[Optimizer] = set()
+        self.since_step: dict[Optimizer, Tensor] = {}  # the [3] totals of the windows since its previous step
+        self.measured: set[Optimizer] = set()  # since their previous step
         self.weighting, self.scaling, self.divisor = weighting, scaling, mesh.sizes.divisor
         self.parameters = parameters
         self._sync, self.mesh, self._device = sync, mesh, device
@@ -111,7 +103,7 @@ class GradientWindows:
         self.optimizers: list[Optimizer] = []
         self.toggled: Optimizer | None = None
         self.in_backward = False
-        self.num_resets = 0
+        self.num_resets = 0  # how often an optimizer stepped, or gradients were zeroed
 
     @property
     def open_windows(self) -> list[Window]:
