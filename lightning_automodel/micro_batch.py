@@ -177,8 +177,7 @@ class MicroBatches:
     def _check_not_counted_before(self) -> None:
         """Refuse chunks of a batch that would each weigh as all of it.
 
-        Only warn where two backwards may be of the whole batch: samples are those of a GAN, and with a step or
-        ``zero_grad`` in between they may be of SAM.
+        Only warn where both may be of all of it: a GAN's samples, or SAM's with a step or ``zero_grad`` in between.
         """
         key, resets, counted = self.windows.toggled, self.windows.num_resets, self._step.counted
         before, counted[key] = counted.get(key), resets

@@ -117,9 +117,8 @@ class TrainingRun:
         in_float16 = precision.passes_float16(self.plugin, module) and not options.count_window_ahead
         scaler = precision.enabled_scaler(self.plugin)
         scaling = LossScaling(scaler, in_float16, mesh, self.device, self._is_sharded, self.patches)
-        self.windows = GradientWindows(
-            self.engine.sync, weighting, scaling, mesh, self.device, list(module.parameters())
-        )
+        parameters = list(module.parameters())
+        self.windows = GradientWindows(self.engine.sync, weighting, scaling, mesh, self.device, parameters)
         self.steps = OptimizerSteps(self.windows, options.track_grad_norm, options.error_if_nonfinite)
         self.patches.callback(self.steps.close)
         if fitting and options.count_window_ahead:

@@ -59,8 +59,8 @@ class UnevenInputs:
     def without_repeats(self, loader: Any) -> Any:
         """A copy of the loader whose ``DistributedSampler`` repeats no samples to make ranks even.
 
-        The user's loader and sampler are not changed, since training may use them too. Samples are still repeated in
-        training without padding, and in evaluation with fewer samples than ranks.
+        Training may use the user's too. Samples are still repeated in training without padding, and in evaluation with
+        fewer samples than ranks.
         """
         loader = users_own(loader)
         batch_sampler = getattr(loader, "batch_sampler", None)
@@ -273,10 +273,7 @@ class UnevenInputs:
             )
 
     def check_gathering(self, tensor: Tensor) -> None:
-        """Raise, before gathering in an evaluation step, unless all ranks are in it, with tensors of one shape.
-
-        A collective over the group in evaluation steps.
-        """
+        """Raise unless all ranks gather tensors of one shape. A collective over the group in evaluation steps."""
         if self._where_in_batch() is None:
             return
         self.check_reduction()

@@ -49,10 +49,7 @@ class LossScaling:
             self.range_factor, self._is_unset = factor.to(self.range_factor), False
 
     def start_window(self, count: Count) -> Tensor | None:
-        """[] what multiplies the losses of a window whose first micro-batch has ``count`` tokens; None if nothing does.
-
-        A collective over the group, once in a run in float16.
-        """
+        """[] the scale of a window that begins with ``count`` tokens, if any. In float16 a collective once in a run."""
         if self._is_unset and self.range_factor is not None:
             self._is_unset = False
             total = torch.as_tensor(count).detach().to(self.range_factor, copy=True)

@@ -102,8 +102,7 @@ class OptimizerSteps:
                     " backward(s) have accumulated and none has synchronised. Step after a backward outside of"
                     " `optimizer.toggle_model(sync_grad=False)`, or call optimizer.zero_grad() to give the window up."
                 )
-        unsynchronised = sum(p.grad is not None for p in self._unsynchronised.intersection(parameters))
-        if unsynchronised:
+        if unsynchronised := sum(p.grad is not None for p in self._unsynchronised.intersection(parameters)):
             raise RuntimeError(
                 f"{unsynchronised} parameters of {name} have gradients of a plain loss.backward(), which"
                 " DistributedDataParallel does not synchronise under manual optimization, so ranks would diverge. Call"

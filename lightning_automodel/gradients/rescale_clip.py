@@ -101,10 +101,7 @@ def check_clip_value(value: float) -> None:
 
 
 def check_finite(norm: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> None:
-    """Raise RuntimeError on all ranks of ``groups`` unless the gradient norm [] is finite. Reads it on the host.
-
-    One all-reduce on each group.
-    """
+    """Raise RuntimeError unless the norm [] is finite on all ranks of ``groups``: all-reduces, and a host read."""
     for group in groups:
         norm = norm.clone()
         dist.all_reduce(norm, group=group)
