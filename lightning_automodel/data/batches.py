@@ -70,7 +70,7 @@ class TrackedLoader(Iterator[Any]):
         # Past __setattr__, which sets attributes of the loader.
         own = vars(self)
         own.update(loader=loader, pads=pads, count=None, handed_out=deque(), num_handed_out=0, drawn_ahead=deque())
-        own.update(_group=group, _rank_lengths=rank_lengths, _if_empty=if_empty, _source=iter(()))
+        own.update(_group=group, rank_lengths=rank_lengths, if_empty=if_empty, _source=iter(()))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -88,9 +88,9 @@ class TrackedLoader(Iterator[Any]):
     def __len__(self) -> int:
         if not self.pads:
             return len(self.loader)
-        if self._rank_lengths is None:
+        if self.rank_lengths is None:
             raise TypeError(f"The number of batches of {type(self.loader).__name__} is not known on all ranks.")
-        return max(self._rank_lengths)
+        return max(self.rank_lengths)
 
     def __iter__(self) -> "TrackedLoader":
         """Begin an epoch, with an iterator of the loader that is made now, as Lightning and resuming expect."""
@@ -100,8 +100,8 @@ class TrackedLoader(Iterator[Any]):
         batches = iter(self.loader)
         source = self._padded(batches) if self.pads else ((BatchHandle(batch is None), batch) for batch in batches)
         self._source = map(self._counted, source)
-        if self._if_empty is not None and not self.ahead(1):
-            raise ValueError(self._if_empty)
+        if self.if_empty is not None and not self.ahead(1):
+            raise ValueError(self.if_empty)
         return self
 
     def __next__(self) -> Any:
