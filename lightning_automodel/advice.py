@@ -8,17 +8,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_automodel.context_parallel.hugging_face import outermost_hugging_face_models
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.distributed.mesh import DATA, REPLICATE, SHARD
-from lightning_automodel.gradients.token_loss import (
-    Count,
-    TokenWeighting,
-    contains_hugging_face_causal_lm,
-    count_samples,
-    has_count,
-    is_encoder_decoder,
-    outermost_hugging_face_models,
-)
+from lightning_automodel.gradients.token_loss import Count, TokenWeighting, count_samples, has_count
 from lightning_automodel.sharding.precision import HALF, unit_dtypes
 from lightning_automodel.sharding.units import WrapPolicy
 
@@ -103,12 +96,28 @@ class Advice:
                 "Label tokens are counted with label_shift=0, but Hugging Face causal language models drop the"
                 " first label of each row: pass label_shift=1 if training_step returns the model's own loss."
             )
-        if weighting.label_shift > 0 and any(map(is_encoder_decoder, outermost_hugging_face_models(module))):
+        if weighting.label_shift > 0 and any(map(_is_encoder_decoder, outermost_hugging_face_models(module))):
             self.say_once(
                 f"Label tokens are counted with label_shift={weighting.label_shift}, but Hugging Face encoder-decoders"
                 " use every label: they shift the decoder's inputs instead. Leave label_shift at 0 if training_step"
                 " returns the model's own loss."
             )
+
+
+def contains_hugging_face_causal_lm(module: nn.Module) -> bool:
+    """Whether a model whose own loss shifts the labels by one is at or below ``module``. Does not import transformers.
+
+    Of nested models the outermost decides, since it computes the loss. A ``...ForConditionalGeneration`` that is not an
+    encoder-decoder is a vision or audio model, and shifts like the language model inside it.
+    """
+    shifting = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+    models = outermost_hugging_face_models(module)
+    return any(type(m).__name__.endswith(shifting) and not _is_encoder_decoder(m) for m in models)
+
+
+def _is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether a Hugging Face model is an encoder-decoder, whose own loss uses every label."""
+    return bool(getattr(model.config, "is_encoder_decoder", False))
 
 
 def summary(described: dict[str, Any]) -> str:

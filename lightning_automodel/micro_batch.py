@@ -1,6 +1,5 @@
 """One micro-batch, from the batch that a training step gets to the backward whose gradients a window keeps."""
 
-import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,13 +13,8 @@ from torch.optim import Optimizer
 from lightning_automodel import lightning_internals
 from lightning_automodel.advice import Advice
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
-from lightning_automodel.data.batches import TrackedLoader
-from lightning_automodel.data.padding import ModuleState
 from lightning_automodel.data.uneven_inputs import UnevenInputs
-from lightning_automodel.data.window_ahead import WindowAhead
-from lightning_automodel.gradients.grad_scaling import LossScaling
-from lightning_automodel.gradients.optimizer_watch import OptimizerWatch
-from lightning_automodel.gradients.token_loss import Count, TokenWeighting, WindowTotals
+from lightning_automodel.gradients.token_loss import Count, WindowTotals
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.sharding import checks
 from lightning_automodel.sharding.engine import Engine
@@ -28,63 +22,36 @@ from lightning_automodel.sharding.engine import Engine
 
 @dataclass
 class _Step:
-    """What the backwards of one training step need of it.
-
-    Attributes:
-        batch: What the step got.
-        count: Its label tokens, under automatic optimization.
-        aux_loss: [] the part of the loss that is not a token loss.
-        counted: By toggled optimizer, how many resets there were when the whole batch was counted.
-    """
+    """What the backwards of one training step need of it."""
 
     batch: Any = None
-    count: Count | None = None
-    aux_loss: Tensor | None = None
+    count: Count | None = None  # its label tokens, under automatic optimization
+    aux_loss: Tensor | None = None  # [] the part of the loss that is not a token loss
+    # By toggled optimizer, how many resets there were when the whole batch was counted.
     counted: dict[Optimizer | None, int] = field(default_factory=dict)
 
 
-@dataclass
 class MicroBatches:
-    """Runs the training steps and backwards of a fit, one micro-batch after the other.
+    """Runs the training steps and backwards of a fit, one micro-batch after the other."""
 
-    ``unit`` is what is counted, in singular: label token, sample or micro-batch. ``seconds_drawing`` were spent on
-    drawing batches ahead of their steps.
-    """
-
-    module: pl.LightningModule
-    plugin: Precision
-    engine: Engine
-    windows: GradientWindows
-    watch: OptimizerWatch
-    weighting: TokenWeighting
-    scaling: LossScaling
-    context: ContextParallelSteps | None
-    inputs: UnevenInputs
-    ahead: WindowAhead | None
-    advice: Advice
-    divisor: int
-    unit: str
-    seconds_drawing: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._draws_its_batches = lightning_internals.draws_its_batches(self.module.training_step)
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        plugin: Precision,
+        engine: Engine,
+        windows: GradientWindows,
+        context: ContextParallelSteps | None,
+        inputs: UnevenInputs,
+        advice: Advice,
+    ) -> None:
+        self.module, self.plugin, self.engine, self.windows = module, plugin, engine, windows
+        self.context, self.inputs, self.ahead, self.advice = context, inputs, inputs.ahead, advice
+        self.weighting = windows.weighting
+        self._draws_its_batches = lightning_internals.draws_its_batches(module.training_step)
         self._step = _Step()
         self._ends_window = True
-        self._state_before_padding: ModuleState | None = None
 
     # --- The forward --------------------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Called when a training batch is about to be used, after its hooks."""
-        start = time.perf_counter()
-        trainer = self.module.trainer
-        prefetched = getattr(lightning_internals.training_data_fetcher(trainer), "batches", ())
-        loader = trainer.train_dataloader
-        handle = loader.begin(len(prefetched)) if isinstance(loader, TrackedLoader) else None
-        self.inputs.begin_training_batch(handle)
-        if self.ahead is not None:
-            self.ahead.begin_batch(handle)
-            self.seconds_drawing += time.perf_counter() - start
 
     def training_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``step``, and count the label tokens of the loss that it returns under automatic optimization."""
@@ -94,15 +61,13 @@ class MicroBatches:
         # Only in the first window, since it reads the device.
         if self.ahead is not None and self.windows.last_step is None and not self.inputs.is_filler:
             self.weighting.check_unchanged(batch, self.ahead.count)
-        self.engine.start_forward(batch)
-        # Only now, since start_forward may have broadcast buffers.
-        self._state_before_padding = ModuleState(self.module) if self.inputs.is_filler else None
+        self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
         with checks.explained_errors(self.module), self.inputs.training_step(), attention:
             output = step(*args, **kwargs)
         if self.module.automatic_optimization and output is not None:
             self._count(output)
         else:
-            self.restore_state_before_padding()
+            self.inputs.end_padding()
         return output
 
     def sliced(self, args: tuple[Any, ...], step: str) -> tuple[tuple[Any, ...], AbstractContextManager[None]]:
@@ -131,6 +96,12 @@ class MicroBatches:
     @contextmanager
     def communicating(self, is_last: bool) -> Generator[None, None, None]:
         """Context for the forward and backward of one micro-batch; ``is_last``: its backward ends the window."""
+        if not is_last and self._draws_its_batches:
+            raise ValueError(
+                f"accumulate_grad_batches={self.module.trainer.accumulate_grad_batches} does not work with"
+                " training_step(dataloader_iter): Lightning zeroes gradients one batch late there, and does not step"
+                " the short last window of an epoch. Let the step take the batch, or pass accumulate_grad_batches=1."
+            )
         before, self._ends_window = self._ends_window, is_last
         try:
             with checks.explained_errors(self.module), self.engine.sync.micro_batch(is_last):
@@ -148,12 +119,12 @@ class MicroBatches:
         if optimizer is not None and not self.windows.open_windows:
             self._zero_if_skipped(optimizer)
         count, accumulate = self._take_count(kwargs)
-        window = self.windows.open()
+        window = self.windows.open(count)
         window.ahead = None if self.ahead is None else self.ahead.totals()
         plugin_loss = plugin.pre_backward(loss, module)
         self.advice.about_half_precision(loss, count)
         reported, objective = self._objective(loss, count, accumulate, window.ahead)
-        if self.scaling.scaler is None and plugin_loss is not loss:
+        if self.windows.scaling.scaler is None and plugin_loss is not loss:
             # A plugin may have changed the loss: its own is backpropagated, the user's is reported.
             objective = self._objective(plugin_loss, count, accumulate, window.ahead)[1]
         self._step.aux_loss = None
@@ -166,12 +137,11 @@ class MicroBatches:
             self.windows.backward(window, loss, self._ends_window, counts=not is_filler),
             attention,
         ):
-            scaled = self.scaling.apply(objective, count, window.sums)
-            plugin.backward(scaled, module, optimizer, *args, **kwargs)
+            plugin.backward(window.scaled(objective), module, optimizer, *args, **kwargs)
             if not is_filler:
-                window.sums.add(reported, count)
+                window.add(reported, count)
         if module.automatic_optimization:
-            self.restore_state_before_padding()
+            self.inputs.end_padding()
         return plugin.post_backward(loss, module)
 
     def _objective(
@@ -184,9 +154,9 @@ class MicroBatches:
         if ahead is None:
             return token_losses, token_losses
         denominator = ahead.num_label_tokens if self.weighting.per_token_loss else ahead.num_micro_batches
-        objective = token_losses * (self.divisor / denominator if denominator else 0.0)
+        objective = token_losses * (self.windows.divisor / denominator if denominator else 0.0)
         if aux_loss is not None:
-            objective = objective + aux_loss * (self.divisor / ahead.num_micro_batches)
+            objective = objective + aux_loss * (self.windows.divisor / ahead.num_micro_batches)
         return token_losses, objective
 
     def _take_count(self, kwargs: dict[str, Any]) -> tuple[Count, int]:
@@ -195,7 +165,7 @@ class MicroBatches:
         if self.module.automatic_optimization and step.count is not None:
             count, step.count = step.count, None
             return count, self.module.trainer.accumulate_grad_batches
-        self.watch.check_known(kwargs.pop("optimizer", None))
+        kwargs.pop("optimizer", None)
         if self.inputs.is_filler:
             kwargs.pop("num_label_tokens", None)
             return 0, 1
@@ -207,16 +177,15 @@ class MicroBatches:
     def _check_not_counted_before(self) -> None:
         """Refuse chunks of a batch that would each weigh as all of it.
 
-        Only warn where two backwards may be of the whole batch: samples are those of a GAN, and with a step or
-        ``zero_grad`` in between they may be of SAM.
+        Only warn where both may be of all of it: a GAN's samples, or SAM's with a step or ``zero_grad`` in between.
         """
         key, resets, counted = self.windows.toggled, self.windows.num_resets, self._step.counted
         before, counted[key] = counted.get(key), resets
-        counts_samples = self.unit == "sample"
+        counts_samples = self.weighting.unit == "sample"
         if before is None or (counts_samples and before != resets):
             return
         text = (
-            f"manual_backward is called again for the same batch, and each loss weighs by all {self.unit}s of"
+            f"manual_backward is called again for the same batch, and each loss weighs by all {self.weighting.unit}s of"
             " that batch. For the loss of a chunk, give the chunk's count: self.manual_backward(loss,"
             " num_label_tokens=n)."
         )
@@ -225,30 +194,11 @@ class MicroBatches:
         self.advice.say_once(f"{text} Losses of the whole batch, as of a GAN, are right as they are.")
 
     def _zero_if_skipped(self, optimizer: Optimizer) -> None:
-        """Zero the gradients of the previous step if Lightning has not: it does so only in a window's first batch.
-
-        It skips that batch if the loader yields None, and reads the batch index too early for a step that draws its
-        batches from a ``dataloader_iter``. The module's own ``optimizer_zero_grad`` is called, as Lightning does.
-        """
+        """Zero gradients as Lightning does, which has not if it skipped the window's first batch (None)."""
         trainer = self.module.trainer
         index = trainer.fit_loop.epoch_loop.batch_idx
-        if index % trainer.accumulate_grad_batches or self._draws_its_batches:
+        if index % trainer.accumulate_grad_batches:
             self.module.optimizer_zero_grad(trainer.current_epoch, index, optimizer)
-
-    def is_misplaced_zero_grad(self) -> bool:
-        """Whether Lightning zeroes in mid-window, one batch late, as it does for a ``dataloader_iter`` step."""
-        if not self._draws_its_batches or not self.module.automatic_optimization or self._step.count is None:
-            return False
-        trainer = self.module.trainer
-        return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches != 0
-
-    # --- Its end ------------------------------------------------------------------------------------------------------
-
-    def restore_state_before_padding(self) -> None:
-        """Restore what a step on a padding batch has changed in the module."""
-        state, self._state_before_padding = self._state_before_padding, None
-        if state is not None:
-            state.restore()
 
     def reset(self) -> None:
         """Drop open windows and the data of the current step: an exception was raised, or the run ends."""

@@ -48,7 +48,7 @@ from lightning_automodel.launch.launchers import make_launcher
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
-from lightning_automodel.sharding import checks
+from lightning_automodel.sharding import checks, meta_init
 from lightning_automodel.sharding.weight_averaging import LateAverages
 from lightning_automodel.training_run import TrainingRun
 
@@ -282,7 +282,7 @@ class AutomodelStrategy(ParallelStrategy):
     @property
     def seconds_drawing(self) -> float:
         """Seconds of this fit in which ``count_window_ahead`` has drawn batches ahead; for ``StepMonitor``."""
-        return self._run.micro_batches.seconds_drawing if self._run is not None else 0.0
+        return self._run.inputs.seconds_drawing if self._run is not None else 0.0
 
     @property
     def num_processes(self) -> int:
@@ -417,7 +417,7 @@ class AutomodelStrategy(ParallelStrategy):
             block.__enter__()
             self._setup_block = block
         if name == "run-stage" and self._run is not None:
-            self._run.check_initialized()
+            meta_init.check_initialized(self._module, self.root_device)
 
     def _end_setup_block(self, exception: BaseException | None = None) -> None:
         block, self._setup_block = self._setup_block, None
@@ -514,7 +514,7 @@ class AutomodelStrategy(ParallelStrategy):
         Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
         if self._run is not None:
             wrappers = self._module.optimizers()
-            self._run.watch_optimizers(super().optimizers, wrappers if isinstance(wrappers, list) else [wrappers])
+            self._run.steps.watch(super().optimizers, wrappers if isinstance(wrappers, list) else [wrappers])
 
     @property
     def _environment(self) -> ClusterEnvironment:
@@ -541,7 +541,7 @@ class AutomodelStrategy(ParallelStrategy):
         dataloader = self._required_run.inputs.without_repeats(dataloader)
         if self._resume is not None:
             self._resume.process_dataloader(dataloader)
-        return self._required_run.process_dataloader(dataloader)
+        return self._required_run.inputs.process(dataloader)
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 
@@ -553,7 +553,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._required_run.micro_batches.begin()
+        self._required_run.inputs.begin_training_batch()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -634,7 +634,7 @@ class AutomodelStrategy(ParallelStrategy):
             ValueError: If ``clip_val`` is not positive or ``algorithm`` is neither.
             RuntimeError: If an accumulation window of ``optimizer`` is still open.
         """
-        return self._required_run.clipper.clip(optimizer, clip_val, algorithm)
+        return self._required_run.steps.clip(optimizer, clip_val, algorithm)
 
     # --- Beside training ----------------------------------------------------------------------------------------------
 

@@ -8,13 +8,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from lightning_automodel import torch_internals
 from lightning_automodel.advice import Advice
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
@@ -22,16 +21,15 @@ from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import log_full
 from lightning_automodel.distributed.mesh import RunMesh
-from lightning_automodel.gradients.clipping import GradientClipper
-from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
-from lightning_automodel.gradients.optimizer_watch import OptimizerWatch
+from lightning_automodel.gradients.grad_scaling import LossScaling
+from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
 from lightning_automodel.gradients.windows import GradientWindows, mixing_shards, optimizer_parameters
 from lightning_automodel.micro_batch import MicroBatches
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import checks, finetuning, meta_init, precision, tensor_parallel, units
-from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks
+from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks, compile_blocks
 from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
@@ -62,55 +60,10 @@ class TrainingRun:
         self._options, self._mesh = options, mesh
         self._is_sharded = options.data_parallel == "fsdp2"
         self._check(fitting)
-        context: ContextParallelSteps | None = None
-        if mesh.context_parallel is not None:
-            context = ContextParallelSteps(module, mesh.context_parallel, options, plugin, device, advice.say_once)
-            patches.callback(context.close)
-        self._context = context
-        self._without_values = meta_init.names_without_values(module)
-        plugin.convert_module(module)
-        self.move_to_device()
-        checks.check_hooks(module, options.count_window_ahead)
-        self._checkpointed = self._checkpoint_activations(fitting)
-        patches.callback(self._checkpointed.undo)
-        # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not trace.
-        self._compiled = self._compile_blocks()
+        self._prepare(fitting)
         checks.check_equal_models(module, host_group)
-        self.engine, self._policy = self._make_engine(local_ranks)
-        self.model = self.engine.setup(module, fitting, self._give_values)
-        tensor_parallel.synchronize_metrics(module, mesh, self.patches)
-        self.patches.set(module, "log", update_wrapper(partial(log_full, module.log), module.log))
-        if self._is_sharded:
-            finetuning.finetune_by_identity(module, self.patches)
-        advice.about_wrap_policy(options.auto_wrap_policy, self.engine.describe())
-        self._weighting, self._scaling = self._make_weighting(), self._make_scaling()
-        parameters = list(module.parameters())
-        reuses_buffers = bool((options.ddp_kwargs or {}).get("gradient_as_bucket_view"))
-        self.windows = GradientWindows(
-            self.engine.sync, self._weighting, self._scaling, mesh, device, parameters, reuses_buffers
-        )
-        self._watch = OptimizerWatch(self.windows, parameters)
-        patches.callback(self._watch.close)
-        raises_if_nonfinite = options.error_if_nonfinite and self._scaling.scaler is None
-        self.clipper = GradientClipper(self.windows, self._watch, mesh, options.track_grad_norm, raises_if_nonfinite)
-        self.inputs, ahead = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad"), None
-        if fitting and options.count_window_ahead:
-            ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, self._weighting.count_on_host)
-        self.micro_batches = MicroBatches(
-            module,
-            plugin,
-            self.engine,
-            self.windows,
-            self._watch,
-            self._weighting,
-            self._scaling,
-            context,
-            self.inputs,
-            ahead,
-            advice,
-            mesh.sizes.divisor,
-            self._denominator(),
-        )
+        self._distribute(fitting, local_ranks)
+        self._make_training(fitting, host_group)
 
     def _check(self, fitting: bool) -> None:
         """Refuse what cannot be trained, before anything is changed, and tell of options without effect."""
@@ -123,14 +76,57 @@ class TrainingRun:
         for note in options.without_effect():
             self.advice.say_once(note)
 
-    def _checkpoint_activations(self, fitting: bool) -> CheckpointedBlocks:
-        module, options = self.module, self._options
-        chosen = options.activation_checkpointing if fitting else False
-        if chosen == "offload" and self.device.type == "cpu":
+    def _prepare(self, fitting: bool) -> None:
+        """Change the module as it must be changed before it is distributed."""
+        module, options, context = self.module, self._options, None
+        if self._mesh.context_parallel is not None:
+            context = ContextParallelSteps(
+                module, self._mesh.context_parallel, options, self.plugin, self.device, self.advice.say_once
+            )
+            self.patches.callback(context.close)
+        self._context: ContextParallelSteps | None = context
+        self._without_values = meta_init.names_without_values(module)
+        self.plugin.convert_module(module)
+        self.move_to_device()
+        checks.check_hooks(module, options.count_window_ahead)
+        checkpointed = options.activation_checkpointing if fitting else False
+        if checkpointed == "offload" and self.device.type == "cpu":
             self.advice.say_once(
                 "activation_checkpointing='offload' is the same as True on a CPU, whose memory is the host's."
             )
-        return CheckpointedBlocks(module, chosen, options.auto_wrap_policy, module.automatic_optimization)
+        is_automatic = module.automatic_optimization
+        self._checkpointed = CheckpointedBlocks(module, checkpointed, options.auto_wrap_policy, is_automatic)
+        self.patches.callback(self._checkpointed.undo)
+        # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not trace.
+        self._compiled = compile_blocks(module, options.compile, options.auto_wrap_policy, is_automatic, self.patches)
+
+    def _distribute(self, fitting: bool, local_ranks: int) -> None:
+        """Shard or replicate the module. A collective over the world."""
+        module, policy = self.module, self._options.auto_wrap_policy
+        self.engine, self._policy = self._make_engine(local_ranks)
+        self.model = self.engine.setup(module, fitting, self._give_values)
+        tensor_parallel.synchronize_metrics(module, self._mesh, self.patches)
+        self.patches.set(module, "log", update_wrapper(partial(log_full, module.log), module.log))
+        if self._is_sharded:
+            finetuning.finetune_by_identity(module, self.patches)
+        self.advice.about_wrap_policy(policy, self.engine.describe())
+
+    def _make_training(self, fitting: bool, host_group: dist.ProcessGroup) -> None:
+        """What trains the distributed module, from its data to its optimizer steps."""
+        module, options, mesh, weighting, ahead = self.module, self._options, self._mesh, self._make_weighting(), None
+        in_float16 = precision.passes_float16(self.plugin, module) and not options.count_window_ahead
+        scaler = precision.enabled_scaler(self.plugin)
+        scaling = LossScaling(scaler, in_float16, mesh, self.device, self._is_sharded, self.patches)
+        parameters = list(module.parameters())
+        self.windows = GradientWindows(self.engine.sync, weighting, scaling, mesh, self.device, parameters)
+        self.steps = OptimizerSteps(self.windows, options.track_grad_norm, options.error_if_nonfinite)
+        self.patches.callback(self.steps.close)
+        if fitting and options.count_window_ahead:
+            ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, weighting.count_on_host)
+        self.inputs = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad", ahead)
+        self.micro_batches = MicroBatches(
+            module, self.plugin, self.engine, self.windows, self._context, self.inputs, self.advice
+        )
 
     def _make_weighting(self) -> TokenWeighting:
         options = self._options
@@ -144,35 +140,6 @@ class TrainingRun:
             label_shift=0 if is_shifted else options.label_shift,
             count_label_tokens=count_samples if options.count == "samples" else options.count_label_tokens,
         )
-
-    def _make_scaling(self) -> LossScaling:
-        options, plugin = self._options, self.plugin
-        range_scale = RangeScale(
-            precision.passes_float16(plugin, self.module) and not options.count_window_ahead,
-            options.per_token_loss,
-            self.device,
-            self._mesh.group if self._mesh.sizes.divisor > 1 else None,
-        )
-        scaler = precision.enabled_scaler(plugin)
-        return LossScaling(scaler, range_scale, self.device, self._is_sharded, self.patches)
-
-    def _compile_blocks(self) -> list[str]:
-        """Compile the blocks that ``compile`` asks for, and return their names."""
-        options = self._options
-        if options.compile is False:
-            return []
-        kwargs = options.compile if isinstance(options.compile, dict) else {}
-        blocks = units.units_of(self.module, options.auto_wrap_policy, self.module.automatic_optimization)
-        if not blocks:
-            raise ValueError(
-                f"compile={options.compile!r} finds no repeated blocks in {units.class_name(self.module)}: pass"
-                " auto_wrap_policy with the classes to compile, or compile parts of the model yourself."
-            )
-        names = {id(submodule): name for name, submodule in self.module.named_modules()}
-        chosen = [block for block in blocks if not torch_internals.is_compiled(block)]
-        for block in chosen:
-            torch_internals.compile_in_place(block, self.patches, **kwargs)
-        return [f"{names[id(block)]} ({units.class_name(block)})" for block in chosen]
 
     def _make_engine(self, local_ranks: int) -> tuple[Engine, MixedPrecisionPolicy | None]:
         """The engine, and the policy of units that this strategy makes."""
@@ -203,29 +170,21 @@ class TrainingRun:
         elif not (self._options.cpu_offload and units.is_sharded(self.module)):
             self.module.to(self.device)
 
-    def check_initialized(self) -> None:
-        """Raise on every rank, once checkpoints are loaded, if parameters still have no values. A collective."""
-        meta_init.check_initialized(self.module, self.device)
-
     def patch_plugin(self) -> None:
         """Patch clipping and casting on the Trainer's precision plugin. Called once Lightning has set it up."""
-        self.clipper.patch(self.plugin, self.patches)
+        self.steps.patch_clipping(self.plugin, self.patches)
         precision.leave_casting_to_units(self.plugin, self.module, self.patches)
-
-    def watch_optimizers(self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer]) -> None:
-        """Watch these optimizers instead of any earlier ones."""
-        self._watch.watch(optimizers, wrappers, self.micro_batches.is_misplaced_zero_grad)
 
     def watch_module(self) -> None:
         """Watch ``module.zero_grad``, toggling, and plain backwards in manual optimization; refuse early hooks."""
-        self._watch.watch_module(self.module, self.patches, self.engine.release)
+        self.steps.watch_module(self.module, self.patches, self.engine.release)
         if not self.module.automatic_optimization:
             zero = self.module.on_validation_model_zero_grad
             self.patches.set(self.module, "on_validation_model_zero_grad", lambda: self._zero_before_validation(zero))
         checks.check_hooks(self.module, self._options.count_window_ahead)
         # Under automatic optimization every backward is the strategy's.
         if not (self._is_sharded or self.module.automatic_optimization) and self._mesh.sizes.divisor > 1:
-            self._watch.watch_stray_backwards(self.patches)
+            self.steps.watch_plain_backwards(self.patches)
 
     def _zero_before_validation(self, zero: Callable[[], None]) -> None:
         held = self.holds_gradients()
@@ -250,9 +209,9 @@ class TrainingRun:
         else:
             with self.micro_batches.communicating(is_last=True):
                 result = closure()
-        self._watch.check_step(optimizer)
+        self.steps.check(optimizer)
         if result is not None or not self.module.automatic_optimization:
-            self._scaling.look_for_overflow(optimizer)
+            self.windows.scaling.look_for_overflow(optimizer)
         step.enter_context(mixing_shards(optimizer))
         return result
 
@@ -262,11 +221,6 @@ class TrainingRun:
         return bool(self.windows.open_windows) or any(parameter.grad is not None for parameter in unused)
 
     # --- Beside training ----------------------------------------------------------------------------------------------
-
-    def process_dataloader(self, loader: Any) -> Any:
-        """The loader, or what tracks it, to iterate instead. A collective over the world; see :class:`UnevenInputs`."""
-        loader, ahead = self.inputs.process(loader), self.micro_batches.ahead
-        return ahead.process(loader) if ahead is not None and self.inputs.is_training else loader
 
     def evaluation_step(self, step: Callable[..., Any], begin: Callable[[], bool], *args: Any, **kwargs: Any) -> Any:
         """Evaluate one batch and leave no parameters gathered, since a callback may swap weights next."""
@@ -283,9 +237,9 @@ class TrainingRun:
         """See :meth:`AutomodelStrategy.evaluated`."""
         if self._context is not None:
             batch = self._context.slices.slice(batch)  # the output is that of the slice
-            self._context.check_count(self._weighting, batch, output, step)
-        sums = self._weighting.evaluated(batch, output, step)
-        self.advice.about_count(self.module, self._weighting, output)
+            self._context.check_count(self.windows.weighting, batch, output, step)
+        sums = self.windows.weighting.evaluated(batch, output, step)
+        self.advice.about_count(self.module, self.windows.weighting, output)
         return sums
 
     # --- What is saved, and how it ends -------------------------------------------------------------------------------
@@ -295,19 +249,16 @@ class TrainingRun:
         report = self.windows.last_step
         return {
             "engine": self.engine.state(),
-            "range_scale": self._scaling.range_scale.factor,
+            "range_scale": self.windows.scaling.range_factor,
             "last_step": None if report is None else vars(report),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
         self.engine.load_state(state["engine"])
-        self._scaling.range_scale.restore(state["range_scale"])
+        self.windows.scaling.restore_range(state["range_scale"])
         if state["last_step"] is not None:
-            saved = state["last_step"].items()
-            self.windows.last_step = StepReport(
-                **{name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in saved}
-            )
+            self.windows.last_step = StepReport(**move_data_to_device(state["last_step"], self.device))
 
     def describe(self) -> dict[str, Any]:
         """What was decided for this run, and why."""
@@ -315,19 +266,13 @@ class TrainingRun:
             "data_parallel": self._options.data_parallel,
             "mesh": self._mesh.sizes_by_name(),
             "gradient_divisor": self._mesh.sizes.divisor,
-            "gradient_denominator": self._denominator(),
+            "gradient_denominator": self.windows.weighting.unit,
             "precision": precision.describe_dtypes(self.plugin, self.module, self._policy),
             "tensors_created_without_values": len(self._without_values),
             "activation_checkpointing": self._checkpointed.names,
             "compiled": self._compiled,
             **self.engine.describe(),
         }
-
-    def _denominator(self) -> str:
-        """What is counted for the denominator of a window's gradients."""
-        if not self._options.per_token_loss:
-            return "micro-batch"
-        return "sample" if self._options.count == "samples" else "label token"
 
     def interrupt(self) -> None:
         """Clean up after an exception: drop open windows and the data of the current step."""
@@ -336,7 +281,7 @@ class TrainingRun:
 
     def close(self) -> None:
         """Drop open windows, restore all patches, and release the model. Calling it again does nothing."""
-        self.micro_batches.restore_state_before_padding()
+        self.inputs.end_padding()
         self.micro_batches.reset()
         self.patches.restore()
         self.engine.close()

@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_automodel import AutomodelStrategy
 from lightning_automodel.advice import Advice, summary
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
-from lightning_automodel.training_run import TrainingRun
 
 
 def test_summary_is_one_line() -> None:
@@ -41,13 +39,15 @@ def test_summary_is_one_line() -> None:
 
 @pytest.mark.parametrize(
     ("options", "unit"),
-    [({}, "label token"), ({"count": "samples"}, "sample"), ({"per_token_loss": False}, "micro-batch")],
+    [
+        ({}, "label token"),
+        ({"count_label_tokens": count_samples}, "sample"),
+        ({"per_token_loss": False}, "micro-batch"),
+    ],
 )
 def test_what_gradients_are_divided_by(options: dict[str, Any], unit: str) -> None:
     """One of them, in words that need no plural."""
-    run = object.__new__(TrainingRun)
-    run._options = AutomodelStrategy(**options)._options
-    assert run._denominator() == unit
+    assert TokenWeighting(**options).unit == unit
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from lightning_automodel.gradients.chunked_loss import autocasts
 from lightning_automodel.torch_internals import not_compiled
 
 
@@ -179,7 +178,7 @@ def _attend_to_end(query: Tensor, key: Tensor, value: Tensor, slices: Slices, op
     Autocast would cast the mask of all layers again in each layer, so the inputs are cast before there is one.
     """
     device = query.device.type
-    if autocasts(device) and query.dtype != torch.float64:
+    if _autocasts(device) and query.dtype != torch.float64:
         query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
     if device == "cuda" and query.dtype in (torch.float16, torch.bfloat16):
         mask: Tensor = causal_lower_right(query.shape[-2], key.shape[-2])
@@ -234,3 +233,8 @@ class _Gather(torch.autograd.Function):
         part = gradient.new_empty((1, *gradient.shape[1:]))
         dist.reduce_scatter_single(part, gradient.contiguous(), group=ctx.group)
         return part[0], None
+
+
+def _autocasts(device_type: str) -> bool:
+    """Whether autocast is on; torch raises where a device, as the meta device, has none."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_automodel.context_parallel import attention
-from lightning_automodel.gradients.token_loss import outermost_hugging_face_models
 from lightning_automodel.torch_internals import not_compiled
 
 NAME = "context_parallel"
@@ -52,6 +51,13 @@ def let_models_attend_across(module: nn.Module) -> tuple[int, Callable[[], None]
                 " AttentionInterface, so that it would stay within a slice: leave context_parallel_size at 1."
             )
     return min(model.config.num_hidden_layers for model in models), restore
+
+
+def outermost_hugging_face_models(module: nn.Module) -> list[nn.Module]:
+    """The Hugging Face models at or below ``module`` that are not inside another one. Does not import transformers."""
+    if any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
+        return [module]
+    return [model for child in module.children() for model in outermost_hugging_face_models(child)]
 
 
 def _check(model: Any) -> None:

@@ -8,55 +8,55 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import torch
 import torch.distributed as dist
-
-from lightning_automodel.data.exchange import Exchange
 
 _END = object()
 
 
+class Exchange:
+    """An all-gather of a few numbers over a host group: a collective that runs meanwhile, and waits only when read."""
+
+    def __init__(self, group: dist.ProcessGroup, *numbers: float) -> None:
+        # Both tensors must outlive the communication.
+        self._own = torch.tensor(numbers, device="cpu", dtype=torch.float64)
+        self._everyone = [torch.empty_like(self._own) for _ in range(group.size())]
+        self._work = dist.all_gather(self._everyone, self._own, group, async_op=True)
+
+    def received(self) -> torch.Tensor:
+        """[ranks, numbers] of all ranks, in float64."""
+        if self._work is not None:
+            self._work.wait()
+        return torch.stack(self._everyone)
+
+
 @dataclass(eq=False)
 class BatchHandle:
-    """What is known of one batch that this rank has drawn.
+    """What is known of one batch that this rank has drawn."""
 
-    Attributes:
-        is_none: Whether the loader yielded None, which Lightning skips.
-        count: Label tokens, if they are counted ahead.
-        is_filler: Whether this rank had no batch left.
-        has_batch: If ranks pad, the exchange in which each rank sends 1 if it had a batch, else 0.
-    """
-
-    is_none: bool
-    count: float = 0
-    is_filler: bool = False
-    has_batch: Exchange | None = None
+    is_none: bool  # which Lightning skips
+    count: float = 0  # label tokens, if they are counted ahead
+    is_filler: bool = False  # this rank had no batch left
+    has_batch: Exchange | None = None  # if ranks pad, each sends 1 if it had a batch, else 0
 
     def num_real(self) -> int:
         """How many ranks had a batch; 0 without padding. Waits until all ranks have drawn."""
-        return 0 if self.has_batch is None else sum(self.has_batch.numbers())
+        return 0 if self.has_batch is None else int(self.has_batch.received().sum())
 
 
 class TrackedLoader(Iterator[Any]):
-    """Wraps a user's loader: yields its batches, and keeps a :class:`BatchHandle` for each.
+    """Wraps a user's ``loader``: yields its batches, and keeps a :class:`BatchHandle` for each.
 
     What it lacks are attributes of the loader, and a copy of it is a copy of the loader.
 
-    With padding, drawing is a collective over the group: every rank must draw equally often. With each batch a rank
-    sends whether it still had one. As long as it has one it does not wait: the exchange runs while the batch is trained
-    on. After its own batches it yields padding batches, until all ranks have drawn their last batch. A padding batch is
-    a copy of the epoch's first batch, or of another rank's if this rank has no batch at all.
+    If it ``pads``, drawing is a collective over the host ``group``: every rank must draw equally often. With each batch
+    a rank sends whether it still had one. As long as it has one it does not wait: the exchange runs while the batch is
+    trained on. After its own batches it yields padding batches, until all ranks have drawn their last batch. A padding
+    batch is a copy of the epoch's first batch, or of another rank's if this rank has none, as after resuming.
+    ``rank_lengths`` are those of all ranks' loaders, None if any is unknown. Without any batch, ``if_empty`` is raised.
 
-    Args:
-        loader: The user's loader.
-        group: Host process group of all ranks.
-        pads: Whether padding batches follow.
-        rank_lengths: Lengths of all ranks' loaders if they are padded; None if any is unknown.
-        empty: Message of the ``ValueError`` if there is no batch at all; None raises nothing.
-
-    Attributes:
-        count: Counts the label tokens of a batch; None if they are not counted ahead.
-        handed_out: Handles of batches that were handed out but not begun; the Trainer may prefetch some.
-        num_handed_out: Batches of this epoch that were handed out.
+    ``count`` counts the label tokens of a batch ahead, unless None. ``handed_out`` has the handles of batches that were
+    handed out but not begun; the Trainer may prefetch some.
     """
 
     def __init__(
@@ -65,17 +65,12 @@ class TrackedLoader(Iterator[Any]):
         group: dist.ProcessGroup,
         pads: bool = False,
         rank_lengths: list[int] | None = None,
-        empty: str | None = None,
+        if_empty: str | None = None,
     ) -> None:
         # Past __setattr__, which sets attributes of the loader.
-        vars(self).update(
-            {"loader": loader, "pads": pads, "count": None, "handed_out": deque(), "num_handed_out": 0},
-            _group=group,
-            rank_lengths=rank_lengths,
-            if_empty=empty,
-            drawn_ahead=deque(),
-            _source=iter(()),
-        )
+        own = vars(self)
+        own.update(loader=loader, pads=pads, count=None, handed_out=deque(), num_handed_out=0, drawn_ahead=deque())
+        own.update(_group=group, rank_lengths=rank_lengths, if_empty=if_empty, _source=iter(()))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -122,6 +117,12 @@ class TrackedLoader(Iterator[Any]):
             handle = self.handed_out.popleft()
         return handle
 
+    def begin_last(self, limit: float) -> bool:
+        """Whether the batch about to be evaluated is the last of at most ``limit``. Draws the next one to know it."""
+        self.handed_out.popleft()
+        is_limit = self.num_handed_out - len(self.handed_out) >= limit
+        return is_limit or not (self.handed_out or self.ahead(1))
+
     def ahead(self, number: int) -> list[BatchHandle]:
         """Draw ``number`` batches now, to be handed out later. Returns their handles, fewer if the data ends."""
         self.drawn_ahead.extend(islice(self._source, max(number - len(self.drawn_ahead), 0)))
@@ -143,7 +144,7 @@ class TrackedLoader(Iterator[Any]):
                 num_real = handle.num_real()
                 try:
                     if 0 < num_real < self._group.size():
-                        padding = self._share(batch, has_batch.numbers().index(1))
+                        padding = self._share(batch, int(has_batch.received().argmax()))
                     elif num_real:
                         padding = copy.deepcopy(batch)
                 except (TypeError, pickle.PicklingError) as error:

@@ -8,24 +8,20 @@ from lightning.pytorch.strategies import DDPStrategy
 def dp_eval_sample_shard(
     strategy: Any = None, dp_rank: int = 0, dp_size: int = 1, *, distributed_config: Any = None
 ) -> tuple[int, int] | None:
-    """Whether data-parallel ranks may evaluate different samples independently, and if so which.
+    """Whether data-parallel ranks may evaluate different samples independently, and if so which. Not a collective.
 
     With the whole model on every rank (DDP) each can score its own samples, however long that takes. A sharded model
-    all-gathers its parameters in every forward, so all ranks must run the same number of forwards in lockstep; with
-    different samples (``generate``) they would hang. Not a collective.
+    all-gathers its parameters in every forward: with different samples (``generate``) ranks would hang.
 
     Args:
         strategy: The strategy, or the name of an engine: ``"ddp"`` or ``"fsdp2"``.
-        dp_rank: This rank within the data-parallel group.
+        dp_rank: This rank within the data-parallel group; ValueError if it is not in ``range(dp_size)``.
         dp_size: Size of the data-parallel group.
         distributed_config: The same as ``strategy``, under NeMo Automodel's name.
 
     Returns:
         ``(dp_rank, dp_size)`` for the caller to take every ``dp_size``-th sample from ``dp_rank`` on. None if every
         rank must go through all samples, or there is only one rank.
-
-    Raises:
-        ValueError: If ``dp_rank`` is not in ``range(dp_size)``.
     """
     if not 0 <= dp_rank < dp_size:
         raise ValueError(f"dp_rank={dp_rank} is not in range(dp_size={dp_size}); pass the rank within the dp group.")

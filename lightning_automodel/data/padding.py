@@ -8,14 +8,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import Metric
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.patching import PatchStack
 
 # Lightning's `reduce_fx`, each with the value that does not change its result.
-_NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
+_NEUTRAL = {"mean": 0.0, "avg": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 
 
 class ModuleState:
@@ -51,13 +51,9 @@ def neutral(module: pl.LightningModule) -> Iterator[None]:
 
     Values with ``sync_dist`` are replaced by a neutral one rather than left out, since the other ranks reduce them.
     """
-    patches = PatchStack()
-    patches.set(module, "log", _neutral_log(module.log))
-    try:
-        with isolate_rng():
-            yield
-    finally:
-        patches.restore()
+    with PatchStack() as patches, isolate_rng():
+        patches.set(module, "log", _neutral_log(module.log))
+        yield
 
 
 def _neutral_log(log: Callable[..., None]) -> Callable[..., None]:
@@ -67,8 +63,7 @@ def _neutral_log(log: Callable[..., None]) -> Callable[..., None]:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         value, reduction = given.arguments["value"], given.arguments["reduce_fx"]
-        reduction = getattr(reduction, "__name__", reduction)  # torch.sum and the like
-        reduction = {"avg": "mean"}.get(str(reduction).lower(), str(reduction).lower())
+        reduction = str(getattr(reduction, "__name__", reduction)).lower()  # torch.sum and the like have names
         if isinstance(value, Metric):
             log(*args, **kwargs)
         elif given.arguments["sync_dist"]:
@@ -79,11 +74,8 @@ def _neutral_log(log: Callable[..., None]) -> Callable[..., None]:
                     f" {', '.join(map(repr, _NEUTRAL))}."
                 )
             tensor = torch.as_tensor(value)
-            neutral_value = torch.full_like(tensor, _NEUTRAL[reduction], dtype=_floating(tensor))
+            dtype = tensor.dtype if tensor.is_floating_point() else torch.get_default_dtype()
+            neutral_value = torch.full_like(tensor, _NEUTRAL[reduction], dtype=dtype)
             log(**{**given.arguments, "value": neutral_value, "batch_size": 0})
 
     return log_neutral
-
-
-def _floating(tensor: Tensor) -> torch.dtype:
-    return tensor.dtype if tensor.is_floating_point() else torch.get_default_dtype()

@@ -1,6 +1,7 @@
 """Ranks whose data ends before another's: an error or padding in training; in evaluation each sample counts once."""
 
 import copy
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,9 +19,9 @@ from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.data.batches import BatchHandle, TrackedLoader, is_stateful, users_own
-from lightning_automodel.data.exchange import Exchange
-from lightning_automodel.data.padding import neutral
+from lightning_automodel.data.batches import BatchHandle, Exchange, TrackedLoader, is_stateful, users_own
+from lightning_automodel.data.padding import ModuleState, neutral
+from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import gather_objects
 
 _UNKNOWN = -1
@@ -34,20 +35,19 @@ class UnevenInputs:
 
     If the loaders of a stage have the same length on all ranks, nothing is communicated per batch. Otherwise each rank
     sends with every batch whether it is its last. Only a rank whose data ends waits for the other ranks' answers. In
-    training it raises, and the other ranks get its error when they next wait for it. In evaluation and prediction it
-    joins the collectives of their steps, without data, until all ranks have ended.
-
-    Args:
-        trainer: The Trainer of this run.
-        group: Host process group of all ranks.
-        pads: Whether a rank whose training data has ended goes on with padding batches instead of raising.
+    training it raises, and the other ranks get its error when they next wait for it; if it ``pads``, it goes on with
+    padding batches instead. In evaluation and prediction it joins the collectives of their steps, without data, until
+    all ranks have ended. ``group`` is the host group of all ranks. With ``ahead``, training loaders are counted ahead.
 
     Attributes:
         is_filler: Whether this rank's newest training batch was a padding batch.
+        seconds_drawing: Spent on drawing batches ahead of their steps.
     """
 
-    def __init__(self, trainer: "pl.Trainer", group: dist.ProcessGroup, pads: bool) -> None:
-        self._trainer, self._group, self._pads = trainer, group, pads
+    def __init__(self, trainer: "pl.Trainer", group: dist.ProcessGroup, pads: bool, ahead: WindowAhead | None) -> None:
+        self._trainer, self._group, self._pads, self.ahead = trainer, group, pads, ahead
+        self.seconds_drawing = 0.0
+        self._before_padding: ModuleState | None = None
         self._may_differ: set[str] = set()
         self._sent: Exchange | None = None
         self._is_in_step = False
@@ -59,39 +59,40 @@ class UnevenInputs:
     def without_repeats(self, loader: Any) -> Any:
         """A copy of the loader whose ``DistributedSampler`` repeats no samples to make ranks even.
 
-        The user's loader and sampler are not changed, since training may use them too. Samples are still repeated in
-        training without padding, and in evaluation with fewer samples than ranks.
+        Training may use the user's too. Samples are still repeated in training without padding, and in evaluation with
+        fewer samples than ranks.
         """
-        loader, is_training = users_own(loader), self.is_training
+        loader = users_own(loader)
         batch_sampler = getattr(loader, "batch_sampler", None)
         sampler = getattr(batch_sampler, "sampler", getattr(loader, "sampler", None))
-        if (is_training and not self._pads) or not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+        if (self.is_training and not self._pads) or not isinstance(sampler, DistributedSampler) or sampler.drop_last:
             return loader
         total = sized_len(sampler.dataset)
-        if total is not None and total < sampler.num_replicas and not is_training:
+        if total is None:
+            return loader
+        if total < sampler.num_replicas and not self.is_training:
             rank_zero_warn(
                 f"The {self._stage} data holds {total} samples for {sampler.num_replicas} ranks, each of which needs"
                 " one: some count twice. Evaluate more samples, or on fewer ranks.",
                 category=PossibleUserWarning,
             )
             return loader
-        if total is None:
-            return loader
         own = copy.copy(sampler)
         own.total_size, own.num_samples = total, len(range(own.rank, total, own.num_replicas))
         return _with_sampler(loader, sampler, own)
 
     def process(self, loader: Any) -> Any:
-        """Compare the lengths of a loader of the current stage over all ranks.
+        """The loader of the current stage, or what tracks it, to iterate instead.
 
         A collective over the group: all ranks must process their loaders in the same order.
-
-        Returns:
-            The loader, or what tracks it, to iterate instead.
         """
         self._warn_of_batches_of_batches(loader)
+        loader = self._tracked(loader)
+        return self.ahead.process(loader) if self.ahead is not None and self.is_training else loader
+
+    def _tracked(self, loader: Any) -> Any:
         length = sized_len(loader)
-        lengths = Exchange(self._group, _UNKNOWN if length is None else length).numbers()
+        lengths = Exchange(self._group, _UNKNOWN if length is None else length).received()[:, 0].long().tolist()
         if len(lengths) > 1 and (_UNKNOWN in lengths or len(set(lengths)) > 1):
             if self.is_training and self._pads:
                 self._check_padding(loader)
@@ -103,7 +104,7 @@ class UnevenInputs:
                     " some, whose steps this rank could not join: give each rank at least one batch, or start fewer"
                     " ranks."
                 )
-                return TrackedLoader(loader, self._group, empty=empty)
+                return TrackedLoader(loader, self._group, if_empty=empty)
         return loader
 
     def _warn_of_batches_of_batches(self, loader: Any) -> None:
@@ -134,21 +135,22 @@ class UnevenInputs:
 
     # --- Training -----------------------------------------------------------------------------------------------------
 
-    def begin_training_batch(self, handle: BatchHandle | None) -> None:
-        """Note the training batch that is about to be used.
-
-        Args:
-            handle: The batch's handle; None if the loader is not tracked.
-
-        Raises:
-            ValueError: If batches are padded and come from several loaders.
-        """
-        self._handle, self.is_filler = handle, handle is not None and handle.is_filler
-        if handle is None and any(map(_pads, CombinedLoader(self._trainer.train_dataloader).flattened)):
+    def begin_training_batch(self) -> None:
+        """Called when a training batch is about to be used, after its hooks. If counted ahead, draws its window."""
+        start = time.perf_counter()
+        loader = self._trainer.train_dataloader
+        prefetched = getattr(lightning_internals.training_data_fetcher(self._trainer), "batches", ())
+        self._handle = handle = loader.begin(len(prefetched)) if isinstance(loader, TrackedLoader) else None
+        self.is_filler = handle is not None and handle.is_filler
+        several = CombinedLoader(loader).flattened if handle is None else []
+        if any(isinstance(each, TrackedLoader) and each.pads for each in several):
             raise ValueError(
                 "uneven_inputs='pad' trains on one loader, and the loaders of a CombinedLoader have unequally many"
                 " batches on the ranks: combine them in one Dataset, or give all ranks equally many batches."
             )
+        if self.ahead is not None:
+            self.ahead.begin_batch(handle)
+            self.seconds_drawing += time.perf_counter() - start
 
     def mean_factor(self) -> float:
         """Factor for a mean over ranks that makes padding batches not count. Waits until all ranks have drawn."""
@@ -158,26 +160,33 @@ class UnevenInputs:
 
     @contextmanager
     def training_step(self) -> Iterator[None]:
-        """Context for ``training_step``."""
+        """Context for ``training_step``. What a padding batch changes in the module lasts until :meth:`end_padding`."""
         self._check_training_goes_on()
+        module = self._trainer.lightning_module
+        self._before_padding = ModuleState(module) if self.is_filler else None
         self._is_in_step = True
         try:
-            with neutral(self._trainer.lightning_module) if self.is_filler else nullcontext():
+            with neutral(module) if self.is_filler else nullcontext():
                 yield
         finally:
             self._is_in_step = False
 
-    def _check_training_goes_on(self) -> None:
-        """Called before each training step. A collective over the group if lengths differ or are unknown.
+    def end_padding(self) -> None:
+        """Restore what a step on a padding batch, or its backward, has changed in the module."""
+        state, self._before_padding = self._before_padding, None
+        if state is not None:
+            state.restore()
 
-        Raises:
-            RuntimeError: If this is the last batch of this rank, but not of all ranks.
+    def _check_training_goes_on(self) -> None:
+        """Raise RuntimeError, before a training step, if its batch is the last of this rank, but not of all ranks.
+
+        A collective over the group if lengths differ or are unknown.
         """
         if self._stage not in self._may_differ:
             return
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         number = progress.current.ready
-        self._send(_IS_LAST if progress.is_last_batch else _GOES_ON)
+        self._sent = Exchange(self._group, _IS_LAST if progress.is_last_batch else _GOES_ON)
         if not progress.is_last_batch:
             return
         others = [rank for rank, sent in enumerate(self._answers()) if sent == _GOES_ON]
@@ -197,22 +206,17 @@ class UnevenInputs:
     ) -> Any:
         """Run an evaluation step. After the last one of a loader, join the remaining steps of other ranks.
 
-        A collective over the group if lengths differ or are unknown.
-
-        Args:
-            step: The step.
-            args: Arguments of the step: batch, batch index, and the loader's index if there are several.
-            begin: Called before each step of any rank; returns whether all ranks stop after it.
-            join: Joins the collectives of a step of other ranks.
-
-        Raises:
-            SIGTERMException: If all ranks stop and this one has no batch left, before which Lightning would raise.
+        A collective over the group if lengths differ or are unknown. ``args`` are those of the step: batch, batch
+        index, and the loader's index if there are several. ``begin`` is called before each step of any rank, and
+        returns whether all ranks stop after it; ``join`` joins the collectives of a step of other ranks. Raises
+        SIGTERMException if all ranks stop and this one has no batch left, before which Lightning would raise.
         """
         stops = begin()
         self._handle, self.is_filler = None, False
         is_last, self._sent = False, None
         if self._stage in self._may_differ:
             is_last = self._is_last(args[2] if len(args) > 2 else 0)
+            self._sent = Exchange(self._group, _IS_LAST if is_last else _GOES_ON)
         self._is_in_step = True
         try:
             output = step(*args)
@@ -223,43 +227,18 @@ class UnevenInputs:
         while is_last and _GOES_ON in self._answers():
             if stops:
                 raise lightning_internals.SIGTERMException
-            self._send(_HAS_ENDED)
+            self._sent = Exchange(self._group, _HAS_ENDED)
             stops = begin()
             join()
         return output
 
     def _is_last(self, dataloader_idx: int) -> bool:
-        """Whether the step that begins has this rank's last batch of a loader. Sends the answer to the others."""
+        """Whether the step that begins has this rank's last batch of a loader; ValueError if that is not known."""
         trainer, stage, loop = self._trainer, self._stage, self._evaluation_loop
         loaders = CombinedLoader(getattr(trainer, _LOADERS[stage])).flattened
-        step = getattr(trainer.lightning_module, _STEPS[stage])
-        draws_in_step = lightning_internals.draws_its_batches(step)
         is_sequential = lightning_internals.is_sequential(loop)
-        self._check_several(loaders, is_sequential, draws_in_step)
-        if not is_sequential:
-            self._send(_IS_LAST if loop.batch_progress.is_last_batch else _GOES_ON)
-            return loop.batch_progress.is_last_batch
-        loader = loaders[dataloader_idx]
-        if not isinstance(loader, TrackedLoader):
-            return False  # all ranks have equally many batches of this loader
-        handed_out = loader.handed_out
-        if draws_in_step:
-            handed_out.clear()
-        else:
-            handed_out.popleft()
-        # Number of this step's batch; a step that draws its batches itself has not drawn it yet.
-        number = loader.num_handed_out - len(handed_out) + draws_in_step
-        is_last = (
-            number >= loop.max_batches[dataloader_idx]
-            or len(handed_out) + len(loader.ahead(1 + draws_in_step)) <= draws_in_step
-        )
-        self._send(_IS_LAST if is_last else _GOES_ON)
-        return is_last
-
-    def _check_several(self, loaders: list[Any], is_sequential: bool, draws_in_step: bool) -> None:
-        """Raise ``ValueError`` if it cannot be known which batch of several loaders is the last."""
-        problem, loop = None, self._evaluation_loop
-        if draws_in_step and len(loaders) > 1:
+        problem = None
+        if lightning_internals.draws_its_batches(getattr(trainer.lightning_module, _STEPS[stage])):
             problem = "a step that takes a dataloader_iter: let it take the batch"
         elif not is_sequential and lightning_internals.has_length(loop) and None in map(sized_len, loaders):
             problem = (
@@ -267,7 +246,12 @@ class UnevenInputs:
                 " (mode='sequential')"
             )
         if problem is not None:
-            raise ValueError(f"The last batch of several loaders of unequal lengths is not known with {problem}.")
+            raise ValueError(f"The last batch of loaders of unequal lengths is not known with {problem}.")
+        if not is_sequential:
+            return bool(loop.batch_progress.is_last_batch)
+        loader = loaders[dataloader_idx]
+        # Without tracking, all ranks have equally many batches of this loader.
+        return isinstance(loader, TrackedLoader) and loader.begin_last(loop.max_batches[dataloader_idx])
 
     def _where_in_batch(self) -> str | None:
         """Name of the running evaluation step or batch hook, which ranks without data do not run; else None."""
@@ -276,11 +260,7 @@ class UnevenInputs:
         return where if is_of_batch and not self.is_training else None
 
     def check_reduction(self) -> None:
-        """Check, before a reduction or gathering over ranks, that all of them are in a step, or none.
-
-        Raises:
-            RuntimeError: If some ranks have no data left.
-        """
+        """Raise RuntimeError, before a reduction or gathering over ranks, if some are not in this step: they ended."""
         where, answers = self._where_in_batch(), self._answers()
         if where is None or not (self._is_in_step or _GOES_ON in answers):
             return
@@ -293,14 +273,7 @@ class UnevenInputs:
             )
 
     def check_gathering(self, tensor: Tensor) -> None:
-        """Check, before gathering in an evaluation step, that all ranks are in it, with tensors of one shape.
-
-        A collective over the group in evaluation steps. Shapes can differ, as last batches without repeated samples do.
-
-        Raises:
-            RuntimeError: If some ranks have no data left.
-            ValueError: If shapes differ.
-        """
+        """Raise unless all ranks gather tensors of one shape. A collective over the group in evaluation steps."""
         if self._where_in_batch() is None:
             return
         self.check_reduction()
@@ -312,11 +285,8 @@ class UnevenInputs:
                 " TorchMetrics."
             )
 
-    def _send(self, mine: int) -> None:
-        self._sent = Exchange(self._group, mine)
-
     def _answers(self) -> list[int]:
-        return [] if self._sent is None else self._sent.numbers()
+        return [] if self._sent is None else self._sent.received()[:, 0].long().tolist()
 
     @property
     def is_training(self) -> bool:
@@ -346,10 +316,6 @@ def _with_sampler(holder: Any, sampler: Any, own: Any) -> Any:
         elif getattr(value, "sampler", None) is sampler:
             vars(holder)[name] = _with_sampler(value, sampler, own)
     return holder
-
-
-def _pads(loader: Any) -> bool:
-    return isinstance(loader, TrackedLoader) and loader.pads
 
 
 def _ranks(ranks: list[int]) -> str:

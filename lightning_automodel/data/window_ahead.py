@@ -6,30 +6,22 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 
-from lightning_automodel.data.batches import BatchHandle, TrackedLoader
-from lightning_automodel.data.exchange import Exchange
+from lightning_automodel.data.batches import BatchHandle, Exchange, TrackedLoader
 from lightning_automodel.gradients.token_loss import WindowTotals
 
 
 class WindowAhead:
     """Draws the batches of a window before its first forward, counts them, and sums the counts over all ranks.
 
-    The all-gather between the hosts runs during the first forward.
-
-    Args:
-        trainer: The Trainer of this run.
-        group: Host process group of all ranks.
-        copies: How many ranks draw the same batches (tensor-parallel peers) and therefore count them again.
-        count: Counts the label tokens of a batch, on the host.
-
-    Attributes:
-        count: Label tokens of the newest batch.
+    The all-gather over the host ``group`` runs during the first forward. ``copies`` is how many ranks draw the same
+    batches (tensor-parallel peers) and therefore count them again. ``count_batch`` counts label tokens on the host;
+    ``count`` are those of the newest batch.
     """
 
     def __init__(
-        self, trainer: "pl.Trainer", group: dist.ProcessGroup, copies: int, count: Callable[[Any], float]
+        self, trainer: "pl.Trainer", group: dist.ProcessGroup, copies: int, count_batch: Callable[[Any], float]
     ) -> None:
-        self._trainer, self._group, self._copies, self._count_batch = trainer, group, copies, count
+        self._trainer, self._group, self._copies, self._count_batch = trainer, group, copies, count_batch
         self._window: list[BatchHandle] = []
         self._own_micro_batches = 0
         self._sent: Exchange
@@ -45,12 +37,6 @@ class WindowAhead:
         """Note the batch that is about to be trained on. If it begins a window, draw the rest of the window.
 
         This then starts a collective over the group, without waiting for it: windows of all ranks begin together.
-
-        Args:
-            handle: The batch's handle; None if the loader is not tracked.
-
-        Raises:
-            ValueError: If batches come from several loaders.
         """
         if handle is None:
             raise ValueError(
@@ -75,5 +61,5 @@ class WindowAhead:
 
     def totals(self) -> WindowTotals:
         """Totals of the window that has begun. Waits until all ranks have begun it."""
-        tokens, micro_batches = (each / self._copies for each in self._sent.sums())
+        tokens, micro_batches = (self._sent.received().sum(0) / self._copies).tolist()
         return WindowTotals(tokens, micro_batches, self._own_micro_batches)

@@ -1,15 +1,12 @@
 """Cross-entropy from the last hidden states in chunks, without the logits of all positions or their gradient."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.overrides import TorchFunctionMode
 
 from lightning_automodel import torch_internals
 from lightning_automodel.patching import PatchStack
@@ -31,10 +28,10 @@ def token_loss(
     """Sum of the cross-entropies of ``head(hidden)`` at the positions that carry a label, and their count.
 
     The same as ``F.cross_entropy(head(hidden).flatten(0, -2), labels.flatten(), reduction="sum")`` in less memory:
-    positions without a label are left out, and the others go through the head in chunks. If gradients are needed,
-    each chunk's are computed right after its loss, so that its logits are computed once and then freed. The head's
-    gradients are accumulated in float32 or wider. All chunks run within one call of ``head``, so FSDP2 gathers it once.
-    The loss can be backpropagated only once.
+    positions without a label are left out, and the others go through the head in chunks. A chunk's gradients are
+    computed right after its loss, so that its logits are computed once and then freed; the head's are accumulated in
+    float32 or wider. All chunks run within one call of ``head``, so FSDP2 gathers it once. The loss can be
+    backpropagated only once.
 
     If FSDP2 or tensor parallelism shards the head, every rank must call this, even one without labels. Logits that
     are sharded over the vocabulary stay sharded; the softmax needs an all-gather of a few numbers per position.
@@ -90,10 +87,9 @@ def token_loss(
             )
         rows = states[..., :num_positions, :][used]  # [n, d]
         num_ranks = 1 if mesh is None else mesh.size()
-        with _autocast_without_cache(rows.device.type):
-            with torch.no_grad():
-                num_classes = logits_of(rows[:0]).shape[-1]
-            loss = _sum_over_chunks(loss_of, rows, targets, max(1, chunk_elements * num_ranks // num_classes))
+        # Not under no_grad: autocast would cache a weight without its gradient.
+        num_classes = logits_of(rows[:0]).shape[-1]
+        loss = _sum_over_chunks(loss_of, rows, targets, max(1, chunk_elements * num_ranks // num_classes))
         # One copy per tensor-parallel rank, since the plan may shard the output or replicate it; averaged below.
         return loss if mesh is None else DTensor.from_local(loss.expand(num_ranks), mesh, [Replicate()])
 
@@ -111,18 +107,6 @@ def token_loss(
     return (loss.full_tensor() if isinstance(loss, DTensor) else loss), count
 
 
-def _autocast_without_cache(device_type: str) -> AbstractContextManager[Any]:
-    """The current autocast without its cache: a weight cast under ``no_grad`` must not be reused with gradients."""
-    if not autocasts(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, dtype=torch.get_autocast_dtype(device_type), cache_enabled=False)
-
-
-def autocasts(device_type: str) -> bool:
-    """Whether autocast is on; torch raises where a device, as the meta device, has none."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-
-
 def _sum_over_chunks(
     loss_of: Callable[[Tensor, Tensor], Tensor], rows: Tensor, targets: Tensor, num_rows: int
 ) -> Tensor:
@@ -131,11 +115,9 @@ def _sum_over_chunks(
     # Keyed by the leaf tensors that the losses depend on. Allocated once, not per chunk: small tensors between freed
     # logits would keep that memory from being reused.
     gradients: dict[Tensor, Tensor] = {}
-    linear_in_place = _LinearInPlace(gradients)
     for start in range(0, max(1, rows.shape[0]), num_rows):
         chunk = rows[start : start + num_rows].detach().requires_grad_(rows.requires_grad)
-        with linear_in_place:
-            loss = loss_of(chunk, targets[start : start + num_rows])
+        loss = loss_of(chunk, targets[start : start + num_rows])
         total += loss.detach()
         if not loss.requires_grad:
             continue
@@ -146,15 +128,11 @@ def _sum_over_chunks(
                     gradients[rows] = torch.empty_like(rows)
                 gradients[rows][start : start + num_rows] = gradient
             elif gradient is not None:
-                _total(gradients, leaf).add_(gradient)
+                if leaf not in gradients:  # float32 or wider: half precision would lose small addends
+                    wide = torch.promote_types(leaf.dtype, torch.float32)
+                    gradients[leaf] = torch.zeros_like(leaf, dtype=wide)
+                gradients[leaf].add_(gradient)
     return _WithGradients.apply(total, list(gradients.values()), *gradients) if gradients else total
-
-
-def _total(gradients: dict[Tensor, Tensor], leaf: Tensor) -> Tensor:
-    """The accumulator for gradients of ``leaf``, float32 or wider: half precision would lose small addends."""
-    if leaf not in gradients:
-        gradients[leaf] = torch.zeros_like(leaf, dtype=torch.promote_types(leaf.dtype, torch.float32))
-    return gradients[leaf]
 
 
 class _WithGradients(torch.autograd.Function):
@@ -174,53 +152,6 @@ class _WithGradients(torch.autograd.Function):
         # the upstream gradient, which may be a number of tokens.
         scaled = (each.to(upstream.dtype).mul_(upstream[0]) for each in gradients)
         return None, None, *(each.to(dtype) for each, dtype in zip(scaled, ctx.dtypes, strict=True))
-
-
-class _LinearInPlace(TorchFunctionMode):
-    """Makes ``F.linear`` add its weight's gradient to the accumulator, without a temporary of the weight's size."""
-
-    def __init__(self, gradients: dict[Tensor, Tensor]) -> None:
-        super().__init__()
-        self._gradients = gradients
-        self._casts: dict[Tensor, Tensor] = {}  # once for all chunks, as autocast's own cache would
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and not kwargs and torch.is_grad_enabled():
-            rows, weight, *bias = args
-            if weight.requires_grad and weight.is_leaf and not isinstance(weight, DTensor):
-                return _Linear.apply(rows, weight, bias[0] if bias else None, self._gradients, self._cast(weight))
-        return func(*args, **(kwargs or {}))
-
-    def _cast(self, weight: Tensor) -> Tensor:
-        device_type = weight.device.type
-        if not autocasts(device_type) or weight.dtype == torch.float64:
-            return weight.detach()
-        if weight not in self._casts:
-            self._casts[weight] = weight.detach().to(torch.get_autocast_dtype(device_type))
-        return self._casts[weight]
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, gradients: dict[Tensor, Tensor], cast: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(rows, weight, cast)
-        ctx.bias, ctx.gradients = bias, gradients
-        return F.linear(rows, cast, bias)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, cast = ctx.saved_tensors
-        total = _total(ctx.gradients, weight)
-        by_class, by_width = upstream.flatten(0, -2).T, rows.flatten(0, -2).to(upstream.dtype)
-        if total.dtype == upstream.dtype:
-            total.addmm_(by_class, by_width)
-        else:
-            total.add_(by_class @ by_width)
-        row_gradient = (upstream @ cast).to(rows.dtype) if ctx.needs_input_grad[0] else None
-        bias_gradient = None if ctx.bias is None else upstream.flatten(0, -2).sum(0).to(ctx.bias.dtype)
-        return row_gradient, None, bias_gradient, None, None
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
@@ -266,9 +197,8 @@ def _cross_entropy(
         # Only one rank has the label's logit, the others -inf, so log-sum-exp selects it. For a label out of range no
         # rank has it, and the loss is infinite.
         log_partition, label_logit = _from_all(torch.stack([log_partition, label_logit]), mesh).logsumexp(0)
-    losses = log_partition - label_logit  # [n]
-    if weight is not None:
-        losses = losses * weight[targets]
+    of_label = 1.0 if weight is None else weight[targets]
+    losses = (log_partition - label_logit) * of_label  # [n]
     if label_smoothing:
         classes = slice(start, start + logits.shape[-1])
         of_all = logits.sum(-1) if weight is None else logits @ weight[classes]
@@ -277,8 +207,7 @@ def _cross_entropy(
         smooth = (total_weight * log_partition - of_all) / num_classes
         losses = (1 - label_smoothing) * losses + label_smoothing * smooth
     if z_loss:
-        z_losses = z_loss * log_partition.square()
-        losses = losses + (z_losses if weight is None else z_losses * weight[targets])
+        losses = losses + z_loss * log_partition.square() * of_label
     return losses.sum()
 
 

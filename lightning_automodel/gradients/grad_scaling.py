@@ -7,80 +7,66 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_automodel import torch_internals
-from lightning_automodel.gradients.token_loss import Count, WindowSums
+from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.gradients.token_loss import Count
 from lightning_automodel.patching import PatchStack
-
-
-class RangeScale:
-    """Factor of token sums before backward: gradients of a mean fit into float16, gradients of a sum may not.
-
-    It is a power of two, so multiplying does not round unless a value becomes subnormal. It is the same on all ranks
-    throughout a window: one over the mean tokens per rank of the previous window, or of the first micro-batch of all.
-    bfloat16 has the range of float32 and does not need it. It stays on the device.
-    """
-
-    def __init__(self, is_needed: bool, per_token: bool, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        self.factor = torch.ones((), device=device) if is_needed else None
-        self._group, self._is_unset = group, is_needed and per_token
-
-    def restore(self, factor: Tensor | None) -> None:
-        """Set the factor of a saved run."""
-        if self.factor is not None and factor is not None:
-            self.factor, self._is_unset = factor.to(self.factor), False
-
-    def start(self, count: Count) -> None:
-        """Set the first factor by the label tokens of this micro-batch. A collective over the group, once in a run."""
-        if self._is_unset and self.factor is not None:
-            self._is_unset = False
-            total = torch.as_tensor(count).detach().to(self.factor, copy=True)
-            if self._group is not None:
-                dist.all_reduce(total, group=self._group)
-            self.follow(total, 1 if self._group is None else self._group.size())
-
-    def follow(self, denominator: Tensor, divisor: int) -> None:
-        """Set the factor for the next windows, by the [] denominator of the one that ends, of ``divisor`` ranks."""
-        if self.factor is not None:
-            factor = torch.exp2(-torch.log2(denominator / divisor).round())
-            self.factor = torch.where(denominator > 0, factor.to(self.factor), self.factor)
 
 
 class LossScaling:
     """The scales that multiply a loss before backward, and how they are removed from the gradients.
 
-    A gradient scaler changes its scale whenever any optimizer steps. A window keeps the scale of its first backward
-    and is divided by it when it ends, so that final gradients are unscaled. The scaler then only looks for overflow: if
+    A gradient scaler changes its scale whenever any optimizer steps. A window keeps the scale that it began with and is
+    divided by it when it ends, so that final gradients are unscaled. The scaler then only looks for overflow: if
     gradients are sharded, by one all-reduce of one number over all ranks, so that all or none skip a step.
+
+    Gradients of a mean fit into float16, those of a sum over tokens may not. There sums are multiplied by the [] range
+    factor, which stays on the device and is the same on all ranks: one over the mean tokens per rank of the previous
+    window, or of the first micro-batch of all, as a power of two, so that multiplying does not round unless a value
+    becomes subnormal.
     """
 
     def __init__(
         self,
         scaler: GradScaler | None,
-        range_scale: RangeScale,
+        in_float16: bool,
+        mesh: RunMesh,
         device: torch.device,
         is_sharded: bool,
         patches: PatchStack,
     ) -> None:
-        self.scaler, self.range_scale = scaler, range_scale
-        self._device, self._is_sharded = device, is_sharded
+        self.scaler = scaler
+        self.range_factor = torch.ones((), device=device) if in_float16 else None
+        self._is_unset = in_float16
+        self._mesh, self._device = mesh, device
         self._is_checked: dict[Optimizer, bool] = {}
         if scaler is not None:
             scaler.scale(torch.zeros((), device=device))  # torch creates the scale with the first loss
             torch_internals.patch_unscaling(scaler, self._is_checked, self._agree if is_sharded else None, patches)
 
-    def apply(self, objective: Tensor, count: Count, sums: WindowSums) -> Tensor:
-        """[] the scaled sum of ``count`` token losses. The first of a window fixes the window's scale."""
-        self.range_scale.start(count)
-        if sums.num_micro_batches == 0:
-            scale = self.range_scale.factor
-            if self.scaler is not None:
-                scale = self.scaler.scale(torch.ones((), device=self._device) if scale is None else scale)
-            sums.scale = scale
-        return objective if sums.scale is None else objective * sums.scale.to(objective.device)
+    def restore_range(self, factor: Tensor | None) -> None:
+        """Set the range factor of a saved run."""
+        if self.range_factor is not None and factor is not None:
+            self.range_factor, self._is_unset = factor.to(self.range_factor), False
 
-    def window_ended(self, optimizers: list[Optimizer], denominator: Tensor, divisor: int) -> None:
-        """Note that these optimizers' gradients are now unscaled; for the rest see :meth:`RangeScale.follow`."""
+    def start_window(self, count: Count) -> Tensor | None:
+        """[] the scale of a window that begins with ``count`` tokens, if any. In float16 a collective once in a run."""
+        if self._is_unset and self.range_factor is not None:
+            self._is_unset = False
+            total = torch.as_tensor(count).detach().to(self.range_factor, copy=True)
+            if self._mesh.sizes.divisor > 1:
+                dist.all_reduce(total, group=self._mesh.group)
+            self.window_ended([], total)
+        scale = self.range_factor
+        if self.scaler is None:
+            return scale
+        return self.scaler.scale(torch.ones((), device=self._device) if scale is None else scale)
+
+    def window_ended(self, optimizers: list[Optimizer], denominator: Tensor) -> None:
+        """Note that these optimizers' gradients are now unscaled, and set the range by the [] window's denominator."""
         self._is_checked.update(dict.fromkeys(optimizers, False))
-        self.range_scale.follow(denominator, divisor)
+        if self.range_factor is not None:
+            factor = torch.exp2(-torch.log2(denominator / self._mesh.sizes.divisor).round())
+            self.range_factor = torch.where(denominator > 0, factor.to(self.range_factor), self.range_factor)
 
     def look_for_overflow(self, optimizer: Optimizer) -> None:
         """Must run before a step, or fused optimizers would divide by the scale. A collective if sharded."""
@@ -92,11 +78,8 @@ class LossScaling:
         self._is_checked.pop(optimizer, None)
 
     def _agree(self, found_inf: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-        """Set all of ``found_inf`` to 1 if any rank has found an overflow. A collective over all ranks."""
-        everywhere = torch.zeros((), device=self._device)
-        for found in found_inf.values():
-            everywhere = torch.maximum(everywhere, found.to(self._device).reshape(()))
+        """``found_inf`` on all ranks, where any rank has found an overflow. A collective over all ranks."""
+        found = [each.to(self._device).reshape(()) for each in found_inf.values()]
+        everywhere = torch.stack([torch.zeros((), device=self._device), *found]).max()
         dist.all_reduce(everywhere, op=dist.ReduceOp.MAX)
-        for found in found_inf.values():
-            found.copy_(everywhere.expand_as(found))
-        return found_inf or {self._device: everywhere}
+        return {device: everywhere.to(device) for device in found_inf} or {self._device: everywhere}

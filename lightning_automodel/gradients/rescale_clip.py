@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -55,22 +55,18 @@ def gradient_factor(denominator: Tensor, divisor: int) -> Tensor:
 def clip_gradients(model: Parameters, clip_norm: float, foreach: bool = True) -> Tensor:
     """Scale all gradients down together so that their global 2-norm is at most ``clip_norm``.
 
-    A collective wherever a gradient is sharded: every rank of its mesh must call. It costs one all-reduce of a few
-    numbers for each group of ranks that some parameter is sharded over, whatever the mixture of meshes, replicas, plain
-    tensors and empty shards. Which all-reduces run follows from the parameters, not from which of them received a
-    gradient, so ranks stay in step. Nothing is read on the host.
+    A collective wherever a parameter is sharded, with a gradient or without: every rank of its mesh must call. It costs
+    one all-reduce of a few numbers for each group of ranks that some parameter is sharded over, whatever the mixture of
+    meshes, replicas, plain tensors and empty shards. Nothing is read on the host.
 
     Args:
         model: Module or parameters whose ``.grad`` is scaled in place.
-        clip_norm: Largest norm allowed, positive; ``inf`` only measures.
+        clip_norm: Largest norm allowed; ``inf`` only measures. ValueError if it is not positive.
         foreach: Use multi-tensor kernels.
 
     Returns:
         [] the norm before clipping, the same on every rank, in float32, or float64 if some parameter is. Gradients of a
         norm beyond float32 are clipped as well.
-
-    Raises:
-        ValueError: If ``clip_norm`` is not positive.
     """
     check_clip_value(clip_norm)
     parameters = list_parameters(model)
@@ -93,7 +89,7 @@ def clip_gradient_values(model: Parameters, clip_value: float) -> None:
     with torch.no_grad():
         for parameter in parameters:
             _complete_partial_gradient(parameter)
-        for grads in _by_device_and_dtype(_local_gradients(parameters)):
+        for grads in _local_gradients(parameters):
             torch._foreach_clamp_min_(grads, -clip_value)
             torch._foreach_clamp_max_(grads, clip_value)
 
@@ -105,10 +101,7 @@ def check_clip_value(value: float) -> None:
 
 
 def check_finite(norm: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> None:
-    """Raise RuntimeError unless the gradient norm [] is finite. Reads it on the host.
-
-    ``groups`` are those whose ranks may have measured different norms but must raise together: one all-reduce on each.
-    """
+    """Raise RuntimeError unless the norm [] is finite on all ranks of ``groups``: all-reduces, and a host read."""
     for group in groups:
         norm = norm.clone()
         dist.all_reduce(norm, group=group)
@@ -121,21 +114,20 @@ def check_finite(norm: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> None
 
 @torch.no_grad()
 def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
-    """Global 2-norm of the gradients. A collective as described at :func:`clip_gradients`.
+    """Global 2-norm of the gradients, wide enough not to overflow. A collective like :func:`clip_gradients`.
 
-    It is float64 where the device has that, so that neither it nor the sum of squares overflows. Parameters that are
-    sharded over the same groups share one partial sum. One all-reduce per group then sums all partial sums that are
-    sharded over it.
+    Parameters that are sharded over the same groups share a partial sum. One all-reduce per group then sums all partial
+    sums that are sharded over it.
     """
-    grads: dict[tuple[tuple[int, ...], ...], list[Tensor]] = defaultdict(list)
+    sharded_alike: dict[tuple[tuple[int, ...], ...], list[nn.Parameter]] = defaultdict(list)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for parameter in parameters:
         _complete_partial_gradient(parameter)
         sharded_over = _sharding_ranks(parameter)
         groups = sharded_over | groups
-        grads[tuple(sharded_over)].extend(_local_gradients([parameter]))
+        sharded_alike[tuple(sharded_over)].append(parameter)
     device = _reduction_device(parameters)
-    squares = {ranks: _sum_of_squares(tensors, device, foreach) for ranks, tensors in grads.items()}
+    squares = {ranks: _sum_of_squares(same, device, foreach) for ranks, same in sharded_alike.items()}
     for ranks, group in groups.items():
         # Sums that are not sharded over this group should be equal on its ranks: they are averaged, so that all ranks
         # get the same norm even if one differs.
@@ -149,18 +141,18 @@ def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
 def scale_gradients_(parameters: list[nn.Parameter], factor: Tensor, foreach: bool = True) -> None:
     """Multiply every gradient by ``factor`` [] in place, shard by shard. Not a collective, no host read.
 
-    A half-precision gradient is rounded once, after the product: some devices would round the factor as well, which
-    makes all gradients too large or too small together.
+    A half-precision gradient is rounded once, after the product: some devices would round the factor as well.
     """
-    for grads in _by_device_and_dtype(_local_gradients(parameters)):
+    for grads in _local_gradients(parameters):
         local_factor = factor.to(grads[0].device)
-        if grads[0].dtype in (torch.float16, torch.bfloat16):
-            for grad in grads:
-                grad.copy_(grad.float() * local_factor)
-        elif foreach and not grads[0].is_sparse:
+        is_half = grads[0].dtype in (torch.float16, torch.bfloat16)
+        if foreach and not is_half and not grads[0].is_sparse:
             torch._foreach_mul_(grads, local_factor)
-        else:
-            for grad in grads:
+            continue
+        for grad in grads:
+            if is_half:
+                grad.copy_(grad.float() * local_factor)
+            else:
                 grad.mul_(local_factor)
 
 
@@ -169,8 +161,8 @@ def average_gradients_(parameters: list[nn.Parameter], group: dist.ProcessGroup)
     """Average the gradients of replicated parameters over ``group`` in place.
 
     A collective: every rank must call with the same parameters; one all-reduce for each dtype, at least in float32.
-    A parameter without a gradient on some ranks counts as zero there; one without a gradient on all ranks keeps
-    ``grad=None``. A rank reads one number on the host for each parameter that has no gradient there.
+    A parameter without a gradient on some ranks counts as zero there, which these read on the host; one without a
+    gradient on all ranks keeps ``grad=None``.
     """
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -201,15 +193,6 @@ def list_parameters(model: Parameters) -> list[nn.Parameter]:
     return list(model.parameters())
 
 
-def any_sharded(parameters: list[nn.Parameter]) -> bool:
-    """Whether measuring the norm of these gradients communicates."""
-    return any(_sharding_ranks(parameter) for parameter in parameters)
-
-
-def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [torch_internals.local_tensor(p.grad) for p in parameters if p.grad is not None]
-
-
 def _complete_partial_gradient(parameter: nn.Parameter) -> None:
     """Reduce a gradient that is ``Partial`` over a mesh dimension (tensor parallelism). Then a collective on it."""
     grad = parameter.grad
@@ -220,15 +203,12 @@ def _complete_partial_gradient(parameter: nn.Parameter) -> None:
 
 
 def _sharding_ranks(parameter: nn.Parameter) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Groups that the parameter is sharded over, keyed by their ranks; empty for replicated and plain parameters.
-
-    Reads the gradient's placements if there is one. In torch 2.13 a strided shard (FSDP2 over a dimension that tensor
-    parallelism has sharded) is not a ``Shard``, so the test is by exclusion.
-    """
+    """Groups that the parameter is sharded over, keyed by their ranks; empty for replicated and plain parameters."""
     laid_out = parameter.grad if isinstance(parameter.grad, DTensor) else parameter
     if not isinstance(laid_out, DTensor):
         return {}
     mesh = laid_out.device_mesh
+    # By exclusion: in torch 2.13 a shard of what tensor parallelism has sharded is not a ``Shard``.
     groups = [
         mesh.get_group(axis)
         for axis, placement in enumerate(laid_out.placements)
@@ -249,26 +229,28 @@ def _reduction_device(parameters: list[nn.Parameter]) -> torch.device:
     return parameters[0].device if parameters else torch.device("cpu")
 
 
-def _sum_of_squares(tensors: list[Tensor], device: torch.device, foreach: bool) -> Tensor:
-    """[] sum of the squares of all elements, on ``device``."""
+def _sum_of_squares(parameters: list[nn.Parameter], device: torch.device, foreach: bool) -> Tensor:
+    """[] sum of the squares of all gradient elements, on ``device``."""
     wide = wide_dtype(device)
-    norms: list[Tensor] = []
-    for group in _by_device_and_dtype(tensors):
-        if group[0].is_sparse:
-            group = [tensor.coalesce().values() for tensor in group]
+    norms = [torch.zeros((), dtype=wide, device=device)]
+    for grads in _local_gradients(parameters):
+        if grads[0].is_sparse:
+            grads = [grad.coalesce().values() for grad in grads]
         # The square of a float32 above 1.8e19 overflows, and an infinite norm would clip all gradients to zero.
-        dtype = wide_dtype(group[0].device)
+        dtype = wide_dtype(grads[0].device)
         if foreach:
-            norms.extend(torch._foreach_norm(group, 2, dtype=dtype))
+            own = list(torch._foreach_norm(grads, 2, dtype=dtype))
         else:
-            norms.extend(torch.linalg.vector_norm(tensor, 2, dtype=dtype) for tensor in group)
-    if not norms:
-        return torch.zeros((), dtype=wide, device=device)
-    return torch.stack([norm.to(device, wide) for norm in norms]).square().sum()
+            own = [torch.linalg.vector_norm(grad, 2, dtype=dtype) for grad in grads]
+        norms.extend(norm.to(device, wide) for norm in own)
+    return torch.stack(norms).square().sum()
 
 
-def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def _local_gradients(parameters: Iterable[nn.Parameter]) -> Iterable[list[Tensor]]:
+    """This rank's parts of the gradients, those of one device, dtype and layout together."""
     groups: dict[tuple[torch.device, torch.dtype, torch.layout], list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        groups[tensor.device, tensor.dtype, tensor.layout].append(tensor)
-    yield from groups.values()
+    for parameter in parameters:
+        if parameter.grad is not None:
+            grad = torch_internals.local_tensor(parameter.grad)
+            groups[grad.device, grad.dtype, grad.layout].append(grad)
+    return groups.values()

@@ -1,14 +1,15 @@
 """Counting label tokens, and weighing each micro-batch by them."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 
 from lightning_automodel.distributed.collectives import wide_dtype
 
@@ -62,14 +63,8 @@ class TokenWeighting:
     def count(self, batch: Any, output: Any = None, step: str = "training_step") -> Count:
         """Label tokens of one micro-batch on this rank, from the first source that has them; 1 if they are not counted.
 
-        Args:
-            batch: The batch that the step received.
-            output: What the step returned.
-            step: Name of the step, for messages.
-
-        Raises:
-            ValueError: If there is no count, or it is negative.
-            TypeError: If the count is neither a number nor a tensor of one element.
+        ``batch`` is what the ``step`` received, ``output`` what it returned. Raises ValueError without a count or for a
+        negative one, and TypeError if it is neither a number nor a tensor of one element.
         """
         if not self.per_token_loss:
             return 1
@@ -96,17 +91,13 @@ class TokenWeighting:
             raise ValueError(
                 "count_window_ahead=True counts a batch before training_step sees it, and found no count in it. Pass"
                 " count_label_tokens=<function of the batch> or count='samples', or put labels under"
-                f" batch[{self.label_key!r}] with {self.ignore_index} where the loss ignores them (label_key=,"
-                " ignore_index=)."
+                f" batch[{self.label_key!r}] (label_key=, ignore_index=)."
             )
         count = self.count(batch)
         return count.item() if isinstance(count, Tensor) else count
 
     def check_returned_count(self, output: Any, counted: float, reads_device: bool) -> None:
-        """Raise ``ValueError`` if ``training_step`` returned another count than was ``counted`` in its batch.
-
-        On an accelerator only with ``reads_device``, since that makes the host wait.
-        """
+        """Raise ValueError if a step returned another count than was ``counted``, on a device if ``reads_device``."""
         if not (self.per_token_loss and has_count(output)):
             return
         returned = check_count(output["num_label_tokens"], "the num_label_tokens that training_step returned")
@@ -120,7 +111,7 @@ class TokenWeighting:
             )
 
     def check_unchanged(self, batch: Any, counted: float) -> None:
-        """Raise ``ValueError`` if a batch no longer has the count ``counted`` when it was drawn. Reads the device."""
+        """Raise ValueError if a batch no longer has the count that it had when it was drawn. Reads the device."""
         count = self.count_on_host(batch)
         if not math.isclose(count, counted, rel_tol=1e-6):
             raise ValueError(
@@ -130,10 +121,7 @@ class TokenWeighting:
             )
 
     def aux_loss(self, output: Any, is_counted_ahead: bool) -> Tensor | None:
-        """[] the part of the loss that is not a token loss, which ``training_step`` returned as ``"aux_loss"``.
-
-        It weighs the same in every micro-batch. None with ``per_token_loss=False``, as the whole loss does so then.
-        """
+        """[] what ``training_step`` returned; None with ``per_token_loss=False``, which weighs all losses alike."""
         if not (self.per_token_loss and isinstance(output, Mapping) and output.get("aux_loss") is not None):
             return None
         aux = output["aux_loss"]
@@ -179,12 +167,8 @@ class TokenWeighting:
         return (used != self.ignore_index).sum()
 
     def objective(self, loss: Tensor, count: Count) -> Tensor:
-        """[] the loss of one micro-batch as a sum of token losses: what is backpropagated.
-
-        At least float32, since a half-precision product would round the count itself.
-        """
-        if loss.dtype in (torch.float16, torch.bfloat16):
-            loss = loss.float()
+        """[] the loss of one micro-batch as a sum of token losses, at least float32: half would round the count."""
+        loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
         if not self.per_token_loss or self.loss_reduction == "sum":
             return loss
         return loss * count
@@ -198,17 +182,23 @@ class TokenWeighting:
                 f" {'None' if output is None else _described(output)}: return {{'loss': loss, 'num_label_tokens': n}},"
                 " or the loss [] alone where AutomodelStrategy counts label tokens."
             )
-        sums, count = WindowSums(), self.count(batch, output, step)
-        sums.add(self.objective(loss.detach(), count), count)
-        totals = sums.totals(loss.device)
-        return torch.stack([totals[1], self.denominator(totals)])
+        count = self.count(batch, output, step)
+        sums = sums_of(self.objective(loss.detach(), count), count)
+        return torch.stack([sums[1], self.denominator(sums)])
+
+    @property
+    def unit(self) -> str:
+        """What is counted for the denominator of a window's gradients, in singular."""
+        if not self.per_token_loss:
+            return "micro-batch"
+        return "sample" if self.count_label_tokens is count_samples else "label token"
 
     def denominator(self, totals: Tensor) -> Tensor:
-        """[] the denominator of the sum of losses, from the reduced [3] :meth:`WindowSums.totals`."""
+        """[] the denominator of the sum of losses, from the [3] totals of :func:`sums_of`."""
         return totals[0] if self.per_token_loss else totals[2]
 
     def report(self, totals: Tensor) -> StepReport:
-        """Report on a window from its [3] :meth:`WindowSums.totals`, summed over the data-parallel ranks."""
+        """Report on a window from its [3] totals of :func:`sums_of`, over all ranks."""
         num_label_tokens = totals[0] if self.per_token_loss else torch.zeros_like(totals[0])
         return StepReport(
             loss=totals[1] / self.denominator(totals),
@@ -226,29 +216,6 @@ def has_count(output: Any) -> bool:
 def _described(value: Any) -> str:
     keys = f" with the keys {sorted(map(str, value))}" if isinstance(value, Mapping) else ""
     return f"a {type(value).__name__}{keys}"
-
-
-def contains_hugging_face_causal_lm(module: nn.Module) -> bool:
-    """Whether a model whose own loss shifts the labels by one is at or below ``module``. Does not import transformers.
-
-    Of nested models the outermost decides, since it computes the loss. A ``...ForConditionalGeneration`` that is not an
-    encoder-decoder is a vision or audio model, and shifts like the language model inside it.
-    """
-    shifting = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-    models = outermost_hugging_face_models(module)
-    return any(type(m).__name__.endswith(shifting) and not is_encoder_decoder(m) for m in models)
-
-
-def outermost_hugging_face_models(module: nn.Module) -> list[nn.Module]:
-    """The Hugging Face models at or below ``module`` that are not inside another one. Does not import transformers."""
-    if any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
-        return [module]
-    return [model for child in module.children() for model in outermost_hugging_face_models(child)]
-
-
-def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether a Hugging Face model is an encoder-decoder, whose own loss uses every label."""
-    return bool(getattr(model.config, "is_encoder_decoder", False))
 
 
 def check_count(count: Any, source: str) -> Count:
@@ -269,7 +236,8 @@ def count_samples(batch: Any) -> int:
 
     Scalars, and tensors [1, ...] of two or more dimensions, may stand beside the rest. 1 if there is nothing else.
     """
-    tensors = list(_tensors(batch))
+    tensors: list[Tensor] = []
+    apply_to_collection(batch, Tensor, tensors.append, include_none=False, allow_frozen=True)
     sizes = [tensor.size(0) for tensor in tensors if tensor.ndim and (tensor.ndim == 1 or tensor.size(0) != 1)]
     if len(set(sizes)) > 1 or not tensors:
         found = f"first dimensions of {', '.join(map(str, dict.fromkeys(sizes)))}" if tensors else "no tensors"
@@ -281,61 +249,14 @@ def count_samples(batch: Any) -> int:
     return sizes[0] if sizes else 1
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in containers and dataclasses, as Lightning finds them when it looks for a batch's size."""
-    if isinstance(value, Tensor):
-        yield value
-    elif is_dataclass(value) and not isinstance(value, Iterable):
-        for each in fields(value):
-            yield from _tensors(getattr(value, each.name))
-    elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
-        for entry in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(entry)
+def sums_of(objective: Tensor, count: Count) -> Tensor:
+    """[3] label tokens, sum of losses and 1: what a micro-batch adds to its window, in float64 (exact up to 2**53).
 
-
-class WindowSums:
-    """Sums over this rank's micro-batches of one window; they stay on the device.
-
-    ``scale`` is what the window's losses [] are multiplied by before backward; None if by nothing.
+    ``objective`` is the [] sum of its token losses, ignored if ``count`` is 0: a mean over nothing is NaN.
     """
-
-    def __init__(self) -> None:
-        self._host_tokens: int | float = 0
-        self._device_tokens: Tensor | None = None
-        self._loss_sum: Tensor | None = None
-        self.num_micro_batches = 0
-        self.scale: Tensor | None = None
-
-    def add(self, objective: Tensor, count: Count) -> None:
-        """Add one micro-batch.
-
-        Args:
-            objective: [] sum of its token losses.
-            count: Its label tokens. If 0, its loss is ignored: a mean over nothing is NaN.
-        """
-        loss = objective.detach().reshape(()).to(wide_dtype(objective.device))
-        if isinstance(count, Tensor):
-            count = count.to(loss.device, loss.dtype)
-            self._device_tokens = count if self._device_tokens is None else self._device_tokens + count
-            loss = torch.where(count > 0, loss, torch.zeros_like(loss))
-        else:
-            self._host_tokens += count
-            if count == 0:
-                loss = torch.zeros_like(loss)
-        self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
-        self.num_micro_batches += 1
-
-    def totals(self, device: torch.device) -> Tensor:
-        """[3] label tokens, sum of losses, micro-batches of this rank, float64 (exact up to 2**53)."""
-        dtype = wide_dtype(device)
-        totals = torch.zeros(3, dtype=dtype, device=device)
-        totals[0] += self._host_tokens
-        totals[2] += self.num_micro_batches
-        if self._device_tokens is not None:
-            totals[0] += self._device_tokens.to(device)
-        if self._loss_sum is not None:
-            totals[1] += self._loss_sum.to(device)
-        return totals
+    loss = objective.detach().reshape(()).to(wide_dtype(objective.device))
+    tokens = count.to(loss.device, loss.dtype) if isinstance(count, Tensor) else torch.full_like(loss, count)
+    return torch.stack([tokens, torch.where(tokens > 0, loss, torch.zeros_like(loss)), torch.ones_like(loss)])
 
 
 def reduce_loss(

@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
+from lightning_automodel.distributed.collectives import wide_dtype
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.grad_scaling import LossScaling
-from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, WindowSums, WindowTotals
+from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting, WindowTotals, sums_of
 
 if TYPE_CHECKING:  # it is built above this room
     from lightning_automodel.sharding.engine import GradSync
@@ -29,9 +30,9 @@ def unwrap(optimizer: OneOptimizer) -> Optimizer:
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
-def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+def optimizer_parameters(optimizer: OneOptimizer) -> list[nn.Parameter]:
     """All parameters of an optimizer."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter for group in unwrap(optimizer).param_groups for parameter in group["params"]]
 
 
 def mixing_shards(optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -45,18 +46,14 @@ def mixing_shards(optimizer: Optimizer) -> AbstractContextManager[None]:
 
 @dataclass(eq=False)
 class Window:
-    """One accumulation window.
+    """One accumulation window."""
 
-    Attributes:
-        sums: Sums over its backwards on this rank.
-        optimizers: The optimizers whose parameters it holds gradients of.
-        trained: All parameters that were trainable in any of its backwards, the same on all ranks.
-        ahead: Its totals, if it was counted ahead: losses are divided by them, so that gradients are final at once.
-    """
-
-    sums: WindowSums
     optimizers: list[Optimizer]
-    trained: set[nn.Parameter] = field(default_factory=set)
+    scale: Tensor | None  # [] what its losses are multiplied by before backward; None if by nothing
+    sums: Tensor  # [3] over its micro-batches on this rank, see `sums_of`
+    num_micro_batches: int = 0  # on this rank, without padding batches
+    trained: set[nn.Parameter] = field(default_factory=set)  # in any of its backwards, the same on all ranks
+    # If it was counted ahead: losses are divided by these, so that gradients are final at once.
     ahead: WindowTotals | None = None
 
     @property
@@ -64,13 +61,14 @@ class Window:
         """The parameters of its optimizers. No other open window may hold any of them."""
         return {parameter for optimizer in self.optimizers for parameter in optimizer_parameters(optimizer)}
 
+    def scaled(self, objective: Tensor) -> Tensor:
+        """[] what to backpropagate."""
+        return objective if self.scale is None else objective * self.scale.to(objective.device)
 
-@dataclass
-class SinceStep:
-    """The [3] totals of the windows since an optimizer's previous step, and the [] norm once it was measured."""
-
-    totals: Tensor
-    norm: Tensor | None = None
+    def add(self, objective: Tensor, count: Count) -> None:
+        """Add the [] sum of token losses of a micro-batch, and its label tokens."""
+        self.sums += sums_of(objective, count).to(self.sums.device)
+        self.num_micro_batches += 1
 
 
 class GradientWindows:
@@ -82,9 +80,7 @@ class GradientWindows:
 
     Each toggled optimizer has its own window, so that those of a GAN can accumulate side by side. Without toggling
     there is one window. ``parameters`` are those of the sharded model: between a forward and its backward
-    ``module.parameters()`` are the gathered ones. ``reuses_buffers``: whether a backward may overwrite a tensor that is
-    in ``.grad`` (DDP's ``gradient_as_bucket_view``). ``num_resets``: how often an optimizer stepped, or gradients were
-    zeroed.
+    ``module.parameters()`` are the gathered ones.
     """
 
     def __init__(
@@ -95,20 +91,19 @@ class GradientWindows:
         mesh: RunMesh,
         device: torch.device,
         parameters: list[nn.Parameter],
-        reuses_buffers: bool = False,
     ) -> None:
         self.last_step: StepReport | None = None
-        self.since_step: dict[Optimizer, SinceStep] = {}
-        self._sync, self._weighting, self._scaling = sync, weighting, scaling
-        self._mesh, self._device, self._parameters = mesh, device, parameters
-        self._reuses_buffers = reuses_buffers
+        self.since_step: dict[Optimizer, Tensor] = {}  # the [3] totals of the windows since its previous step
+        self.measured: set[Optimizer] = set()  # since their previous step
+        self.weighting, self.scaling, self.divisor = weighting, scaling, mesh.sizes.divisor
+        self.parameters = parameters
+        self._sync, self.mesh, self._device = sync, mesh, device
         self._open: dict[Optimizer | None, Window] = {}
-        self._held: dict[nn.Parameter, Tensor] = {}
-        # Kept up to date by `OptimizerWatch`.
+        self._pending: dict[nn.Parameter, Tensor] = {}
         self.optimizers: list[Optimizer] = []
         self.toggled: Optimizer | None = None
         self.in_backward = False
-        self.num_resets = 0
+        self.num_resets = 0  # how often an optimizer stepped, or gradients were zeroed
 
     @property
     def open_windows(self) -> list[Window]:
@@ -124,29 +119,32 @@ class GradientWindows:
         # If all of a window's parameters are dropped, so is the window, with its count.
         self._open = {key: window for key, window in self._open.items() if not window.owned <= dropped}
         if not self._open:
-            dropped.update(self._parameters)
+            dropped.update(self.parameters)
         for parameter in dropped:
-            self._held.pop(parameter, None)
+            self._pending.pop(parameter, None)
         self._sync.discard(dropped)
 
     def reset(self) -> None:
-        """Drop all windows and their gradients: a run begins or ends, or a backward has failed."""
-        self._open, self._held, self.toggled, self.since_step = {}, {}, None, {}
+        """Drop all windows and their gradients: a run begins or ends, or something has failed."""
+        self._open, self._pending, self.toggled = {}, {}, None
+        self.since_step.clear()
+        self.measured.clear()
         self._sync.discard()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Start a new report: the optimizer has stepped, or a gradient scaler has skipped its step."""
         self.num_resets += 1
         self.since_step.pop(optimizer, None)
-        self._scaling.stepped(optimizer)
+        self.measured.discard(optimizer)
+        self.scaling.stepped(optimizer)
 
     # --- One backward -------------------------------------------------------------------------------------------------
 
-    def open(self) -> Window:
+    def open(self, count: Count) -> Window:
         """Return the window that the next backward adds to: the toggled optimizer's, else the open or a new one of all.
 
-        Raises:
-            RuntimeError: If several are open and none is toggled, or if two windows would hold the same parameter.
+        ``count`` are the label tokens of the backward. A collective once in a run in float16. Raises RuntimeError if
+        several are open and none is toggled, or if two windows would hold the same parameter.
         """
         key = self.toggled
         if key is not None and key in self._open:
@@ -162,7 +160,8 @@ class GradientWindows:
                 f" ({', '.join(type(key).__name__ for key in self._open)}), and this backward belongs to none of them:"
                 " run it inside `with optimizer.toggle_model():` of the optimizer whose window it ends."
             )
-        window = Window(WindowSums(), optimizers)
+        sums = torch.zeros(3, dtype=wide_dtype(self._device), device=self._device)
+        window = Window(optimizers, self.scaling.start_window(count), sums)
         for other in self._open.values():
             if shared := window.owned & other.owned:
                 raise RuntimeError(
@@ -179,13 +178,11 @@ class GradientWindows:
 
         Inside, ``.grad`` holds the gradients of all open windows: a reduction for one may also reduce what another has
         accumulated, which is harmless since reductions are linear. After an exception, all windows are dropped and
-        ``.grad`` is what it was before.
-
-        Ending a window is a collective over the data-parallel group: every rank must end the same window. With a
-        padding batch, nothing of it ``counts``.
+        ``.grad`` is what it was before. Ending a window is a collective over the data-parallel group: every rank must
+        end the same window. A padding batch does not count.
         """
         trained_before = set[nn.Parameter]().union(*(each.trained for each in self._open.values()))
-        window.trained.update(parameter for parameter in self._parameters if parameter.requires_grad)
+        window.trained.update(parameter for parameter in self.parameters if parameter.requires_grad)
         grads_before = self._swap_in()
         self.in_backward = True
         try:
@@ -193,7 +190,7 @@ class GradientWindows:
                 yield
             final = self._finalise(window) if ends else None
         except BaseException:
-            for parameter in self._parameters:
+            for parameter in self.parameters:
                 parameter.grad = grads_before.get(parameter)
             self.reset()
             self._sync.recover()
@@ -205,24 +202,24 @@ class GradientWindows:
     def _swap_in(self) -> dict[nn.Parameter, Tensor]:
         """Put the gradients of open windows into ``.grad`` and return those that it held."""
         grads_before = {}
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if parameter.grad is not None:
-                grads_before[parameter] = parameter.grad.clone() if self._reuses_buffers else parameter.grad
+                grads_before[parameter] = parameter.grad.clone() if self._sync.reuses_gradients else parameter.grad
                 parameter.grad = None
-        for parameter, part in self._held.items():
+        for parameter, part in self._pending.items():
             parameter.grad = part
-        self._held = {}
+        self._pending = {}
         return grads_before
 
     def _swap_out(self, grads_before: dict[nn.Parameter, Tensor], final: set[nn.Parameter] | None) -> None:
         """Add final gradients to those from before; keep the others aside, and put ``.grad`` back."""
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             part, before = parameter.grad, grads_before.get(parameter)
             if part is None:
                 if before is not None:
                     parameter.grad = before
             elif final is None or parameter not in final:
-                self._held[parameter] = part
+                self._pending[parameter] = part
                 parameter.grad = before
             elif before is not None:
                 # In place, as autograd accumulates: the user may hold this tensor.
@@ -238,45 +235,39 @@ class GradientWindows:
         """
         self._open = {key: other for key, other in self._open.items() if other is not window}
         owned_elsewhere = {parameter for other in self._open.values() for parameter in other.owned}
-        parameters = [parameter for parameter in self._parameters if parameter not in owned_elsewhere]
+        parameters = [parameter for parameter in self.parameters if parameter not in owned_elsewhere]
         self._sync.complete_gradients([parameter for parameter in parameters if parameter in window.trained])
-        divisor = self._mesh.sizes.divisor
-        totals = self._summed(window.sums.totals(self._device), self._sync.tracked(parameters))
-        denominator = self._weighting.denominator(totals)
-        factor = None if window.sums.scale is None else 1 / window.sums.scale
-        if window.ahead is not None:
-            self._check_ahead(window.sums, window.ahead)
-        else:
-            factor = rescale_clip.gradient_factor(denominator, divisor) * (1.0 if factor is None else factor)
+        totals = self._summed(window.sums, self._sync.tracked(parameters))
+        denominator = self.weighting.denominator(totals)
+        factor = None if window.scale is None else 1 / window.scale
+        if window.ahead is None:
+            factor = rescale_clip.gradient_factor(denominator, self.divisor) * (1.0 if factor is None else factor)
+        elif window.num_micro_batches != window.ahead.own_micro_batches:
+            raise RuntimeError(
+                f"A window was counted ahead as {window.ahead.own_micro_batches} micro-batches of this rank, and ends"
+                f" after {window.num_micro_batches} backward(s), so that its gradients are divided by another number of"
+                " label tokens than they hold. With count_window_ahead=True, training_step must return a loss for each"
+                " batch, and neither accumulate_grad_batches nor gradients may change in mid-window."
+            )
         if factor is not None:
             rescale_clip.scale_gradients_(parameters, factor)
         self._sync.discard(parameters)
-        self._scaling.window_ended(window.optimizers, denominator, divisor)
+        self.scaling.window_ended(window.optimizers, denominator)
+        self.measured.difference_update(window.optimizers)
         for optimizer in window.optimizers:
-            before = self.since_step.get(optimizer)
-            self.since_step[optimizer] = SinceStep(totals if before is None else before.totals + totals)
+            self.since_step[optimizer] = self.since_step.get(optimizer, 0) + totals
         first = next(iter(window.optimizers), None)
-        self.last_step = self._weighting.report(totals if first is None else self.since_step[first].totals)
+        self.last_step = self.weighting.report(totals if first is None else self.since_step[first])
         return set(parameters)
-
-    @staticmethod
-    def _check_ahead(sums: WindowSums, ahead: WindowTotals) -> None:
-        if sums.num_micro_batches != ahead.own_micro_batches:
-            raise RuntimeError(
-                f"A window was counted ahead as {ahead.own_micro_batches} micro-batches of this rank, and ends after"
-                f" {sums.num_micro_batches} backward(s), so that its gradients are divided by another number of label"
-                " tokens than they hold. With count_window_ahead=True, training_step must return a loss for each"
-                " batch, and neither accumulate_grad_batches nor gradients may change in mid-window."
-            )
 
     def _summed(self, totals: Tensor, tracked: list[tuple[nn.Parameter, bool]]) -> Tensor:
         """[3] ``totals`` over all ranks; drops the gradients of parameters that no rank has used in the window."""
         used = [was_used for _, was_used in tracked]
         users = totals.new_ones(len(used)) if all(used) else totals.new_tensor(used)
         summed = torch.cat([totals, users])
-        if self._mesh.sizes.divisor > 1:
-            dist.all_reduce(summed, group=self._mesh.group)
-        summed[2] /= self._mesh.sizes.context  # context-parallel ranks share each micro-batch
+        if self.divisor > 1:
+            dist.all_reduce(summed, group=self.mesh.group)
+        summed[2] /= self.mesh.sizes.context  # context-parallel ranks share each micro-batch
         if not all(used):
             for (parameter, _), num_users in zip(tracked, summed[len(totals) :].tolist(), strict=True):
                 if num_users == 0:
@@ -285,7 +276,6 @@ class GradientWindows:
 
     def report_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
         """Put the [] norm of an optimizer's final gradients into the report, if it is the first since its step."""
-        record = self.since_step.get(optimizer)
-        if record is not None and record.norm is None and self.last_step is not None:
-            record.norm = norm
+        if optimizer in self.since_step and optimizer not in self.measured and self.last_step is not None:
+            self.measured.add(optimizer)
             self.last_step = replace(self.last_step, grad_norm=norm)

@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks drop their activations after the forward and recompute them in the backward."""
+"""Activation checkpointing: blocks recompute their activations in the backward; and compiling the same blocks."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.activation_offload import OffloadedActivations
 from lightning_automodel.sharding.units import WrapPolicy, class_name, distinct, has_forward, outermost, units_of
-from lightning_automodel.torch_internals import is_compiled, uncompiled
+from lightning_automodel.torch_internals import compile_in_place, is_compiled, uncompiled
 
 ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective", "offload"] | Callable[..., Any]
 
@@ -213,3 +213,22 @@ def _nothing_to_checkpoint(model: nn.Module, choice: ActivationCheckpointing) ->
         wanted = ", ".join(sorted(entry.__name__ for entry in choice)) or "none"
         looked_for = f"finds no instance of the named classes ({wanted}) in"
     return f"activation_checkpointing {looked_for} {class_name(model)}; pass a set of classes that are: {classes}."
+
+
+def compile_blocks(
+    module: nn.Module, asked: bool | dict[str, Any], policy: WrapPolicy, is_automatic: bool, patches: PatchStack
+) -> list[str]:
+    """Compile the blocks that ``compile``, which is ``asked``, means; return their names."""
+    if asked is False:
+        return []
+    blocks = units_of(module, policy, is_automatic)
+    if not blocks:
+        raise ValueError(
+            f"compile={asked!r} finds no repeated blocks in {class_name(module)}: pass auto_wrap_policy with the"
+            " classes to compile, or compile parts of the model yourself."
+        )
+    names = {submodule: name for name, submodule in module.named_modules()}
+    chosen = [block for block in blocks if not is_compiled(block)]
+    for block in chosen:
+        compile_in_place(block, patches, **(asked if isinstance(asked, dict) else {}))
+    return [f"{names[block]} ({class_name(block)})" for block in chosen]

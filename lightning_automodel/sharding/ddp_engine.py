@@ -26,6 +26,7 @@ class DDPGradSync(GradSync):
     def __init__(self, ddp: DistributedDataParallel, mesh: RunMesh, pads: bool) -> None:
         super().__init__()
         self._ddp, self._mesh = ddp, mesh
+        self.reuses_gradients = ddp.gradient_as_bucket_view
         # DDP itself gives no gradient to what no rank has used, but a padding batch uses what it uses.
         self._tracks = pads and ddp.find_unused_parameters
         # DDP's messages number these parameters. It never reduces others, which were frozen at its set-up.

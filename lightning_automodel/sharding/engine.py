@@ -18,8 +18,11 @@ class GradSync:
     """What each micro-batch communicates, and gradients outside of ``.grad``. As it is, it communicates nothing.
 
     FSDP2 and DDP give a zero gradient to some parameters that no rank has used, where one process has none. So the
-    parameters are tracked that a window has really used.
+    parameters are tracked that a window has really used. ``reuses_gradients``: whether a backward may overwrite a
+    tensor that is in ``.grad``.
     """
+
+    reuses_gradients = False
 
     def __init__(self) -> None:
         self._hooks: list[RemovableHandle] = []

@@ -96,13 +96,14 @@ class DrawsItsBatches(LabelledModule):
         self(next(dataloader_iter)[0])
 
 
-def _draw_from_several() -> None:
-    make_trainer(strategy()).validate(DrawsItsBatches(), [loader_of((5, 3)), loader_of((2, 4))], verbose=False)
+def _draw(counts: tuple[int, int]) -> None:
+    make_trainer(strategy()).validate(DrawsItsBatches(), loader_of(counts), verbose=False)
 
 
-def test_a_step_that_draws_from_several_loaders(pool2: RankPool) -> None:
+def test_a_step_that_draws_its_batches(pool2: RankPool) -> None:
     with pytest.raises(RankError, match="a step that takes a dataloader_iter: let it take the batch"):
-        pool2.run(_draw_from_several)
+        pool2.run(_draw, (5, 3))
+    assert pool2.run(_draw, (3, 3)) == [None, None]
 
 
 class LogsInHook(LabelledModule):

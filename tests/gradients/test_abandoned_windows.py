@@ -15,10 +15,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_automodel import AutomodelStrategy
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import Outcome, full_weights, micro_batches, weight_error
 from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, LabelledModule, loader, make_trainer, train_plainly
 
@@ -236,39 +235,20 @@ def test_windows_follow_the_users_steps(
 
 
 class IteratorModule(LabelledModule):
-    """Draws its batches itself, so the strategy learns the count from the returned dict only."""
+    """Draws its batches itself."""
 
     def training_step(self, dataloader_iter: Any) -> Any:
-        batch, _, _ = next(dataloader_iter)
-        return {"loss": self(batch), "num_label_tokens": (batch["labels"] != -100).sum()}
+        return self(next(dataloader_iter)[0])
 
 
-class Unsized(IterableDataset):
-    """Batches without a length, so that Lightning learns that the epoch is over only after its last batch."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
+def _accumulate_drawn_batches() -> None:
+    _fit_module(IteratorModule, {}, 3)
 
 
-def _fit_two_epochs(sized: bool, options: dict[str, Any]) -> dict[str, Tensor]:
-    module = IteratorModule()
-    batches = micro_batches(CASE)[dist.get_rank()]
-    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=3, max_epochs=2)
-    trainer.fit(module, DataLoader(batches if sized else Unsized(batches), batch_size=None))
-    return full_weights(module.model)
-
-
-@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
-@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
-def test_dataloader_iter(pool2: RankPool, sized: bool, options: dict[str, Any]) -> None:
-    """Without a length Lightning does not step the short last window of an epoch: it must not leak into the next."""
-    epoch = ALL_WINDOWS if sized else ALL_WINDOWS[:2]
-    expected = Outcome(train_plainly(epoch * 2), None)
-    for weights in pool2.run(_fit_two_epochs, sized, options):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+def test_windows_of_drawn_batches_are_refused(pool2: RankPool) -> None:
+    """Lightning zeroes in mid-window there."""
+    with pytest.raises(RankError, match=r"accumulate_grad_batches=3 does not work with training_step\(dataloader_iter"):
+        pool2.run(_accumulate_drawn_batches)
 
 
 def _flags_after_exception(options: dict[str, Any]) -> list[tuple[bool, ...]]:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
+from lightning_automodel.gradients.grad_scaling import LossScaling
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Batch, Outcome, full_weights, weight_error
 from tests.trainer.precisions import ACCUMULATE, INIT_SCALE, WideLossModule, decoder, fit, loop, precision_options
@@ -358,13 +358,13 @@ def _fit_many_tokens(
     make_module: type[ManyTokens] = ManyTokens,
     make_model: Callable[[], nn.Module] = decoder,
 ) -> dict[str, Tensor]:
-    original = RangeScale.__init__
+    original = LossScaling.__init__
     if not in_range:
-        RangeScale.__init__ = lambda self, is_needed, *args: original(self, False, *args)
+        LossScaling.__init__ = lambda self, scaler, in_float16, *args: original(self, scaler, False, *args)
     try:
         return fit(precision, options, make_module, make_model)[0]
     finally:
-        RangeScale.__init__ = original
+        LossScaling.__init__ = original
 
 
 @pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])

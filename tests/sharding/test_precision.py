@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.gradients.grad_scaling import LossScaling, RangeScale
+from lightning_automodel.distributed.mesh import MeshSizes
+from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.rescale_clip import scale_gradients_
-from lightning_automodel.gradients.token_loss import WindowSums
+from lightning_automodel.gradients.windows import Window
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.precision import cast_around, resolve_policy
 
@@ -94,32 +96,22 @@ def test_rescaling_rounds_once(dtype: torch.dtype) -> None:
     assert rounded_factor.abs() > eps / 10
 
 
-def _scaling(is_needed: bool, per_token: bool = True) -> LossScaling:
-    device = torch.device("cpu")
-    return LossScaling(None, RangeScale(is_needed, per_token, device, None), device, False, PatchStack())
+def _scaling(in_float16: bool) -> LossScaling:
+    alone: Any = SimpleNamespace(sizes=MeshSizes(1, 1))
+    return LossScaling(None, in_float16, alone, torch.device("cpu"), False, PatchStack())
 
 
-@pytest.mark.parametrize("per_token", [True, False])
-def test_range_of_sums(per_token: bool) -> None:
-    """The first count, then the rank's share of the window before, in powers of two; a window keeps what it has."""
-    scaling, window = _scaling(True, per_token), WindowSums()
-    loss = torch.tensor(3.0)
-    first = 2.0**-10 if per_token else 1.0
-    assert scaling.apply(loss, 1000, window) == 3.0 * first
-    window.add(loss, 1)
-    scaling.window_ended([], torch.tensor(3000.0, dtype=FP64), 2)
-    assert scaling.apply(loss, 1, window) == 3.0 * first
-    assert window.scale == first
-    later = WindowSums()
-    assert scaling.apply(loss, 1, later) == 3.0 * 2.0**-11  # 1500 tokens a rank
-    scaling.window_ended([], torch.tensor(0.0, dtype=FP64), 2)
-    assert scaling.apply(loss, 1, WindowSums()) == 3.0 * 2.0**-11
-    scaling.window_ended([], torch.tensor(1.0, dtype=FP64), 2)
-    assert scaling.apply(loss, 1, WindowSums()) == 6.0
+def test_range_of_sums() -> None:
+    """The first count, then the rank's share of the window before, in powers of two."""
+    scaling = _scaling(True)
+    assert scaling.start_window(1000) == 2.0**-10
+    for denominator, factor in ((1500.0, 2.0**-11), (0.0, 2.0**-11), (0.5, 2.0)):
+        scaling.window_ended([], torch.tensor(denominator, dtype=FP64))
+        assert scaling.start_window(1) == factor
 
 
 def test_no_range_to_keep() -> None:
     """Without float16 nothing is multiplied."""
-    scaling, window, loss = _scaling(False), WindowSums(), torch.tensor(3.0)
-    assert scaling.apply(loss, 1, window) is loss
-    assert window.scale is None
+    assert _scaling(False).start_window(1) is None
+    loss = torch.tensor(3.0)
+    assert Window([], None, torch.zeros(3)).scaled(loss) is loss

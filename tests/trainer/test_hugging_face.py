@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.gradients.token_loss import contains_hugging_face_causal_lm
+from lightning_automodel.advice import contains_hugging_face_causal_lm
 from lightning_automodel.sharding.units import plan_sharding
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.cases import Case

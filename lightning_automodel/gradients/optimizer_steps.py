@@ -1,0 +1,168 @@
+"""Between a window and the optimizer's step: watching what users do to gradients, clipping, and measuring norms."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_automodel import lightning_internals
+from lightning_automodel.gradients import rescale_clip
+from lightning_automodel.gradients.windows import GradientWindows, OneOptimizer, optimizer_parameters, unwrap
+from lightning_automodel.patching import PatchStack
+
+
+class OptimizerSteps:
+    """Tells the windows of steps, ``zero_grad`` and toggling; refuses steps with gradients that are not final; clips.
+
+    Torch has hooks for an optimizer's step. It has none for ``zero_grad``, which is patched on the instances.
+
+    Every rank must clip in the same order: a norm is a collective on the groups that parameters are sharded over. If a
+    rank does not call, the others raise when the group's timeout ends.
+    """
+
+    def __init__(self, windows: GradientWindows, track_norm: bool, error_if_nonfinite: bool) -> None:
+        self._windows = windows
+        self._error_if_nonfinite = error_if_nonfinite and windows.scaling.scaler is None  # which looks for overflow
+        self._measures = track_norm or self._error_if_nonfinite
+        self._patches = PatchStack()  # of the optimizers, which a callback may replace in mid-run
+        self._unsynchronised: set[nn.Parameter] = set()
+
+    # --- Watching -----------------------------------------------------------------------------------------------------
+
+    def watch(self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer]) -> None:
+        """Watch these optimizers, and Lightning's wrappers of them, instead of any earlier ones."""
+        self._patches.restore()
+        self._windows.optimizers = optimizers
+        for optimizer, wrapper in zip(optimizers, wrappers, strict=True):
+            self._patches.callback(optimizer.register_step_pre_hook(self._before_raw_step).remove)
+            after_step = optimizer.register_step_post_hook(lambda optimizer, *_: self._windows.stepped(optimizer))
+            self._patches.callback(after_step.remove)
+            parameters = partial(optimizer_parameters, optimizer)
+            for watched in (optimizer, wrapper):
+                self._patches.set(watched, "zero_grad", self._dropping(watched.zero_grad, parameters))
+
+    def _dropping(
+        self, zero_grad: Callable[..., None], parameters: Callable[[], list[nn.Parameter]]
+    ) -> Callable[..., None]:
+        # A function, not a bound method, which a copy of the module would follow to process groups.
+        def zero_and_drop(*args: Any, **kwargs: Any) -> None:
+            zero_grad(*args, **kwargs)
+            self._unsynchronised.difference_update(parameters())
+            self._windows.drop(parameters())
+
+        return zero_and_drop
+
+    def watch_module(self, module: pl.LightningModule, patches: PatchStack, on_toggle: Callable[[], None]) -> None:
+        """Watch ``module.zero_grad`` and optimizer toggling; ``on_toggle`` is called after each toggle."""
+        toggle, untoggle = module.toggle_optimizer, module.untoggle_optimizer
+
+        def toggle_optimizer(optimizer: OneOptimizer) -> None:
+            toggle(optimizer)
+            self._windows.toggled = unwrap(optimizer)
+            on_toggle()
+
+        def untoggle_optimizer(optimizer: OneOptimizer) -> None:
+            untoggle(optimizer)
+            self._windows.toggled = None
+            on_toggle()
+
+        patches.set(module, "zero_grad", self._dropping(module.zero_grad, lambda: self._windows.parameters))
+        patches.set(module, "toggle_optimizer", toggle_optimizer)
+        patches.set(module, "untoggle_optimizer", untoggle_optimizer)
+
+    def watch_plain_backwards(self, patches: PatchStack) -> None:
+        """Note gradients of a plain ``loss.backward()``, which the engine (DDP) would not synchronise."""
+        for parameter in self._windows.parameters:
+            if parameter.requires_grad:
+                patches.callback(parameter.register_post_accumulate_grad_hook(self._note_accumulation).remove)
+
+    def _note_accumulation(self, parameter: Tensor) -> None:
+        if not self._windows.in_backward:
+            self._unsynchronised.add(parameter)  # type: ignore[arg-type]
+
+    def _before_raw_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A closure runs its backward inside the step, so the strategy checks after it. (`args[0]` is the optimizer.)
+        if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
+            self.check(optimizer)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise RuntimeError if an open window holds gradients of ``optimizer``, or nobody has synchronised them."""
+        parameters, name = optimizer_parameters(optimizer), type(optimizer).__name__
+        for window in self._windows.open_windows:
+            if window.ahead is not None and self._windows.in_backward:
+                continue  # counted ahead, so final at once: a gradient hook may step during backward
+            if not window.owned.isdisjoint(parameters):
+                raise RuntimeError(
+                    f"{name}.step() in the middle of an accumulation window: {window.num_micro_batches}"
+                    " backward(s) have accumulated and none has synchronised. Step after a backward outside of"
+                    " `optimizer.toggle_model(sync_grad=False)`, or call optimizer.zero_grad() to give the window up."
+                )
+        if unsynchronised := sum(p.grad is not None for p in self._unsynchronised.intersection(parameters)):
+            raise RuntimeError(
+                f"{unsynchronised} parameters of {name} have gradients of a plain loss.backward(), which"
+                " DistributedDataParallel does not synchronise under manual optimization, so ranks would diverge. Call"
+                " self.manual_backward(loss) instead."
+            )
+
+    def close(self) -> None:
+        """Stop watching optimizers."""
+        self._patches.restore()
+        self._windows.optimizers = []
+        self._unsynchronised.clear()
+
+    # --- Clipping -----------------------------------------------------------------------------------------------------
+
+    def patch_clipping(self, plugin: Precision, patches: PatchStack) -> None:
+        """Make all of the plugin's clipping work on sharded gradients, and measure norms after hooks and clipping.
+
+        Lightning's own clipping calls torch's, which refuses a mixture of plain tensors and DTensors.
+        """
+        # Lightning refuses to clip for fused optimizers, which unscale in the step: here gradients are unscaled before.
+        patches.set(plugin, "clip_gradients", partial(Precision.clip_gradients, plugin))
+        # No bound methods, which a copy of the plugin would follow to process groups.
+        patches.set(plugin, "clip_grad_by_norm", lambda optimizer, clip_val: self._clip_by_norm(optimizer, clip_val))
+        patches.set(plugin, "clip_grad_by_value", lambda optimizer, clip_val: self._clip_by_value(optimizer, clip_val))
+        lightning_internals.patch_after_closure(plugin, self._measure_if_asked, patches)
+
+    def clip(self, optimizer: OneOptimizer, clip_val: float, algorithm: Literal["norm", "value"]) -> Tensor:
+        """Implement :meth:`AutomodelStrategy.clip_gradients`. Returns [] the norm before clipping."""
+        rescale_clip.check_clip_value(clip_val)
+        if algorithm not in ("norm", "value"):
+            raise ValueError(f"algorithm must be 'norm' or 'value', got {algorithm!r}.")
+        self.check(unwrap(optimizer))
+        if algorithm == "norm":
+            return self._clip_by_norm(optimizer, clip_val)
+        norm = self._norm(optimizer)
+        rescale_clip.clip_gradient_values(optimizer_parameters(optimizer), clip_val)
+        return norm
+
+    def _clip_by_norm(self, optimizer: OneOptimizer, clip_val: float) -> Tensor:
+        norm = self._norm(optimizer)
+        rescale_clip.scale_to_norm_(optimizer_parameters(optimizer), norm, clip_val)
+        return norm
+
+    def _clip_by_value(self, optimizer: OneOptimizer, clip_val: float) -> None:
+        self._measure_if_asked(optimizer)
+        rescale_clip.clip_gradient_values(optimizer_parameters(optimizer), clip_val)
+
+    def _measure_if_asked(self, optimizer: OneOptimizer) -> None:
+        """Measure the norm if an option asks for it and it has not been measured since the last step.
+
+        Runs last before the optimizer steps, so that it includes what hooks did to the gradients. Whether it
+        communicates depends only on earlier calls, never on this rank's gradients, so ranks stay in step.
+        """
+        if self._measures and unwrap(optimizer) not in self._windows.measured:
+            self._norm(optimizer)
+
+    def _norm(self, optimizer: OneOptimizer) -> Tensor:
+        """[] the global 2-norm of the gradients. The first one after each step of the optimizer is reported."""
+        norm = rescale_clip.total_norm(optimizer_parameters(optimizer))
+        if self._error_if_nonfinite:
+            rescale_clip.check_finite(norm, self._windows.mesh.groups)
+        self._windows.report_norm(unwrap(optimizer), norm)
+        return norm
