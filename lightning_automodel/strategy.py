@@ -22,7 +22,6 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -45,7 +44,7 @@ from lightning_automodel.failure.supervisor import Supervisor, check_processes
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.gradients.windows import unwrap
 from lightning_automodel.launch.launchers import make_launcher
-from lightning_automodel.options import StrategyOptions
+from lightning_automodel.options import StrategyOptions, from_keywords
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
 from lightning_automodel.sharding import checks
@@ -139,58 +138,14 @@ class AutomodelStrategy(ParallelStrategy):
         >>> trainer = pl.Trainer(strategy=AutomodelStrategy(), accelerator="cpu", logger=False)
     """
 
-    def __init__(
-        self,
-        *,
-        data_parallel: Literal["fsdp2", "ddp"] = "fsdp2",
-        data_parallel_size: int | Literal["auto"] = "auto",
-        data_parallel_replicate_size: int | Literal["auto"] = 1,
-        tensor_parallel_size: int = 1,
-        context_parallel_size: int = 1,
-        device_mesh: DeviceMesh | None = None,
-        ddp_kwargs: dict[str, Any] | None = None,
-        ddp_comm_hook: Callable[..., Any] | None = None,
-        ddp_comm_state: Any = None,
-        ddp_comm_wrapper: Callable[..., Any] | None = None,
-        per_token_loss: bool = True,
-        loss_reduction: Literal["mean", "sum"] = "mean",
-        label_key: str = "labels",
-        ignore_index: int = -100,
-        label_shift: int = 0,
-        count_label_tokens: Callable[..., Any] | None = None,
-        count: Literal["tokens", "samples"] | None = None,
-        defer_fsdp_grad_sync: bool | Literal["all_reduce"] = True,
-        reshard_during_accumulation: bool | Literal["auto"] = "auto",
-        auto_wrap_policy: set[type[Module]] | Callable[..., Any] | None = None,
-        reshard_after_forward: bool | int = True,
-        mp_policy: MixedPrecisionPolicy | None = None,
-        cpu_offload: bool = False,
-        activation_checkpointing: bool
-        | set[type[Module]]
-        | Literal["selective", "offload"]
-        | Callable[..., Any] = False,
-        compile: bool | dict[str, Any] = False,
-        prefetch: int | Literal["auto"] = "auto",
-        track_grad_norm: bool = False,
-        error_if_nonfinite: bool = False,
-        process_group_backend: str | None = None,
-        init_method: str | None = None,
-        timeout: timedelta | float = 30,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        first_rank_setup: bool = False,
-        save_distributed_checkpoint: bool | None = None,
-        uneven_inputs: Literal["error", "pad"] = "error",
-        count_window_ahead: bool = False,
-        async_checkpoint: bool = False,
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+    @from_keywords(StrategyOptions)
+    def __init__(self, options: StrategyOptions) -> None:
         super().__init__()
-        options = StrategyOptions(**given)
         self._options = options
         self._checkpoints = RunCheckpoints(
-            is_sharded=data_parallel == "fsdp2",
+            is_sharded=options.is_sharded,
             as_directory=options.writes_directories,
-            in_background=async_checkpoint,
+            in_background=options.async_checkpoint,
             timeout=options.parsed_timeout,
         )
         self.num_nodes = 1
@@ -319,10 +274,6 @@ class AutomodelStrategy(ParallelStrategy):
         with super().tensor_init_context(empty_init=False), torch.device("meta") if empty_init else nullcontext():
             yield
 
-    @property
-    def _shards_model(self) -> bool:
-        return self._options.data_parallel == "fsdp2"
-
     def _joined_mesh(self) -> RunMesh:
         if self._mesh is None:
             raise RuntimeError(
@@ -410,8 +361,8 @@ class AutomodelStrategy(ParallelStrategy):
             return
         collectives.named_barrier(name or "unnamed", self._options.parsed_timeout)
         if name == "pre_setup" and self.lightning_module is not None:
-            checks.check_callbacks(self._module.trainer.callbacks, self._shards_model)  # type: ignore[attr-defined]
-            self._weight_averages.delay(self.lightning_module, self._shards_model, self._patches)
+            checks.check_callbacks(self._module.trainer.callbacks, self._options.is_sharded)  # type: ignore[attr-defined]
+            self._weight_averages.delay(self.lightning_module, self._options.is_sharded, self._patches)
         if name == "pre_setup" and self._options.first_rank_setup:
             block = self.first_rank_per_node()
             block.__enter__()
@@ -850,7 +801,7 @@ class AutomodelStrategy(ParallelStrategy):
         if trainer is not None and had_run and self.world_size > 1:
             lightning_internals.keep_sigterm_handler(trainer)
         self._patches.restore()
-        if had_run and not self._shards_model:
+        if had_run and not self._options.is_sharded:
             if (layer_sync := lightning_internals.layer_sync(self)) is not None and self.model is not None:
                 layer_sync.revert(self.model)
             super().teardown()

@@ -60,7 +60,6 @@ class TrainingRun:
         self.patches = patches
         self.module, self.plugin, self.device, self.advice = module, plugin, device, advice
         self._options, self._mesh = options, mesh
-        self._is_sharded = options.data_parallel == "fsdp2"
         self._check(fitting)
         context: ContextParallelSteps | None = None
         if mesh.context_parallel is not None:
@@ -80,7 +79,7 @@ class TrainingRun:
         self.model = self.engine.setup(module, fitting, self._give_values)
         tensor_parallel.synchronize_metrics(module, mesh, self.patches)
         self.patches.set(module, "log", update_wrapper(partial(log_full, module.log), module.log))
-        if self._is_sharded:
+        if self._options.is_sharded:
             finetuning.finetune_by_identity(module, self.patches)
         advice.about_wrap_policy(options.auto_wrap_policy, self.engine.describe())
         self._weighting, self._scaling = self._make_weighting(), self._make_scaling()
@@ -116,7 +115,7 @@ class TrainingRun:
         """Refuse what cannot be trained, before anything is changed, and tell of options without effect."""
         module, plugin, options = self.module, self.plugin, self._options
         precision.check_precision(plugin, options.data_parallel)
-        if self._is_sharded:
+        if self._options.is_sharded:
             precision.check_conversion(plugin, module)
         if fitting:
             checks.check_training(module, module.trainer.accumulate_grad_batches, options.count_window_ahead)
@@ -154,7 +153,7 @@ class TrainingRun:
             self._mesh.group if self._mesh.sizes.divisor > 1 else None,
         )
         scaler = precision.enabled_scaler(plugin)
-        return LossScaling(scaler, range_scale, self.device, self._is_sharded, self.patches)
+        return LossScaling(scaler, range_scale, self.device, self._options.is_sharded, self.patches)
 
     def _compile_blocks(self) -> list[str]:
         """Compile the blocks that ``compile`` asks for, and return their names."""
@@ -178,7 +177,7 @@ class TrainingRun:
         """The engine, and the policy of units that this strategy makes."""
         module, options = self.module, self._options
         self.advice.about_master_weights(str(self.plugin.precision), module)
-        if not self._is_sharded:
+        if not self._options.is_sharded:
             return DDPEngine(self._mesh, self.device, options), None
         policy = precision.resolve_policy(self.plugin, options.mp_policy, module.parameters())
         has_foreign_policy = units.is_sharded(module) and not precision.is_applied(policy, module)
@@ -192,7 +191,7 @@ class TrainingRun:
     def _give_values(self) -> None:
         """Initialise tensors from the meta device, once they are sharded (FSDP2) or before they are copied (DDP)."""
         if self._without_values:
-            offloads = self._is_sharded and self._options.cpu_offload
+            offloads = self._options.is_sharded and self._options.cpu_offload
             meta_init.materialize(self.module, self.device, offloads)
             self.move_to_device()
 
@@ -224,7 +223,7 @@ class TrainingRun:
             self.patches.set(self.module, "on_validation_model_zero_grad", lambda: self._zero_before_validation(zero))
         checks.check_hooks(self.module, self._options.count_window_ahead)
         # Under automatic optimization every backward is the strategy's.
-        if not (self._is_sharded or self.module.automatic_optimization) and self._mesh.sizes.divisor > 1:
+        if not (self._options.is_sharded or self.module.automatic_optimization) and self._mesh.sizes.divisor > 1:
             self._watch.watch_stray_backwards(self.patches)
 
     def _zero_before_validation(self, zero: Callable[[], None]) -> None:
