@@ -52,7 +52,6 @@ NOT_MESSAGES = {
     "the num_label_tokens that … returned": "of `must be finite`",
     "the num_label_tokens that training_step returned": "of `must be finite`",
     "a tensor of shape …, …": "of `must be a number or a tensor of one element`",
-    "the number of labels": "of `that is … of the whole batch`",
     "per_token_loss=False (means of slices are not the mean of a batch)": "of `context_parallel_size=… does not work`",
     "count='samples' (a slice is not a sample)": "of `context_parallel_size=… does not work`",
     "(DDP does not say which)": "of `DistributedDataParallel did not reduce all gradients`",

@@ -34,16 +34,16 @@ class SequenceSlices:
 
     def length(self, batch: Any) -> int:
         """Positions of each sequence of a batch, which must be a mapping with ``input_ids``."""
-        if not isinstance(batch, Mapping):
-            raise TypeError(
-                f"context_parallel_size={self._num_chunks // 2} slices the sequences of a batch that is a mapping, and"
-                f" this one is a {type(batch).__name__}: return {{'input_ids': [b, s], {self._label_key!r}: [b, s]}}"
-                " from the collate function."
+        if not (isinstance(batch, Mapping) and isinstance(batch.get(_IDS), Tensor)):
+            kind = (
+                f"has the keys {sorted(map(str, batch))}"
+                if isinstance(batch, Mapping)
+                else f"is a {type(batch).__name__}"
             )
-        if not isinstance(batch.get(_IDS), Tensor):
             raise ValueError(
-                f"context_parallel_size={self._num_chunks // 2} slices batch['input_ids'] [b, s], and the batch has the"
-                f" keys {sorted(map(str, batch))}: give the tokens this name in the collate function."
+                f"context_parallel_size={self._num_chunks // 2} slices the sequences of a batch that is a mapping with"
+                f" input_ids [b, s], and this one {kind}: return {{'input_ids': [b, s], {self._label_key!r}: [b, s]}}"
+                " from the collate function."
             )
         return batch[_IDS].shape[-1]
 

@@ -91,7 +91,7 @@ def test_documents_begin_where_positions_do_not_go_up_by_one() -> None:
 @pytest.mark.parametrize(
     ("batch", "error", "message"),
     [
-        ([torch.zeros(2, 4)], TypeError, "is a list"),
+        ([torch.zeros(2, 4)], ValueError, "is a list"),
         ({"tokens": torch.zeros(2, 4)}, ValueError, "has the keys \\['tokens'\\]"),
         ({"input_ids": torch.zeros(2, 4), "labels": torch.zeros(2)}, ValueError, "input_ids have 4 positions"),
         ({"input_ids": torch.zeros(2, 4), "labels": torch.tensor(1)}, ValueError, "has the shape \\[\\]"),
