@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
-from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,17 +27,16 @@ from lightning_automodel.strategy import AutomodelStrategy
 class _TokenMean(Metric):
     """A sum of losses over its denominator. Tensor-parallel peers multiply both, so the ratio stays right.
 
-    TorchMetrics 1.9's own ``MeanMetric`` sums in float32 (moving to a device undoes ``set_dtype``), reads each batch on
-    the host to drop a NaN, and loses its weights with ``nan_strategy="disable"``.
+    TorchMetrics 1.9's own ``MeanMetric`` sums in float32 (moving to a device undoes ``set_dtype``), and reads each
+    batch on the host to drop a NaN.
     """
 
     full_state_update = False
+    sums: Tensor
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        dtype = collectives.wide_dtype(device)
-        self.sums: Tensor
-        self.add_state("sums", torch.zeros(2, dtype=dtype), dist_reduce_fx="sum")
+        self.add_state("sums", torch.zeros(2, dtype=collectives.wide_dtype(device)), dist_reduce_fx="sum")
         self.to(device)
 
     @override
@@ -53,18 +51,16 @@ class _TokenMean(Metric):
 class EvaluationLoss(Callback):
     """Logs the mean loss per label token of validation and test: over all ranks, each token once.
 
-    It is the value that one process gets over the whole set, whatever the batches and the number of ranks;
-    ``self.log("val_loss", loss, sync_dist=True)`` logs a mean of batch means. ``validation_step`` and ``test_step``
-    return what ``training_step`` returns, and give their count in the same ways; ``loss_reduction`` and
-    ``per_token_loss`` mean the same. Under strategies other than ``AutomodelStrategy`` they return
-    ``{"loss": mean, "num_label_tokens": n}``.
+    It is the value that one process gets over the whole set. (``self.log("val_loss", loss, sync_dist=True)`` logs a
+    mean of batch means.) ``validation_step`` and ``test_step`` return what ``training_step`` returns, and count in the
+    same ways. Under strategies other than ``AutomodelStrategy`` they return ``{"loss": mean, "num_label_tokens": n}``.
 
     ``ModelCheckpoint`` and ``EarlyStopping`` can monitor the value. With several loaders each has its own value, whose
     name ends in ``/dataloader_idx_0`` and so on. A set without any label token gives NaN.
 
-    Nothing is communicated within a batch. The end of a loader is a collective over all ranks, by TorchMetrics: two
-    numbers per rank. If a rank has failed, the others raise under ``AutomodelStrategy``. Under other strategies they
-    wait until the timeout of the process group. Each rank must have a batch of each loader.
+    The end of a loader is a collective over all ranks, by TorchMetrics: two numbers per rank, and each rank must have a
+    batch of each loader. If a rank has failed, the others raise under ``AutomodelStrategy``; under other strategies
+    they wait until the timeout of the process group.
 
     Args:
         name: Name of the logged value; ``{stage}`` in it becomes ``val`` or ``test``.
@@ -156,21 +152,18 @@ class StepMonitor(Callback):
     Unknown values are left out: tokens without ``input_ids``, padding without an ``attention_mask`` of the same shape,
     memory on a CPU, the loss and label tokens under other strategies, label tokens with ``per_token_loss=False``.
     Counts, rates and shares cover all steps since the last logged one. Their time excludes validation, saving and
-    logging.
+    logging. (Lightning's ``ThroughputMonitor`` assumes that all batches of all ranks have one size.)
 
     Between logged steps nothing is read from the device. A logged step waits for the device, and is a collective over
-    all ranks: one all-gather of nine numbers. If a rank has failed, the others raise under ``AutomodelStrategy``. Under
+    all ranks: one all-gather of nine numbers. If a rank has failed, the others raise under ``AutomodelStrategy``; under
     other strategies they wait until the timeout of the process group.
-
-    Lightning's ``ThroughputMonitor`` assumes that all batches of all ranks have one size, and waits for the device in
-    every batch. Only its table of peaks is used, for devices whose entry is the dense peak.
 
     Args:
         every_n_steps: Optimizer steps from one log to the next. None: the Trainer's ``log_every_n_steps``.
         flops: Count floating-point operations: matrix products, convolutions and attention, by ``FlopCounterMode``.
             Recomputed activations count again; kernels that torch does not know do not count. The first micro-batch of
             each shape takes longer.
-        peak_flops: The device's dense peak per second, in the dtype that it computes in. None: known for some GPUs.
+        peak_flops: The device's dense peak per second, in the dtype that it computes in, for ``peak_flops_share``.
 
     Raises:
         ValueError: If ``every_n_steps`` is not positive.
@@ -189,7 +182,7 @@ class StepMonitor(Callback):
         self.history: list[dict[str, Any]] = []
         self._every_n_steps, self._peak_flops = every_n_steps, peak_flops
         self._flops = _FlopMeter() if flops else None
-        self._report: StepReport | None = None
+        self._counted: Tensor | None = None
         self._logged_step = 0
         self._counts_label_tokens = False
         self._phase, self._entered_at = "data", 0.0
@@ -211,12 +204,9 @@ class StepMonitor(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = _automodel(trainer)
-        self._report = strategy.last_step if strategy is not None else None
         self._logged_step = trainer.global_step
         self._phase, self._entered_at = "data", time.perf_counter()
         self._begin_interval()
-        if self._flops is not None and self._peak_flops is None and strategy is not None:
-            self._peak_flops = _dense_peak(strategy)
         self._counts_label_tokens = strategy is not None and strategy.describe()["options"]["per_token_loss"]
 
     @override
@@ -248,18 +238,11 @@ class StepMonitor(Callback):
         rate = optimizer.param_groups[0]["lr"]
         self._learning_rate = rate.clone() if isinstance(rate, Tensor) else rate  # before a scheduler changes it
         strategy = _automodel(trainer)
-        if strategy is not None:
-            self._take(strategy.last_step)
-
-    def _take(self, report: StepReport | None) -> None:
-        """Keep a step's report; add its label tokens unless another optimizer has stepped on the same windows."""
-        if report is not None and not self._is_known(report):
-            self._label_tokens = self._label_tokens + report.num_label_tokens
-        self._report = report
-
-    def _is_known(self, report: StepReport) -> bool:
-        """Whether the report covers the same windows as the kept one; a new one is made when the norm is known."""
-        return self._report is not None and self._report.num_label_tokens is report.num_label_tokens
+        report = None if strategy is None else strategy.last_step
+        # Unless another optimizer has stepped on the same windows.
+        if report is not None and report.num_label_tokens is not self._counted:
+            self._counted = report.num_label_tokens
+            self._label_tokens = self._label_tokens + self._counted
 
     @override
     def on_train_batch_end(
@@ -273,10 +256,7 @@ class StepMonitor(Callback):
         self._count(batch, strategy is not None and strategy.is_filler)
         every, step = self._every_n_steps or trainer.log_every_n_steps, trainer.global_step  # type: ignore[attr-defined]
         if self._steps and every and step // every > self._logged_step // every:
-            newest = strategy.last_step if strategy is not None else None
-            if newest is not None and self._is_known(newest):
-                self._report = newest  # now with the gradient norm
-            self._log(trainer, pl_module, step)
+            self._log(trainer, pl_module, step, None if strategy is None else strategy.last_step)
             self._logged_step = step
             self._begin_interval()
         self._enter("data")
@@ -321,9 +301,8 @@ class StepMonitor(Callback):
         else:
             self._used_tokens = math.nan
 
-    def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> None:
-        report, seconds, strategy = self._report, self._seconds, trainer.strategy
-        device = strategy.root_device
+    def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int, report: StepReport | None) -> None:
+        seconds, strategy, device = self._seconds, trainer.strategy, trainer.strategy.root_device
         module = torch.get_device_module(device)
         self._enter("device")
         module.synchronize()
@@ -343,8 +322,7 @@ class StepMonitor(Callback):
         }
         dtype = collectives.wide_dtype(device)
         packed = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in own.values()])
-        columns = zip(*strategy.all_gather(packed).reshape(-1, len(own)).tolist(), strict=True)
-        by_rank = dict(zip(own, columns, strict=True))  # of each figure, one for each rank
+        by_rank = dict(zip(own, strategy.all_gather(packed).reshape(-1, len(own)).T.tolist(), strict=True))
         num_ranks = len(by_rank["tokens"])
         # Tensor-parallel peers hold the same data.
         copies = num_ranks / getattr(strategy, "distributed_sampler_kwargs", {"num_replicas": 1})["num_replicas"]
@@ -416,19 +394,3 @@ class _FlopMeter:
 
 def _automodel(trainer: pl.Trainer) -> AutomodelStrategy | None:
     return trainer.strategy if isinstance(trainer.strategy, AutomodelStrategy) else None
-
-
-def _dense_peak(strategy: AutomodelStrategy) -> float | None:
-    """The device's peak in the compute dtype; None unless Lightning's table is known to have the dense peak.
-
-    Lightning 2.6.6 takes an L40 for an L4, and has peaks with sparsity, or of two devices, for other GPUs.
-    """
-    device = strategy.root_device
-    if device.type != "cuda":
-        return None
-    known = ("A100", "H100 80GB HBM3", "H100 PCIe", "V100")
-    computed_in = str(strategy.describe()["precision"]["computation"]).partition(" ")[0].removeprefix("torch.")
-    dtype = getattr(torch, computed_in, None)  # None where there are several
-    if dtype is None or not any(name in torch.cuda.get_device_name(device) for name in known):
-        return None
-    return get_available_flops(device, dtype)

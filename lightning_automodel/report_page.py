@@ -1,10 +1,10 @@
 """The report of a fit as an HTML page: tables, plotly's charts, and plotly's script, so that nothing is fetched."""
 
 import html
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from pprint import pformat
 from statistics import median
 from string import Template
 from typing import Any
@@ -20,24 +20,14 @@ _CURVES = {
 }
 # By Okabe and Ito, for the colour-blind. Grey instead of black, and a lighter blue for the thin line of training, since
 # theirs are hard to see on a dark page.
-_TRAINING, *_VALIDATION = "#1F8ACB", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
-_PHASES = {
-    "data": "#E69F00",
-    "forward": "#56B4E9",
-    "backward": "#0072B2",
-    "optimizer": "#009E73",
-    "device": "#999999",
-    "validation": "#CC79A7",
-    "checkpoint": "#D55E00",
-    "logging": "#F0E442",
-}
+_COLOURS = ["#1F8ACB", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#F0E442"]
+_PHASES = ("data", "forward", "backward", "optimizer", "device", "validation", "checkpoint", "logging")
 _TIME = (
     "Seconds per step on the host of rank 0; click a phase to hide it. Communication is not shown separately: gathering"
     " parameters is part of forward and backward, reducing gradients of backward, the norm for clipping of optimizer. A"
     " GPU runs behind its host: “device” is the wait for it before a step is logged."
 )
-_MAX_BARS = 80
-_FOLDED_FROM = 10  # entries of a list, or of a table in a table
+_FEW = 40  # points that have markers of their own
 
 _Points = Sequence[tuple[int, float]]  # step and value
 _Chart = tuple[str, Any]  # its HTML, and what plotly draws in it
@@ -59,7 +49,7 @@ def render(
         history: ``StepMonitor.history``.
         first_step: Number of steps before those of ``history``.
         validated: What validation logged, by name and step.
-        configuration: For a table at the end of the page; may be nested.
+        configuration: Shown at the end of the page; may be nested.
     """
     from plotly.offline import get_plotlyjs  # not on every import of the package
 
@@ -74,7 +64,7 @@ def render(
     charts += [_phases(history, first_step)]
     drawn = [(text, figure) for text, figure in charts if figure.data]
     steps = [first_step, *(step for _, figure in drawn for trace in figure.data for step in trace.x)]
-    margin = max(0.5, (max(steps) - min(steps)) / 50)  # at least half a bar
+    margin = max(0.5, (max(steps) - min(steps)) / 50)
     for _, figure in drawn:
         figure.update_xaxes(range=[min(steps) - margin, max(steps) + margin])
     if rates := [rate for _, rate in of_training("tokens_per_second") if math.isfinite(rate)]:
@@ -83,7 +73,7 @@ def render(
         title=_escape(title),
         head=_table(head),
         charts="\n".join(text for text, _ in drawn) or "No step was logged.",
-        configuration=f"<h2>Configuration</h2>\n{_table(configuration)}" if configuration else "",
+        configuration=f"<h2>Configuration</h2>\n<pre>{_escape(pformat(configuration))}</pre>" if configuration else "",
         plotly=get_plotlyjs() if drawn else "",
         # A "<" could end the script element that contains this.
         figures=f"[{','.join(figure.to_json() for _, figure in drawn)}]".replace("<", "\\u003c"),
@@ -93,18 +83,15 @@ def render(
 def _chart(heading: str, caption: str, training: _Points, validation: Mapping[str, _Points] | None = None) -> _Chart:
     """Curves over the step; those without points are left out."""
     figure, finite = _empty_figure(), []
-    curves = {"training": training, **(validation or {})}
-    for (name, points), colour in zip(curves.items(), itertools.cycle([_TRAINING, *_VALIDATION]), strict=False):
+    for name, points in {"training": training, **(validation or {})}.items():
         if not points:
             continue
-        is_dense = len(points) > 40
         figure.add_scatter(
             x=[step for step, _ in points],
             y=[float(f"{value:.6g}") if math.isfinite(value) else None for _, value in points],
             name=_escape(name),
-            mode="lines" if is_dense else "lines+markers",
-            line={"color": colour, "width": 1.5},
-            marker={"size": 5 if name == "training" else 8, "symbol": "circle" if name == "training" else "diamond"},
+            mode="lines" if len(points) > _FEW else "lines+markers",
+            line={"width": 1.5},
             hovertemplate="%{y}",
         )
         finite += [value for _, value in points if math.isfinite(value)]
@@ -121,26 +108,23 @@ def _chart(heading: str, caption: str, training: _Points, validation: Mapping[st
 
 
 def _phases(history: Sequence[Mapping[str, Any]], first_step: int) -> _Chart:
-    """Seconds per step, stacked; if there are many logged steps, several share a bar."""
-    size = math.ceil(len(history) / _MAX_BARS) or 1
-    groups = [history[start : start + size] for start in range(0, len(history), size)]
-    ends = [group[-1]["step"] for group in groups]
-    widths = [end - before for before, end in zip([first_step, *ends], ends, strict=False)]
-    totals = {phase: sum(entry["seconds"].get(phase, 0.0) for entry in history) for phase in _PHASES}
+    """Seconds per step, stacked."""
+    steps = [entry["step"] for entry in history]
+    widths = [step - before for before, step in zip([first_step, *steps], steps, strict=False)]
+    seconds = {phase: [entry["seconds"].get(phase, 0.0) for entry in history] for phase in _PHASES}
+    total = sum(map(sum, seconds.values()))
     figure = _empty_figure()
-    for phase, total in totals.items():
-        seconds = [sum(entry["seconds"].get(phase, 0.0) for entry in group) for group in groups]
-        if not total:
-            continue
-        figure.add_bar(
-            x=[end - (width - 1) / 2 for end, width in zip(ends, widths, strict=True)],
-            y=[float(f"{spent / width:.4g}") for spent, width in zip(seconds, widths, strict=True)],
-            width=widths,
-            name=f"{phase} {total / sum(totals.values()):.0%}",
-            marker={"color": _PHASES[phase], "line": {"width": 0}},
-            hovertemplate="%{y} s",
-        )
-    figure.update_layout(barmode="stack", showlegend=True, legend={"traceorder": "normal"})
+    for phase, spent in seconds.items():
+        if any(spent):
+            figure.add_scatter(
+                x=steps,
+                y=[float(f"{each / width:.4g}") for each, width in zip(spent, widths, strict=True)],
+                stackgroup="phases",
+                name=f"{phase} {sum(spent) / total:.0%}",
+                mode="lines" if len(steps) > _FEW else "lines+markers",
+                hovertemplate="%{y} s",
+            )
+    figure.update_layout(showlegend=True)
     return _captioned("Time", _TIME, "wide"), figure
 
 
@@ -152,6 +136,7 @@ def _empty_figure() -> Any:
     return go.Figure(
         layout={
             "template": None,
+            "colorway": _COLOURS,
             "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
             "xaxis": {**axis, "title": "optimizer step", "hoverformat": ".0f"},
             "yaxis": axis,
@@ -170,18 +155,9 @@ def _captioned(heading: str, caption: str, width: str = "half") -> str:
     )
 
 
-def _table(facts: Mapping[Any, Any]) -> str:
-    rows = (f"<tr><th>{_escape(name)}</th><td>{_cell(value)}</td></tr>" for name, value in facts.items())
+def _table(facts: Mapping[str, Any]) -> str:
+    rows = (f"<tr><th>{_escape(name)}</th><td>{_escape(value)}</td></tr>" for name, value in facts.items())
     return f"<table>{''.join(rows)}</table>"
-
-
-def _cell(value: Any) -> str:
-    if not isinstance(value, Mapping | list | tuple | set | frozenset):
-        return _escape(value)
-    content = _table(value) if isinstance(value, Mapping) else "<br>".join(map(_cell, value))
-    if len(value) < _FOLDED_FROM:
-        return content if value else "none"
-    return f"<details><summary>{len(value)} entries</summary>{content}</details>"
 
 
 def _escape(value: Any) -> str:
