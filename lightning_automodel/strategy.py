@@ -58,8 +58,7 @@ class AutomodelStrategy(ParallelStrategy):
     """Trains any LightningModule sharded (FSDP2) or replicated (DDP) with the gradients of one single-process batch.
 
     Each optimizer step follows the gradient of the mean loss per label token over all micro-batches of the window and
-    all data-parallel ranks, however unequal they are. ``rescale_gradients`` has the algebra. All arguments are
-    keywords.
+    all data-parallel ranks, however unequal they are. ``rescale_gradients`` has the algebra.
 
     Args:
         data_parallel: ``"fsdp2"`` shards parameters, gradients and optimizer state; ``"ddp"`` copies them.
@@ -99,8 +98,8 @@ class AutomodelStrategy(ParallelStrategy):
         activation_checkpointing: Compute activations again in the backward instead of keeping them. True: those of
             each FSDP unit (``auto_wrap_policy``), or of the same modules under DDP. A set: those of the outermost
             instances of these classes. ``"selective"`` keeps the results of attention and of every second matrix
-            product; a policy of ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` keeps what it names.
-            ``"offload"``: as True, and the inputs of these modules are kept in host memory until the backward.
+            product; a policy of ``torch.utils.checkpoint`` keeps what it names. ``"offload"``: as True, with the
+            inputs of these modules in host memory until the backward.
         compile: Compile each FSDP unit (``auto_wrap_policy``), or the same modules under DDP. A dictionary: keywords of
             ``torch.compile``.
         prefetch: How many FSDP units ahead all-gathers start, in the forward and in the backward; each takes the memory
@@ -125,8 +124,7 @@ class AutomodelStrategy(ParallelStrategy):
             weighed before its backward. ``"aux_loss"`` in the output of ``training_step`` needs this, as do gradient
             hooks that step during backward (FSDP2 only); it also keeps half-precision gradients in range. The count
             then comes from the batch: if ``training_step`` returns another ``num_label_tokens``, it raises. A window's
-            batches are held in host memory. A data set that draws random numbers in the main process draws them in
-            another order.
+            batches are held in host memory, and random numbers drawn in the main process come in another order.
         async_checkpoint: Write checkpoints while training goes on, after the state was copied to host memory. One save
             at a time; a failure is raised in the next step, and a run ends when its last checkpoint is on disk.
 
@@ -179,14 +177,11 @@ class AutomodelStrategy(ParallelStrategy):
             )
 
     def __repr__(self) -> str:
-        """Names the Trainer it is for, since ``pytorch_lightning``'s own shows this when it refuses the strategy."""
+        # ``pytorch_lightning``'s own Trainer shows this when it refuses the strategy.
         return f"<{type(self).__name__} for lightning.pytorch.Trainer>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AutomodelStrategy":
-        """A strategy with the same options but no run: groups, stores and shards cannot be copied.
-
-        The copy shares the plugins, whose methods are patched during a run.
-        """
+        """The same options and plugins, but no run: groups, stores and shards cannot be copied."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         AutomodelStrategy.__init__(copied, **vars(self._options))
@@ -220,7 +215,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @property
     def last_step(self) -> StepReport | None:
-        """Report on the newest optimizer step; None before the first. Its tensors stay on the device.
+        """Report on the newest optimizer step, with tensors on the device; None before the first.
 
         In a process that started the ranks as workers, it is the last report of the newest finished run, on the CPU.
         """
@@ -228,10 +223,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @property
     def is_filler(self) -> bool:
-        """Whether the newest training batch is a padding batch: one without effect, for a rank whose data has ended.
-
-        For user code that keeps its own lists and counters under ``uneven_inputs="pad"``.
-        """
+        """Whether the newest training batch is padding without effect (``uneven_inputs="pad"``), for own counters."""
         return self._run is not None and self._run.inputs.is_filler
 
     @property
@@ -254,12 +246,12 @@ class AutomodelStrategy(ParallelStrategy):
     @property
     def device_mesh(self) -> DeviceMesh:
         """Mesh of the run, for ``configure_model``; RuntimeError before the processes have joined."""
-        return self._joined_mesh().mesh
+        return self._joined_mesh.mesh
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        mesh = self._joined_mesh().data_parallel
+        mesh = self._joined_mesh.data_parallel
         return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
 
     @contextmanager
@@ -268,12 +260,12 @@ class AutomodelStrategy(ParallelStrategy):
         """Context in which ``configure_model`` and ``trainer.init_module()`` create tensors on this rank's device.
 
         Args:
-            empty_init: True creates them on the meta device. Set-up then shards them first, and initialises only each
-                rank's shards, by the modules' own initialisers or from a checkpoint.
+            empty_init: True creates them on the meta device; set-up initialises each rank's shards.
         """
         with super().tensor_init_context(empty_init=False), torch.device("meta") if empty_init else nullcontext():
             yield
 
+    @property
     def _joined_mesh(self) -> RunMesh:
         if self._mesh is None:
             raise RuntimeError(
@@ -286,15 +278,9 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        start_method, environment = self._options.start_method, self._environment
-        self._launcher = make_launcher(
-            self,
-            start_method,
-            self.num_processes,
-            self.num_nodes,
-            self._supervisor,
-        )
-        if environment.creates_processes_externally and start_method != "popen":
+        start_method, environment = self._options.start_method, self.cluster_environment
+        self._launcher = make_launcher(self, start_method, self.num_processes, self.num_nodes, self._supervisor)
+        if environment is not None and environment.creates_processes_externally and start_method != "popen":
             self._advice.say_once(
                 f"start_method={start_method!r} has no effect: {type(environment).__name__} says that"
                 " something else has started the processes."
@@ -312,7 +298,7 @@ class AutomodelStrategy(ParallelStrategy):
         self.set_world_ranks()
         timeout = self._options.parsed_timeout
         process_group.join_process_group(
-            self._environment,
+            cast(ClusterEnvironment, self.cluster_environment),
             self.process_group_backend,
             timeout,
             self.root_device,
@@ -349,11 +335,8 @@ class AutomodelStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank, on the host; a collective. If ranks are missing, the error names them and the barrier.
 
-        Once a rank has failed, no rank waits: they leave one by one.
-
-        The Trainer calls ``"pre_setup"`` and ``"post_setup"`` around the ``setup`` hooks. With ``first_rank_setup``,
-        each node's first rank passes ``"pre_setup"`` at once, and the others when it reaches ``"post_setup"``. After
-        ``"run-stage"``, which follows the loading of checkpoints, every parameter must have values.
+        Once a rank has failed, no rank waits: they leave one by one. The Trainer calls ``"pre_setup"`` and
+        ``"post_setup"`` around the ``setup`` hooks, and ``"run-stage"`` once checkpoints are loaded.
         """
         if name == "post_setup":
             self._end_setup_block()
@@ -413,7 +396,7 @@ class AutomodelStrategy(ParallelStrategy):
             module,
             fitting,
             self._options,
-            self._joined_mesh(),
+            self._joined_mesh,
             self.root_device,
             self.precision_plugin,
             self.num_processes,
@@ -452,7 +435,7 @@ class AutomodelStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         self.optimizers, self.lr_scheduler_configs = [], []
         super().setup_optimizers(trainer)
-        checks.check_optimizers(self._module, self.optimizers, self._joined_mesh().sizes.divisor)
+        checks.check_optimizers(self._module, self.optimizers, self._joined_mesh.sizes.divisor)
         self._required_run.watch_module()
 
     @property
@@ -468,12 +451,6 @@ class AutomodelStrategy(ParallelStrategy):
             self._run.watch_optimizers(super().optimizers, wrappers if isinstance(wrappers, list) else [wrappers])
 
     @property
-    def _environment(self) -> ClusterEnvironment:
-        if self.cluster_environment is None:
-            raise RuntimeError(f"{type(self).__name__} has no cluster environment yet: a Trainer chooses it.")
-        return self.cluster_environment
-
-    @property
     def _required_run(self) -> TrainingRun:
         if self._run is None:
             raise RuntimeError(
@@ -483,9 +460,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @property
     def _module(self) -> "pl.LightningModule":
-        if self.lightning_module is None:
-            raise RuntimeError(f"{type(self).__name__} has no LightningModule yet: the Trainer connects it in fit.")
-        return self.lightning_module
+        return cast(pl.LightningModule, self.lightning_module)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -532,9 +507,8 @@ class AutomodelStrategy(ParallelStrategy):
     ) -> Tensor:
         """Backpropagate one micro-batch as a sum of token losses. After a window's last one, gradients are final.
 
-        Outside of ``block_backward_sync`` it is a collective: every rank must call it, and it costs one all-reduce over
-        the data-parallel ranks in addition to those of the engine. If a rank fails, the others raise. Returns the loss
-        unchanged: under automatic optimization it was divided by ``accumulate_grad_batches``.
+        Outside of ``block_backward_sync`` it is a collective, with one all-reduce over the data-parallel ranks in
+        addition to those of the engine. If a rank fails, the others raise. Returns the loss unchanged.
         """
         return self._required_run.micro_batches.backward(closure_loss, optimizer, args, kwargs)
 
@@ -548,10 +522,9 @@ class AutomodelStrategy(ParallelStrategy):
         model: "pl.LightningModule | Module | None" = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the window's last micro-batch, let hooks see the final gradients, clip, step.
+        """Run the window's last micro-batch (``closure``), let hooks see the final gradients, clip, step.
 
-        Under automatic optimization ``closure`` holds the last ``training_step`` and ``backward`` of the window. Every
-        rank must call it, once per window. Raises RuntimeError if the gradients of ``optimizer`` are not final.
+        A collective. Raises RuntimeError if the gradients of ``optimizer`` are not final.
         """
         run = self._required_run
         with ExitStack() as step:
@@ -568,10 +541,7 @@ class AutomodelStrategy(ParallelStrategy):
         clip_val: float,
         algorithm: Literal["norm", "value"] = "norm",
     ) -> Tensor:
-        """Clip the gradients of ``optimizer``, any mixture of shards and plain tensors.
-
-        For manual optimization, between ``manual_backward`` and ``optimizer.step()``. A collective: every rank must
-        call it.
+        """Clip the gradients of ``optimizer``, in manual optimization before its step. A collective.
 
         Args:
             optimizer: One of ``self.optimizers()``.
@@ -599,9 +569,7 @@ class AutomodelStrategy(ParallelStrategy):
     def on_test_start(self) -> None:
         self._required_run.engine.start_evaluation_loop()
 
-    @override
-    def on_predict_start(self) -> None:
-        self._required_run.engine.start_evaluation_loop()
+    on_predict_start = on_test_start
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -623,22 +591,16 @@ class AutomodelStrategy(ParallelStrategy):
         return self._begin_step(self._evaluation_steps, is_training=False)
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
-        """[2] sum of losses and its denominator, of one evaluated batch; for ``EvaluationLoss``.
+        """[2] sum of losses and its denominator, of a batch and what ``step`` returned for it; for ``EvaluationLoss``.
 
         Counted like training batches. Nothing is communicated. Raises ValueError without a loss or a count.
-
-        Args:
-            batch: What ``validation_step`` or ``test_step`` received.
-            output: What the step returned.
-            step: Name of the step.
         """
         return self._required_run.evaluated(batch, output, step)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
-        """Reduce a value over the ranks that hold different tokens (or ``group``), leaving the input as it is.
+        """Reduce a value over the ranks that hold different tokens (or ``group``): one all-reduce, out of place.
 
-        A collective on the group: one all-reduce, without the barrier that Lightning's own strategies put before it.
         The mean of integers is exact. Non-tensors are returned unchanged. Of a ``DTensor``, the full one is reduced.
         """
         if not isinstance(tensor, Tensor) or self._mesh is None:
@@ -714,17 +676,16 @@ class AutomodelStrategy(ParallelStrategy):
         checkpoint.update(describe_models(module))
         ranks, remark = self._saving_group(), None
         if self._resume is not None and "optimizer_states" in checkpoint:
-            remark = self._resume.add_to(checkpoint, self._joined_mesh().sizes_by_name(), ranks)
+            remark = self._resume.add_to(checkpoint, self._joined_mesh.sizes_by_name(), ranks)
         if ranks is None and self.world_size > 1:
             self._checkpoints.save_alone(checkpoint, filepath, self.checkpoint_io)
             return
         state = module.trainer.state
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         self._checkpoints.save(checkpoint, filepath, self.checkpoint_io, goes_on, storage_options)
-        if self._checkpoints.as_directory and self._options.save_distributed_checkpoint is None:
-            self._advice.say_once(DIRECTORY_NOTE, say=lambda text: rank_zero_info(f"{filepath} {text}"))
-        if remark is not None:
-            self._advice.say_once(remark, say=lambda text: rank_zero_info(f"{filepath} {text}"))
+        chose_directory = self._checkpoints.as_directory and self._options.save_distributed_checkpoint is None
+        for note in filter(None, (DIRECTORY_NOTE if chose_directory else None, remark)):
+            self._advice.say_once(note, say=lambda text: rank_zero_info(f"{filepath} {text}"))
 
     def _saving_group(self) -> dist.ProcessGroup | None:
         """The host group of all ranks; None if this is the only rank, or others have left after a failure."""
@@ -749,7 +710,7 @@ class AutomodelStrategy(ParallelStrategy):
         state = checkpoint.pop(CHECKPOINT_KEY, None)
         trainer = self._module.trainer
         if self._resume is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._resume.load(state, checkpoint, self._joined_mesh().sizes_by_name(), self.global_rank)
+            self._resume.load(state, checkpoint, self._joined_mesh.sizes_by_name(), self.global_rank)
         return checkpoint
 
     @override
@@ -785,13 +746,10 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        try:
+        with ExitStack() as leaving:
+            leaving.callback(self._supervisor.close)
+            leaving.callback(self._teardown_training)
             self._checkpoints.close(was_interrupted=self._supervisor.has_failed)
-        finally:
-            try:
-                self._teardown_training()
-            finally:
-                self._supervisor.close()
 
     def _teardown_training(self) -> None:
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
@@ -820,9 +778,6 @@ class AutomodelStrategy(ParallelStrategy):
     # --- Explaining ---------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """What was decided and why: mesh, units, divisors, modes, dtypes, estimated extra bytes per rank.
-
-        Not a collective. Before the first set-up it holds only the options.
-        """
+        """What was decided and why: mesh, units, divisors, modes, dtypes, extra bytes. Before set-up only the options."""
         described = self.reported_by_workers.get("description", {}) if self._run is None else self._run.describe()
         return {"options": dict(vars(self._options)), **described}
