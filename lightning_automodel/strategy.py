@@ -204,9 +204,7 @@ class AutomodelStrategy(ParallelStrategy):
     @property
     @override
     def root_device(self) -> torch.device:
-        if self.parallel_devices is None:
-            raise RuntimeError(f"{type(self).__name__} has no devices yet: a Trainer gives them to its strategy.")
-        return self.parallel_devices[self.local_rank]
+        return cast(list[torch.device], self.parallel_devices)[self.local_rank]
 
     @property
     def data_parallel(self) -> Literal["fsdp2", "ddp"]:
@@ -778,6 +776,6 @@ class AutomodelStrategy(ParallelStrategy):
     # --- Explaining ---------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """What was decided and why: mesh, units, divisors, modes, dtypes, extra bytes. Before set-up only the options."""
+        """What was decided and why: mesh, units, divisors, modes, dtypes, memory. Before set-up, only the options."""
         described = self.reported_by_workers.get("description", {}) if self._run is None else self._run.describe()
         return {"options": dict(vars(self._options)), **described}

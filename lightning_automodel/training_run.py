@@ -63,8 +63,9 @@ class TrainingRun:
         self._check(fitting)
         context: ContextParallelSteps | None = None
         if mesh.context_parallel is not None:
-            context = ContextParallelSteps(module, mesh.context_parallel, options, plugin, device, advice.say_once)
-            patches.callback(context.close)
+            context = ContextParallelSteps(
+                module, mesh.context_parallel, options, plugin, device, advice.say_once, patches
+            )
         self._context = context
         self._without_values = meta_init.names_without_values(module)
         plugin.convert_module(module)

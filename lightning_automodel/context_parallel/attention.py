@@ -24,7 +24,7 @@ class Slices:
         chunk: Number of positions in a chunk.
         length: Number of positions in the whole sequence, without padding.
         is_masked: Whether the batch has an ``attention_mask``.
-        documents: [b, w * s] the document of each position, or None: see :meth:`SequenceSlices.documents`.
+        documents: [b, w * s] the document of each position, or None: see ``SequenceSlices``.
         num_calls: How often attention has crossed ranks.
     """
 
@@ -79,10 +79,10 @@ def context_parallel_attention(
 ) -> Tensor:
     """Scaled dot-product self-attention of a sequence, also where this rank holds only a slice of it.
 
-    In a step under ``context_parallel_size`` > 1 it is a collective over the ranks that share the batch: keys and
-    values are gathered by one all-gather (before grouped heads are repeated), and their gradients are summed by one
-    reduce-scatter in backward. All ranks must make the same calls in the same order. If one fails, the others raise
-    when its process leaves, or at the group's timeout. Elsewhere it is ``F.scaled_dot_product_attention``.
+    In a step under ``context_parallel_size`` > 1 it is a collective over the ranks that share the batch: one all-gather
+    of keys and values, and one reduce-scatter of their gradients in backward. All ranks must make the same calls in the
+    same order. If one fails, the others raise when its process leaves, or at the group's timeout. Elsewhere it is
+    ``F.scaled_dot_product_attention``.
 
     Args:
         query: [b, h, s, d] of this rank's positions, after rotary embeddings by ``batch["position_ids"]``.
@@ -100,10 +100,8 @@ def context_parallel_attention(
     Raises:
         RuntimeError: If the inputs are not a slice of the step's batch.
     """
-    options: dict[str, Any] = {
-        **{"dropout_p": dropout_p, "scale": scale},
-        "enable_gqa": query.shape[-3] != key.shape[-3],
-    }
+    options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale}
+    options["enable_gqa"] = query.shape[-3] != key.shape[-3]
     slices, mask = _current, None
     if slices is None:
         if attention_mask is not None:

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning_automodel.context_parallel.slices import SequenceSlices
 from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.gradients.token_loss import TokenWeighting, has_count
 from lightning_automodel.options import StrategyOptions
+from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.tensor_parallel import check_same_batch
 from lightning_automodel.sharding.units import class_name
 
@@ -28,8 +30,7 @@ from lightning_automodel.sharding.units import class_name
 class ContextParallelSteps:
     """Gives each step its slice of the batch, and lets the step's attention cross the ranks of ``mesh``.
 
-    Hugging Face models attend across ranks until :meth:`close`. ``tell`` is called with a warning for the user, if the
-    check of the first step could not compare everything.
+    ``tell`` is called with a warning for the user, if the check of the first step could not compare everything.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class ContextParallelSteps:
         plugin: Precision,
         device: torch.device,
         tell: Callable[[str], None],
+        patches: PatchStack,
     ) -> None:
         for name in ("training_step", "validation_step", "test_step", "predict_step"):
             if lightning_internals.draws_its_batches(getattr(module, name)):
@@ -48,16 +50,10 @@ class ContextParallelSteps:
                     " dataloader_iter."
                 )
         self._module, self._group, self._device, self._tell = module, mesh.get_group(), device, tell
-        num_layers, self.close = let_models_attend_across(module)
+        num_layers = let_models_attend_across(module, patches)
         self._num_layers = max(num_layers, 1)
-        self.slices = SequenceSlices(
-            mesh.get_local_rank(),
-            mesh.size(),
-            options.label_key,
-            options.ignore_index,
-            options.label_shift,
-            adds_mask=num_layers > 0,
-        )
+        labels = options.label_key, options.ignore_index, options.label_shift
+        self.slices = SequenceSlices(mesh.get_local_rank(), mesh.size(), *labels, adds_mask=num_layers > 0)
         self._check: FirstStepCheck | None = FirstStepCheck(module, plugin)
         self._newest: Slices | None = None
         self._shape = torch.Size()
@@ -73,15 +69,7 @@ class ContextParallelSteps:
         if self._is_first:
             self._is_first = False
             check_same_batch(batch, self._group, self._device, "context-parallel")
-        length = self.slices.length(batch)
-        self._newest = Slices(
-            self._group,
-            self.slices.chunks,
-            self.slices.chunk_length(length),
-            length,
-            self.slices.has_mask(batch),
-            self.slices.documents(batch),
-        )
+        self._newest = self.slices.describe(batch, self._group)
         sliced = self.slices.slice(batch)
         self._shape, self._whole = sliced["input_ids"].shape, batch
         return sliced
@@ -94,8 +82,7 @@ class ContextParallelSteps:
         whole, self._whole = self._whole, None
         if step in self._counted or whole is None:
             return
-        own = float(weighting.count(batch, output, step)), weighting.num_labels(batch)
-        told = gather_objects(own, self._group)
+        told = gather_objects((float(weighting.count(batch, output, step)), weighting.num_labels(batch)), self._group)
         of_whole = _miscounted(weighting, told, batch, self.slices.slice(whole, cuts=False), has_count(output))
         outcome = of_whole, [count for count, _ in told]
         for of_whole, counts in gather_objects(outcome, None if step == "training_step" else self._group):
@@ -133,17 +120,10 @@ class ContextParallelSteps:
         if check is not None and (advice := check.check(slices, self._shape)) is not None:
             self._tell(advice)
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self) -> AbstractContextManager[None]:
         """Context of the backward of the step whose batch was sliced last: blocks may recompute their attention."""
-        slices = self._newest
-        num_calls = 0 if slices is None else slices.num_calls
-        try:
-            with attention.computing_on(slices):
-                yield
-        finally:
-            if slices is not None:
-                slices.num_calls = num_calls
+        # A copy, in which recomputation does not count as attention of the step.
+        return attention.computing_on(None if self._newest is None else replace(self._newest))
 
 
 def _miscounted(

@@ -340,12 +340,9 @@ def _sliced(
     module: pl.LightningModule, batch: Any, mesh: RunMesh, label_shift: int, patches: PatchStack
 ) -> tuple[Any, attention.Slices]:
     """The first rank's slice of the batch, and how it was sliced. Hugging Face models then attend across ranks."""
-    num_layers, restore = let_models_attend_across(module)
-    patches.callback(restore)
+    num_layers = let_models_attend_across(module, patches)
     slicer = SequenceSlices(0, mesh.sizes.context, "labels", -100, label_shift, adds_mask=num_layers > 0)
-    length, group = slicer.length(batch), mesh.mesh[CONTEXT].get_group()
-    sizes = slicer.chunks, slicer.chunk_length(length), length
-    return slicer.slice(batch), attention.Slices(group, *sizes, slicer.has_mask(batch), slicer.documents(batch))
+    return slicer.slice(batch), slicer.describe(batch, mesh.mesh[CONTEXT].get_group())
 
 
 def _optimizer_state(module: pl.LightningModule, recorder: _Recorder, foreach: bool) -> dict[str, float]:

@@ -535,8 +535,8 @@ REFUSED = {
     "shifted in the slice": refused("take batch['shift_labels']", ShiftsItself, label_shift=1),
     "keys of other positions": refused("each rank holds 2 of this step's: it is for self-attention", LongerKeys),
     "dataloader_iter": refused("slices the batch that training_step gets", DrawsItself),
-    "a pair": refused("a mapping with input_ids [b, s], and this one is a list", batch=(IDS, IDS)),
-    "other names": refused("and this one has the keys ['tokens']", batch={"tokens": IDS}),
+    "a pair": refused("a mapping with input_ids [b, s], got list", batch=(IDS, IDS)),
+    "other names": refused("input_ids [b, s], got ['tokens']", batch={"tokens": IDS}),
     "one label a row": refused("make it [b, 4]", batch={"input_ids": IDS, "labels": IDS[:, 0]}),
     "a mask of pairs": refused(
         "slices the last dimension of batch['attention_mask'], which has the shape [1, 1, 1, 4]",
