@@ -5,6 +5,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -75,11 +76,11 @@ class EvaluationLoss(Callback):
 
     def __init__(self, name: str = "{stage}_loss", perplexity: str | None = None) -> None:
         self._name, self._perplexity = name, perplexity
-        self._means: dict[int | None, _TokenMean] = {}
+        self._means: defaultdict[int | None, _TokenMean] = defaultdict()
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._means = {}
+        self._means = defaultdict(partial(_TokenMean, trainer.strategy.root_device))
 
     @override
     def on_validation_batch_end(  # Lightning names a loader only where there are several
@@ -100,7 +101,7 @@ class EvaluationLoss(Callback):
                 " mean, 'num_label_tokens': n}."
             )
         sums = (TokenWeighting() if strategy is None else strategy).evaluated(batch, outputs, step)
-        self._mean(trainer, dataloader_idx).update(sums)
+        self._means[dataloader_idx].update(sums)
         if dataloader_idx is not None:
             self._log(trainer, pl_module, dataloader_idx)
 
@@ -108,21 +109,16 @@ class EvaluationLoss(Callback):
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # With a single loader only here, so that a rank without any batch joins the collective.
         if set(self._means) <= {None}:
-            self._mean(trainer, None).update(torch.zeros(2, device=trainer.strategy.root_device))
+            self._means[None].update(torch.zeros(2, device=trainer.strategy.root_device))
             self._log(trainer, pl_module, None)
 
     on_test_start = on_validation_start
     on_test_batch_end = on_validation_batch_end
     on_test_epoch_end = on_validation_epoch_end
 
-    def _mean(self, trainer: pl.Trainer, loader: int | None) -> _TokenMean:
-        if loader not in self._means:
-            self._means[loader] = _TokenMean(trainer.strategy.root_device)
-        return self._means[loader]
-
     def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: int | None) -> None:
         """Log the mean, which Lightning computes at the end of the loader, with the loader's index in its name."""
-        mean = self._mean(trainer, loader)
+        mean = self._means[loader]
         metrics: dict[str, Metric] = {self._name: mean}
         if self._perplexity is not None:
             metrics[self._perplexity] = CompositionalMetric(torch.exp, mean, None)
@@ -134,28 +130,17 @@ class EvaluationLoss(Callback):
 class StepMonitor(Callback):
     """Logs what the newest optimizer step did and what steps cost, to every logger and the progress bar.
 
-    | value | what it is |
-    | --- | --- |
-    | ``train/loss`` | mean per label token over the window and all ranks: what was optimised |
-    | ``train/grad_norm`` | before clipping; where something asks for it, see ``track_grad_norm`` |
-    | ``train/learning_rate`` | used by the step, of the optimizer's first parameter group |
-    | ``train/label_tokens`` | per step, over all ranks |
-    | ``train/tokens`` | elements of ``batch["input_ids"]`` per step, over all ranks |
-    | ``train/padding`` | share of ``train/tokens`` that ``batch["attention_mask"]`` leaves out |
-    | ``train/tokens_per_second`` | label tokens over all ranks |
-    | ``train/tokens_per_second_per_device`` | the same divided by the number of ranks |
-    | ``train/data_wait`` | share of time spent waiting for data, on the rank that waits longest |
-    | ``train/peak_memory_gib`` | peak since the device's allocator was reset, on the rank with the highest |
-    | ``train/tflops_per_device`` | 10**12 floating-point operations per second, mean over ranks |
-    | ``train/peak_flops_share`` | that as a share of the device's dense peak |
+    The values are ``train/`` followed by ``loss``, ``grad_norm``, ``learning_rate``, ``label_tokens``, ``tokens``,
+    ``padding``, ``tokens_per_second``, ``tokens_per_second_per_device``, ``data_wait``, ``peak_memory_gib``,
+    ``tflops_per_device`` and ``peak_flops_share``: docs/watching.md says what each is.
 
     Unknown values are left out: tokens without ``input_ids``, padding without an ``attention_mask`` of the same shape,
     memory on a CPU, the loss and label tokens under other strategies, label tokens with ``per_token_loss=False``.
     Counts, rates and shares cover all steps since the last logged one. Their time excludes validation, saving and
     logging. (Lightning's ``ThroughputMonitor`` assumes that all batches of all ranks have one size.)
 
-    Between logged steps nothing is read from the device. A logged step waits for the device, and is a collective over
-    all ranks: one all-gather of nine numbers. If a rank has failed, the others raise under ``AutomodelStrategy``; under
+    Between logged steps nothing is read from the device. A logged step waits for it, and is a collective over all
+    ranks: one all-gather of nine numbers. If a rank has failed, the others raise under ``AutomodelStrategy``; under
     other strategies they wait until the timeout of the process group.
 
     Args:
@@ -181,7 +166,7 @@ class StepMonitor(Callback):
             raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}.")
         self.history: list[dict[str, Any]] = []
         self._every_n_steps, self._peak_flops = every_n_steps, peak_flops
-        self._flops = _FlopMeter() if flops else None
+        self._flops = _FlopMeter(flops)
         self._counted: Tensor | None = None
         self._logged_step = 0
         self._counts_label_tokens = False
@@ -216,8 +201,7 @@ class StepMonitor(Callback):
         strategy = _automodel(trainer)
         self._drawn = strategy.seconds_drawing if strategy is not None else 0.0
         self._enter("forward")
-        if self._flops is not None:
-            self._flops.start(pl_module, batch)
+        self._flops.start(pl_module, batch)
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -226,7 +210,7 @@ class StepMonitor(Callback):
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._enter("forward")
-        if self._flops is not None and pl_module.automatic_optimization:
+        if pl_module.automatic_optimization:
             self._flops.stop()
 
     @override
@@ -263,15 +247,11 @@ class StepMonitor(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._drop_count()  # of a batch that `on_train_batch_start` has skipped
+        self._flops.drop()  # of a batch that `on_train_batch_start` has skipped
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._drop_count()
-
-    def _drop_count(self) -> None:
-        if self._flops is not None:
-            self._flops.drop()
+        self._flops.drop()
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -289,7 +269,7 @@ class StepMonitor(Callback):
 
     def _count(self, batch: Any, is_filler: bool) -> None:
         """Add the tokens and operations of a micro-batch, unless it is a padding batch."""
-        operations = 0 if self._flops is None else self._flops.stop()
+        operations = self._flops.stop()
         if is_filler:
             return
         self._operations += operations
@@ -336,8 +316,8 @@ class StepMonitor(Callback):
             "train/padding": 1 - used / tokens if tokens else math.nan,
             "train/data_wait": max(by_rank["data_wait"]),
             "train/peak_memory_gib": max(by_rank["memory"]),
-            "train/tflops_per_device": flops / 1e12 if self._flops is not None else math.nan,
-            "train/peak_flops_share": flops / self._peak_flops if self._flops and self._peak_flops else math.nan,
+            "train/tflops_per_device": flops / 1e12 if self._flops.is_on else math.nan,
+            "train/peak_flops_share": flops / self._peak_flops if self._flops.is_on and self._peak_flops else math.nan,
         }
         values = {name: value for name, value in values.items() if not math.isnan(value)}
         if report is not None:
@@ -362,13 +342,16 @@ class StepMonitor(Callback):
 class _FlopMeter:
     """Counts floating-point operations of each shape of batch once, since counting runs each of them through Python."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_on: bool) -> None:
+        self.is_on = is_on
         self._known: dict[Any, int] = {}
         self._key: Any = None
         self._counter: FlopCounterMode | None = None
 
     def start(self, module: pl.LightningModule, batch: Any) -> None:
         """Begin a micro-batch."""
+        if not self.is_on:
+            return
         shapes: list[torch.Size] = []
         apply_to_collection(batch, Tensor, lambda tensor: shapes.append(tensor.shape))
         # Frozen parameters make a backward cheaper, so their number is part of the key.
@@ -378,7 +361,7 @@ class _FlopMeter:
             self._counter.__enter__()
 
     def stop(self) -> int:
-        """End the micro-batch and return its operations on this rank. Calling it again is harmless."""
+        """End the micro-batch and return its operations on this rank, 0 if off. Calling it again is harmless."""
         counter = self._counter
         self.drop()
         if counter is not None:

@@ -183,7 +183,7 @@ def test_no_steps() -> None:
 
 def test_curves_are_of_what_is_logged() -> None:
     """A chart of a name that nobody logs would only be left out."""
-    logged = re.findall(r"``train/(\w+)``", StepMonitor.__doc__ or "")
+    logged = re.findall(r"``(\w+)``", StepMonitor.__doc__ or "")
     assert [name for name in report_page._CURVES if name not in logged] == []
 
 
