@@ -149,7 +149,7 @@ class AutomodelStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._supervisor = Supervisor(self._join, self._checkpoints.wait_for_pending_save)
         self._patches = PatchStack()
-        self._setup_block: FirstRankPerNode | None = None
+        self._setup_block = ExitStack()
         self._weight_averages = LateAverages()
         self._evaluation_steps = 0
         self._forward_redirection = lightning_internals.DDPForwardRedirection()
@@ -345,16 +345,12 @@ class AutomodelStrategy(ParallelStrategy):
             checks.check_callbacks(self._module.trainer.callbacks, self._options.is_sharded)  # type: ignore[attr-defined]
             self._weight_averages.delay(self.lightning_module, self._options.is_sharded, self._patches)
         if name == "pre_setup" and self._options.first_rank_setup:
-            block = self.first_rank_per_node()
-            block.__enter__()
-            self._setup_block = block
+            self._setup_block.enter_context(self.first_rank_per_node())
         if name == "run-stage" and self._run is not None:
             self._run.check_initialized()
 
     def _end_setup_block(self, exception: BaseException | None = None) -> None:
-        block, self._setup_block = self._setup_block, None
-        if block is not None:
-            block.__exit__(type(exception) if exception is not None else None, exception, None)
+        self._setup_block.__exit__(type(exception) if exception is not None else None, exception, None)
 
     def first_rank_per_node(
         self, scope: Literal["node", "global"] = "node", timeout: timedelta | float | None = None
@@ -405,8 +401,6 @@ class AutomodelStrategy(ParallelStrategy):
         self.model = self._run.model
         self._weight_averages.set_up(module)
         if fitting:
-            if self._resume is not None:
-                self._resume.close()
             self._checkpoints.check_savable(trainer)
             self._resume = Resume(
                 trainer,

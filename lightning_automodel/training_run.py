@@ -182,10 +182,10 @@ class TrainingRun:
             return DDPEngine(self._mesh, self.device, options), None
         policy = precision.resolve_policy(self.plugin, options.mp_policy, module.parameters())
         has_foreign_policy = units.is_sharded(module) and not precision.is_applied(policy, module)
-        if has_foreign_policy and options.mp_policy is not None:
-            self.advice.say_once("mp_policy has no effect on a model that was sharded before, with another policy.")
-        elif has_foreign_policy:
-            self.advice.about_units_of_before(str(self.plugin.precision), module, policy)
+        computed_in = precision.unit_dtypes(module) - {policy.param_dtype}
+        if has_foreign_policy and (options.mp_policy is not None or computed_in):
+            option = f"precision={self.plugin.precision!r}" if options.mp_policy is None else "mp_policy"
+            self.advice.say_once(f"{option} has no effect on a model that was sharded before, with another policy.")
         engine = FSDP2Engine(self._mesh, self.device, options, local_ranks, policy)
         return engine, None if has_foreign_policy else policy
 
