@@ -162,19 +162,17 @@ class AutomodelStrategy(ParallelStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        presets: dict[str, tuple[str, dict[str, Any]]] = {
-            "automodel": ("FSDP2", {}),
-            "automodel_fsdp2": ("FSDP2", {"data_parallel": "fsdp2"}),
-            "automodel_fsdp2_samples": ("FSDP2 for classifiers", {"data_parallel": "fsdp2", "count": "samples"}),
-            "automodel_ddp": ("DDP", {"data_parallel": "ddp"}),
-            "automodel_ddp_samples": ("DDP for classifiers", {"data_parallel": "ddp", "count": "samples"}),
-            "automodel_hsdp": ("FSDP2, one replica per node", {"data_parallel_replicate_size": "auto"}),
-            "automodel_fsdp2_offload": ("FSDP2 with shards in host memory", {"cpu_offload": True}),
+        presets: dict[str, dict[str, Any]] = {
+            "automodel": {},
+            "automodel_fsdp2": {"data_parallel": "fsdp2"},
+            "automodel_fsdp2_samples": {"data_parallel": "fsdp2", "count": "samples"},
+            "automodel_ddp": {"data_parallel": "ddp"},
+            "automodel_ddp_samples": {"data_parallel": "ddp", "count": "samples"},
+            "automodel_hsdp": {"data_parallel_replicate_size": "auto"},
+            "automodel_fsdp2_offload": {"cpu_offload": True},
         }
-        for name, (engine, kwargs) in presets.items():
-            strategy_registry.register(
-                name, cls, description=f"{engine}, gradients of one single-process batch", override=True, **kwargs
-            )
+        for name, keywords in presets.items():
+            strategy_registry.register(name, cls, override=True, **keywords)
 
     def __repr__(self) -> str:
         # ``pytorch_lightning``'s own Trainer shows this when it refuses the strategy.

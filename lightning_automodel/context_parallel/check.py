@@ -28,49 +28,6 @@ from lightning_automodel.sharding.units import class_name
 _CHUNK = 4  # compared positions of a chunk, at most; each rank has two chunks
 
 
-class _Beginning:
-    """The first ``length`` positions of a batch, whose slice on this rank has the shape [b, s].
-
-    ``sliced`` and ``whole`` are these positions in slices, as the batch is, and all on this rank.
-    """
-
-    def __init__(self, slices: Slices, shape: torch.Size) -> None:
-        self._slices, self._shape = slices, shape
-        chunk = min(_CHUNK, slices.chunk)
-        self.length = 2 * slices.num_ranks * chunk
-        documents = None if slices.documents is None else slices.documents[:, : self.length]
-        length = min(self.length, slices.length)
-        self.sliced = replace(slices, chunk=chunk, length=length, documents=documents, num_calls=0)
-        self.whole = replace(self.sliced, group=None, chunks=(0, 1), chunk=self.length // 2)
-
-    def covers(self, arguments: Any) -> bool:
-        """Whether a module was called with slices, and with no other tensor that has the length of a sequence."""
-        tensors = _tensors(arguments)
-        others = [tensor for tensor in tensors if not self._is_slice(tensor)]
-        lengths = {self._shape[-1], self._shape[-1] * self._slices.num_ranks, self._slices.length, self.length}
-        return len(others) < len(tensors) and not any(lengths.intersection(tensor.shape[1:]) for tensor in others)
-
-    def _is_slice(self, tensor: Tensor) -> bool:
-        # A floating-point [b, s] may as well be [b, features].
-        is_known = not isinstance(tensor, DTensor) and (tensor.ndim > 2 or not tensor.is_floating_point())
-        return is_known and tensor.shape[:2] == self._shape
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """[b, s, ...] of each rank to [b, length, ...]; non-slices are returned unchanged. A collective."""
-        if not self._is_slice(tensor):
-            return tensor
-        whole = attention.whole(tensor.reshape(*self._shape, -1), self._slices)[:, : self.length]
-        # Contiguous, as models may call view() on it.
-        return whole.reshape(-1, self.length, *tensor.shape[2:]).contiguous()
-
-    def cut(self, tensor: Tensor) -> Tensor:
-        """[b, length, ...] to this rank's [b, s, ...]; a tensor of another length is returned unchanged."""
-        if tensor.ndim < 2 or tensor.shape[1] != self.length:
-            return tensor
-        chunks = tensor.split(self.sliced.chunk, dim=1)
-        return torch.cat([chunks[index] for index in self.sliced.chunks], dim=1)
-
-
 class FirstStepCheck:
     """Calls the modules that a step has called once more, on the first positions of its batch: in slices and whole.
 
@@ -108,37 +65,40 @@ class FirstStepCheck:
             yield
 
     def check(self, slices: Slices, shape: torch.Size) -> str | None:
-        """Compare the modules that the step has called. A collective over all ranks, after the step.
+        """Compare the modules that the step has called on slices of ``shape`` [b, s]. A collective over all ranks.
 
         Returns a warning for the user, if some attention could not be compared.
 
         Raises:
             RuntimeError: On every rank, if an output differs on any of them by more than rounding.
         """
-        beginning = _Beginning(slices, shape)
+        self._slices, self._shape, chunk = slices, shape, min(_CHUNK, slices.chunk)
+        self._length = 2 * slices.num_ranks * chunk
+        documents = None if slices.documents is None else slices.documents[:, : self._length]
+        length = min(self._length, slices.length)
+        self._sliced = replace(slices, chunk=chunk, length=length, documents=documents, num_calls=0)
+        self._whole = replace(self._sliced, group=None, chunks=(0, 1), chunk=self._length // 2)
         names = {each: name for name, each in self._module.named_modules()}
         calls, self._calls = self._calls, []
         # Ranks may have called different modules, or some with arguments that cannot be sliced.
-        told = gather_objects([names[each] if beginning.covers(arguments) else None for each, *arguments in calls])
-        found: tuple[nn.Module, float] | None = None
+        told = gather_objects([names[each] if self._covers(arguments) else None for each, *arguments in calls])
+        found: tuple[str, float] | None = None
         for call, called in zip(calls, zip(*told, strict=False), strict=False):
             if called[0] is not None and len({*called}) == 1:
-                difference = self._first_difference(call, beginning)
+                difference = self._first_difference(call, names)
                 found = found or difference
-        shown = None if found is None else (f"{names[found[0]]} ({class_name(found[0])})".strip(), found[1])
-        outcomes = gather_objects((shown, self._draws))
-        is_random = any(draws for _, draws in outcomes)
-        differences = [difference for difference, _ in outcomes if difference is not None]
-        if differences and not is_random:
-            name, error = differences[0]
+        found_by_rank, draws_by_rank = zip(*gather_objects((found, self._draws)), strict=True)
+        is_random = any(draws_by_rank)
+        if any(found_by_rank) and not is_random:
+            name, error = next(filter(None, found_by_rank))
             raise RuntimeError(
                 f"{name} gives something else on slices of sequences than on whole ones: off by {error:.2g} of its"
-                f" size on the first {beginning.length} positions of the first batch. In it, or just before, positions"
+                f" size on the first {self._length} positions of the first batch. In it, or just before, positions"
                 " are mixed within this rank's slice alone, or counted from its start: attend by"
                 " lightning_automodel.context_parallel_attention(query, key, value), and take positions from"
                 " batch['position_ids']."
             )
-        if not is_random and slices.num_calls <= beginning.sliced.num_calls:
+        if not is_random and slices.num_calls <= self._sliced.num_calls:
             return None
         return (
             f"{class_name(self._module)}.training_step draws random numbers in evaluation mode too, or attends outside"
@@ -147,27 +107,54 @@ class FirstStepCheck:
             " compared, call one module, as in self.model(**batch)."
         )
 
+    def _covers(self, arguments: Any) -> bool:
+        """Whether a module was called with slices, and with no other tensor that has the length of a sequence."""
+        tensors = _tensors(arguments)
+        others = [tensor for tensor in tensors if not self._is_slice(tensor)]
+        lengths = {self._shape[-1], self._shape[-1] * self._slices.num_ranks, self._slices.length, self._length}
+        return len(others) < len(tensors) and not any(lengths.intersection(tensor.shape[1:]) for tensor in others)
+
+    def _is_slice(self, tensor: Tensor) -> bool:
+        # A floating-point [b, s] may as well be [b, features].
+        is_known = not isinstance(tensor, DTensor) and (tensor.ndim > 2 or not tensor.is_floating_point())
+        return is_known and tensor.shape[:2] == self._shape
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        """A slice [b, s, ...] of each rank to the first positions [b, length, ...]. A collective."""
+        if not self._is_slice(tensor):
+            return tensor
+        whole = attention.whole(tensor.reshape(*self._shape, -1), self._slices)[:, : self._length]
+        # Contiguous, as models may call view() on it.
+        return whole.reshape(-1, self._length, *tensor.shape[2:]).contiguous()
+
+    def _cut(self, tensor: Tensor) -> Tensor:
+        """[b, length, ...] to this rank's [b, s, ...]; a tensor of another length is returned unchanged."""
+        if tensor.ndim < 2 or tensor.shape[1] != self._length:
+            return tensor
+        chunks = tensor.split(self._sliced.chunk, dim=1)
+        return torch.cat([chunks[index] for index in self._sliced.chunks], dim=1)
+
     def _first_difference(
-        self, call: tuple[nn.Module, Any, Any], beginning: _Beginning
-    ) -> tuple[nn.Module, float] | None:
+        self, call: tuple[nn.Module, Any, Any], names: dict[nn.Module, str]
+    ) -> tuple[str, float] | None:
         """The first module that returns another output in slices, and its relative error.
 
         A collective over the ranks that share the batch.
         """
         module, *arguments = call
-        arguments = apply_to_collection(arguments, Tensor, beginning.gather, allow_frozen=True)
-        whole = self._outputs(module, arguments, beginning.whole)
-        arguments = apply_to_collection(arguments, Tensor, beginning.cut, allow_frozen=True)
-        in_slices = self._outputs(module, arguments, beginning.sliced)
-        is_exact = torch.get_float32_matmul_precision() == "highest"
-        epsilon = 0.0 if is_exact else torch.finfo(torch.bfloat16).eps
+        arguments = apply_to_collection(arguments, Tensor, self._gather, allow_frozen=True)
+        whole = self._outputs(module, arguments, self._whole)
+        arguments = apply_to_collection(arguments, Tensor, self._cut, allow_frozen=True)
+        in_slices = self._outputs(module, arguments, self._sliced)
+        is_wide = torch.get_float32_matmul_precision() == "highest"
+        epsilon = 0.0 if is_wide else torch.finfo(torch.bfloat16).eps
         for (each, output), (_, own) in zip(whole, in_slices, strict=False):
             epsilon = max(epsilon, torch.finfo(output.dtype).eps)  # a wide output may come from narrower ones
-            expected = beginning.cut(output)
+            expected = self._cut(output)
             if expected is not output and own.shape == expected.shape:
                 error = float(_error(own.double(), expected.double()))
                 if error > math.sqrt(epsilon) / 2:
-                    return each, error
+                    return f"{names[each]} ({class_name(each)})".strip(), error
         return None
 
     def _outputs(self, module: nn.Module, arguments: Any, slices: Slices) -> list[tuple[nn.Module, Tensor]]:
