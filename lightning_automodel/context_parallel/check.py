@@ -41,13 +41,13 @@ class FirstStepCheck:
         self._draws = False
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, slices: Slices) -> Iterator[None]:
         """Context of ``training_step``: remembers the outermost calls of modules, the LightningModule among them."""
         original, depth = self._module.training_step, 0
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal depth
-            if depth == 0:
+            if depth == 0 and attention.current() is slices:  # not recomputed by a backward within the step
                 self._calls.append((module, args, kwargs))
             depth += 1
 

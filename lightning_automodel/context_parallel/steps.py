@@ -108,7 +108,7 @@ class ContextParallelSteps:
         check = None
         if name == "training_step":
             check, self._check = self._check, None
-        with attention.computing_on(slices), nullcontext() if check is None else check.recording():
+        with attention.computing_on(slices), nullcontext() if check is None else check.recording(slices):
             yield
         if slices.num_calls < self._num_layers:
             raise RuntimeError(
@@ -122,7 +122,7 @@ class ContextParallelSteps:
 
     def backward(self) -> AbstractContextManager[None]:
         """Context of the backward of the step whose batch was sliced last: blocks may recompute their attention."""
-        # A copy, in which recomputation does not count as attention of the step.
+        # A copy, so that recomputation does not count as attention of the step.
         return attention.computing_on(None if self._newest is None else replace(self._newest))
 
 

@@ -632,7 +632,8 @@ class ByHand(DecoderModule):
 
 @pytest.mark.parametrize("layout", ["fsdp2", pytest.param("ddp", marks=pytest.mark.sweep)])
 def test_manual_optimization(pool4: RankPool, layout: str) -> None:
-    run = Run(layout=layout, num_ranks=2, gap="micro_batches")
+    """Recomputation, which runs within the step, is none of its calls."""
+    run = Run(layout=layout, num_ranks=2, gap="micro_batches", recompute=True)
     weights, _, _ = train_plainly(replace(run, clipping="norm"))
     for trained, _ in pool4.run(fit_by_hand, run):
         assert weight_error(Outcome(trained, None), Outcome(weights, None)) <= TOLERANCE
