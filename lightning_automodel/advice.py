@@ -108,13 +108,10 @@ def summary(described: dict[str, Any]) -> str:
         sizes.pop(DATA, None)  # their product
     ranks = ", ".join(f"{name}={size}" for name, size in sizes.items()) or "one rank"
     units = described.get("units")
-    parts = [f"{described['data_parallel']} over {ranks}"]
-    if isinstance(units, list):
-        parts.append(f"{len(units)} FSDP units beside the root" if units else "one FSDP unit")
-    elif units is not None:
-        parts.append("already sharded")
-    if described["activation_checkpointing"]:
-        parts.append(f"{len(described['activation_checkpointing'])} blocks checkpointed")
-    parts.append(f"precision {described['precision'].get('trainer', 'unknown')}")
-    parts.append(f"gradients per {described['gradient_denominator']}")
+    parts = [
+        f"{described['data_parallel']} over {ranks}",
+        *([f"{len(units)} FSDP units beside the root"] if isinstance(units, list) else []),
+        f"precision {described['precision']['trainer']}",
+        f"gradients per {described['gradient_denominator']}",
+    ]
     return f"AutomodelStrategy: {', '.join(parts)}; trainer.strategy.describe() has the details."
