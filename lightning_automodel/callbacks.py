@@ -189,10 +189,10 @@ class StepMonitor(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = _automodel(trainer)
+        self._counts_label_tokens = strategy is not None and strategy.describe()["options"]["per_token_loss"]
         self._logged_step = trainer.global_step
         self._phase, self._entered_at = "data", time.perf_counter()
         self._begin_interval()
-        self._counts_label_tokens = strategy is not None and strategy.describe()["options"]["per_token_loss"]
 
     @override
     def on_train_batch_start(
@@ -292,7 +292,7 @@ class StepMonitor(Callback):
         own = {
             "loss": report.loss if report is not None else math.nan,
             "norm": report.grad_norm if report is not None and report.grad_norm is not None else math.nan,
-            "label_tokens": self._label_tokens,
+            "label_tokens": self._label_tokens if self._counts_label_tokens else math.nan,
             "tokens": self._tokens,
             "used": self._used_tokens,
             "seconds": training,
@@ -306,12 +306,15 @@ class StepMonitor(Callback):
         num_ranks = len(by_rank["tokens"])
         # Tensor-parallel peers hold the same data.
         copies = num_ranks / getattr(strategy, "distributed_sampler_kwargs", {"num_replicas": 1})["num_replicas"]
-        loss, norm, label_tokens = (by_rank[name][0] for name in ("loss", "norm", "label_tokens"))
+        label_tokens = by_rank["label_tokens"][0]
         tokens, used = (sum(by_rank[name]) / copies for name in ("tokens", "used"))
         longest = max(by_rank["seconds"])
         flops = statistics.mean(by_rank["flops"])
         values = {
             "train/learning_rate": float(self._learning_rate),
+            "train/label_tokens": label_tokens / self._steps,
+            "train/tokens_per_second": label_tokens / longest,
+            "train/tokens_per_second_per_device": label_tokens / longest / num_ranks,
             "train/tokens": tokens / self._steps,
             "train/padding": 1 - used / tokens if tokens else math.nan,
             "train/data_wait": max(by_rank["data_wait"]),
@@ -321,13 +324,9 @@ class StepMonitor(Callback):
         }
         values = {name: value for name, value in values.items() if not math.isnan(value)}
         if report is not None:
-            values["train/loss"] = loss
+            values["train/loss"] = by_rank["loss"][0]  # NaN is shown
             if report.grad_norm is not None:
-                values["train/grad_norm"] = norm
-            if self._counts_label_tokens:
-                values["train/label_tokens"] = label_tokens / self._steps
-                values["train/tokens_per_second"] = label_tokens / longest
-                values["train/tokens_per_second_per_device"] = label_tokens / longest / num_ranks
+                values["train/grad_norm"] = by_rank["norm"][0]
         # Through `pl_module.log` loggers would get only those that fall on `log_every_n_steps`.
         for logger in trainer.loggers:
             logger.log_metrics(values, lightning_internals.logging_step(trainer))
