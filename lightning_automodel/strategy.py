@@ -67,11 +67,10 @@ class AutomodelStrategy(ParallelStrategy):
             ``"auto"``: the number of nodes.
         tensor_parallel_size: Ranks that compute each micro-batch together, by the plan that ``configure_model`` applies
             over ``self.device_mesh["tensor_parallel"]``, or by a Hugging Face model's own ``tp_plan``.
-        context_parallel_size: Ranks that share each batch and hold a slice of its sequence each, for sequences that do
-            not fit on one. Their attention is ``context_parallel_attention``.
-        device_mesh: A mesh over all ranks that the caller built; the sizes are read from it. Its dimensions may be
-            called ``data_parallel`` or ``dp``; ``data_parallel_shard``, ``dp_shard`` or ``fsdp``;
-            ``data_parallel_replicate`` or ``dp_replicate``; ``tensor_parallel`` or ``tp``.
+        context_parallel_size: Ranks that share each batch and hold a slice of its sequence each. Their attention is
+            ``context_parallel_attention``.
+        device_mesh: A mesh over all ranks that the caller built; the sizes are read from it. Its dimensions are called
+            ``dp`` or ``dp_replicate`` and ``dp_shard``, ``tp``, or as this strategy calls them.
         ddp_kwargs: For ``DistributedDataParallel`` (``find_unused_parameters``, ``bucket_cap_mb``, ...).
         ddp_comm_hook: Reduces gradients instead of an all-reduce, as in ``DDPStrategy``. Needs ``count_window_ahead``.
         ddp_comm_state: First argument of the hook.
@@ -86,12 +85,12 @@ class AutomodelStrategy(ParallelStrategy):
             and ``"tokens"`` count label tokens, in one of the other ways.
         defer_fsdp_grad_sync: When FSDP2 reduces gradients. True: once per window. False: after each micro-batch, which
             takes less memory. ``"all_reduce"``: with replicas, reduce-scatter each time and all-reduce once.
-        reshard_during_accumulation: False keeps parameters gathered from the first forward of a window to its last
-            backward. ``"auto"``: keep them if an estimate says that they fit; ``describe()`` has the estimate.
+        reshard_during_accumulation: False keeps parameters gathered for a whole window. ``"auto"``: if an estimate says
+            that they fit; ``describe()`` has it.
         auto_wrap_policy: Classes whose outermost instances become FSDP units, or a predicate on modules. None: the
             outermost repeated blocks.
-        reshard_after_forward: Whether FSDP units free their parameters between forward and backward, or the size of the
-            group to reshard to. No effect if parameters stay gathered for the window.
+        reshard_after_forward: Whether FSDP units free their parameters between forward and backward, if they do not
+            stay gathered for the window; or the size of the group to reshard to.
         mp_policy: The dtypes that FSDP2 units compute and reduce in, instead of those of ``Trainer(precision=...)``.
             ``output_dtype`` is the dtype of what modules return to the LightningModule's own code.
         cpu_offload: Keep shards and optimizer state in host memory.
@@ -110,23 +109,22 @@ class AutomodelStrategy(ParallelStrategy):
         process_group_backend: Backend of the default process group. None: gloo for CPU, nccl for CUDA.
         init_method: Where the ranks meet: ``"tcp://host:port"`` or ``"file:///path"``. None: as the environment says.
         start_method: How the ranks of a node are started, if no launcher has started them. ``"popen"``: this process
-            is rank 0 and runs the script again for each other rank. ``"fork"`` (also in notebooks), ``"spawn"`` and
-            ``"forkserver"``: as workers, which end with the run; trained weights and metrics come back. A forked rank
-            computes with one CPU thread.
+            is rank 0 and runs the script again for each other rank. ``"fork"`` (also in notebooks; one CPU thread a
+            rank), ``"spawn"`` and ``"forkserver"``: as workers, from which weights and metrics come back.
         timeout: How long a collective may wait, and how long a rank may miss its heartbeats: ``timedelta`` or minutes.
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
         save_distributed_checkpoint: True: a checkpoint is a directory of shards. False: one file, for which rank 0
             needs host memory for the whole state. None: a directory if the model is sharded.
         uneven_inputs: What happens if a rank's training data ends before another's. ``"error"``: every rank raises.
-            ``"pad"``: it goes on with copies of a batch that have no tokens and no effect, until all have ended.
-            Evaluation and prediction always see each sample once.
+            ``"pad"``: it goes on with padding batches, which have no effect, until all have ended. Evaluation and
+            prediction always see each sample once.
         count_window_ahead: Draw and count the batches of a window before its first forward, so that each loss is
-            weighed before its backward. ``"aux_loss"`` in the output of ``training_step`` needs this, as do gradient
-            hooks that step during backward (FSDP2 only); it also keeps half-precision gradients in range. The count
-            then comes from the batch: if ``training_step`` returns another ``num_label_tokens``, it raises. A window's
-            batches are held in host memory, and random numbers drawn in the main process come in another order.
-        async_checkpoint: Write checkpoints while training goes on, after the state was copied to host memory. One save
-            at a time; a failure is raised in the next step, and a run ends when its last checkpoint is on disk.
+            weighed before its backward: for ``"aux_loss"`` in the output of ``training_step``, for gradient hooks that
+            step during backward (FSDP2 only), and for the range of half-precision gradients. Another returned
+            ``num_label_tokens`` raises. A window's batches are held in host memory, and random numbers drawn in the
+            main process come in another order.
+        async_checkpoint: Write checkpoints while training goes on, after the state was copied to host memory. A failure
+            is raised in the next step, and a run ends when its last checkpoint is on disk.
 
     Raises:
         ValueError: If an option is out of range; the message gives the valid values.
