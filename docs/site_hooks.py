@@ -72,15 +72,15 @@ def _page_of(target: str) -> str:
     return f"{target}.md" if Path(target).suffix in LANGUAGES else target
 
 
-def _strategy() -> Any:
-    path = ROOT / "lightning_automodel" / "strategy.py"
-    return griffe.visit("strategy", filepath=path, code=path.read_text())["AutomodelStrategy"]
+def _class(module: str, name: str) -> Any:
+    path = ROOT / "lightning_automodel" / f"{module}.py"
+    return griffe.visit(module, filepath=path, code=path.read_text())[name]
 
 
 def _option_list(names: str) -> str:
     """Options of the strategy with type, default and meaning, as its docstring has them."""
-    strategy = _strategy()
-    sections = strategy.docstring.parse("google", warn_missing_types=False)
+    options = _class("options", "StrategyOptions")
+    sections = _class("strategy", "AutomodelStrategy").docstring.parse("google", warn_missing_types=False)
     parsed = [entry for section in sections if section.kind.value == "parameters" for entry in section.value]
     meanings = {entry.name: " ".join(entry.description.split()) for entry in parsed}
     items = []
@@ -88,8 +88,8 @@ def _option_list(names: str) -> str:
         if name not in meanings:
             LOG.warning("the docstring of AutomodelStrategy has no option %s", name)
             continue
-        parameter = strategy.parameters[name]
-        items.append(f"- **`{name}`** `{parameter.annotation}` = `{parameter.default}`<br>{meanings[name]}")
+        option = options[name]
+        items.append(f"- **`{name}`** `{option.annotation}` = `{option.value}`<br>{meanings[name]}")
     return "\n".join(items) + "\n\n"
 
 

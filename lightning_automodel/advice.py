@@ -6,13 +6,12 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_automodel.context_parallel.hugging_face import outermost_hugging_face_models
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.distributed.mesh import DATA, REPLICATE, SHARD
 from lightning_automodel.gradients.token_loss import Count, TokenWeighting, count_samples, has_count
-from lightning_automodel.sharding.precision import HALF, unit_dtypes
+from lightning_automodel.sharding.precision import HALF
 from lightning_automodel.sharding.units import WrapPolicy
 
 
@@ -60,15 +59,6 @@ class Advice:
                 f"precision={precision!r} updates parameters in their own dtype, and {len(halves)} trainable ones are"
                 f" {halves[0]}: small updates are lost. Load the model in float32 (model.float()), or pass"
                 " precision='bf16-true' or '16-true' if that is intended."
-            )
-
-    def about_units_of_before(self, precision: str, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-        """Warn if units of a model that is already sharded compute in another dtype than ``policy``."""
-        computed_in = unit_dtypes(module)
-        if computed_in - {policy.param_dtype}:
-            self.say_once(
-                f"precision={precision!r} has no effect on a model that was sharded before: its units compute in"
-                f" {', '.join(sorted(map(str, computed_in)))}."
             )
 
     def about_count(self, module: nn.Module, weighting: TokenWeighting, output: Any) -> None:
@@ -127,13 +117,10 @@ def summary(described: dict[str, Any]) -> str:
         sizes.pop(DATA, None)  # their product
     ranks = ", ".join(f"{name}={size}" for name, size in sizes.items()) or "one rank"
     units = described.get("units")
-    parts = [f"{described['data_parallel']} over {ranks}"]
-    if isinstance(units, list):
-        parts.append(f"{len(units)} FSDP units beside the root" if units else "one FSDP unit")
-    elif units is not None:
-        parts.append("already sharded")
-    if described["activation_checkpointing"]:
-        parts.append(f"{len(described['activation_checkpointing'])} blocks checkpointed")
-    parts.append(f"precision {described['precision'].get('trainer', 'unknown')}")
-    parts.append(f"gradients per {described['gradient_denominator']}")
+    parts = [
+        f"{described['data_parallel']} over {ranks}",
+        *([f"{len(units)} FSDP units beside the root"] if isinstance(units, list) else []),
+        f"precision {described['precision']['trainer']}",
+        f"gradients per {described['gradient_denominator']}",
+    ]
     return f"AutomodelStrategy: {', '.join(parts)}; trainer.strategy.describe() has the details."

@@ -5,12 +5,12 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
-from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,17 +28,16 @@ from lightning_automodel.strategy import AutomodelStrategy
 class _TokenMean(Metric):
     """A sum of losses over its denominator. Tensor-parallel peers multiply both, so the ratio stays right.
 
-    TorchMetrics 1.9's own ``MeanMetric`` sums in float32 (moving to a device undoes ``set_dtype``), reads each batch on
-    the host to drop a NaN, and loses its weights with ``nan_strategy="disable"``.
+    TorchMetrics 1.9's own ``MeanMetric`` sums in float32 (moving to a device undoes ``set_dtype``), and reads each
+    batch on the host to drop a NaN.
     """
 
     full_state_update = False
+    sums: Tensor
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        dtype = collectives.wide_dtype(device)
-        self.sums: Tensor
-        self.add_state("sums", torch.zeros(2, dtype=dtype), dist_reduce_fx="sum")
+        self.add_state("sums", torch.zeros(2, dtype=collectives.wide_dtype(device)), dist_reduce_fx="sum")
         self.to(device)
 
     @override
@@ -53,18 +52,16 @@ class _TokenMean(Metric):
 class EvaluationLoss(Callback):
     """Logs the mean loss per label token of validation and test: over all ranks, each token once.
 
-    It is the value that one process gets over the whole set, whatever the batches and the number of ranks;
-    ``self.log("val_loss", loss, sync_dist=True)`` logs a mean of batch means. ``validation_step`` and ``test_step``
-    return what ``training_step`` returns, and give their count in the same ways; ``loss_reduction`` and
-    ``per_token_loss`` mean the same. Under strategies other than ``AutomodelStrategy`` they return
-    ``{"loss": mean, "num_label_tokens": n}``.
+    It is the value that one process gets over the whole set. (``self.log("val_loss", loss, sync_dist=True)`` logs a
+    mean of batch means.) ``validation_step`` and ``test_step`` return what ``training_step`` returns, and count in the
+    same ways. Under strategies other than ``AutomodelStrategy`` they return ``{"loss": mean, "num_label_tokens": n}``.
 
     ``ModelCheckpoint`` and ``EarlyStopping`` can monitor the value. With several loaders each has its own value, whose
     name ends in ``/dataloader_idx_0`` and so on. A set without any label token gives NaN.
 
-    Nothing is communicated within a batch. The end of a loader is a collective over all ranks, by TorchMetrics: two
-    numbers per rank. If a rank has failed, the others raise under ``AutomodelStrategy``. Under other strategies they
-    wait until the timeout of the process group. Each rank must have a batch of each loader.
+    The end of a loader is a collective over all ranks, by TorchMetrics: two numbers per rank, and each rank must have a
+    batch of each loader. If a rank has failed, the others raise under ``AutomodelStrategy``; under other strategies
+    they wait until the timeout of the process group.
 
     Args:
         name: Name of the logged value; ``{stage}`` in it becomes ``val`` or ``test``.
@@ -79,11 +76,11 @@ class EvaluationLoss(Callback):
 
     def __init__(self, name: str = "{stage}_loss", perplexity: str | None = None) -> None:
         self._name, self._perplexity = name, perplexity
-        self._means: dict[int | None, _TokenMean] = {}
+        self._means: defaultdict[int | None, _TokenMean] = defaultdict()
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._means = {}
+        self._means = defaultdict(partial(_TokenMean, trainer.strategy.root_device))
 
     @override
     def on_validation_batch_end(  # Lightning names a loader only where there are several
@@ -104,7 +101,7 @@ class EvaluationLoss(Callback):
                 " mean, 'num_label_tokens': n}."
             )
         sums = (TokenWeighting() if strategy is None else strategy).evaluated(batch, outputs, step)
-        self._mean(trainer, dataloader_idx).update(sums)
+        self._means[dataloader_idx].update(sums)
         if dataloader_idx is not None:
             self._log(trainer, pl_module, dataloader_idx)
 
@@ -112,21 +109,16 @@ class EvaluationLoss(Callback):
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # With a single loader only here, so that a rank without any batch joins the collective.
         if set(self._means) <= {None}:
-            self._mean(trainer, None).update(torch.zeros(2, device=trainer.strategy.root_device))
+            self._means[None].update(torch.zeros(2, device=trainer.strategy.root_device))
             self._log(trainer, pl_module, None)
 
     on_test_start = on_validation_start
     on_test_batch_end = on_validation_batch_end
     on_test_epoch_end = on_validation_epoch_end
 
-    def _mean(self, trainer: pl.Trainer, loader: int | None) -> _TokenMean:
-        if loader not in self._means:
-            self._means[loader] = _TokenMean(trainer.strategy.root_device)
-        return self._means[loader]
-
     def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: int | None) -> None:
         """Log the mean, which Lightning computes at the end of the loader, with the loader's index in its name."""
-        mean = self._mean(trainer, loader)
+        mean = self._means[loader]
         metrics: dict[str, Metric] = {self._name: mean}
         if self._perplexity is not None:
             metrics[self._perplexity] = CompositionalMetric(torch.exp, mean, None)
@@ -138,39 +130,25 @@ class EvaluationLoss(Callback):
 class StepMonitor(Callback):
     """Logs what the newest optimizer step did and what steps cost, to every logger and the progress bar.
 
-    | value | what it is |
-    | --- | --- |
-    | ``train/loss`` | mean per label token over the window and all ranks: what was optimised |
-    | ``train/grad_norm`` | before clipping; where something asks for it, see ``track_grad_norm`` |
-    | ``train/learning_rate`` | used by the step, of the optimizer's first parameter group |
-    | ``train/label_tokens`` | per step, over all ranks |
-    | ``train/tokens`` | elements of ``batch["input_ids"]`` per step, over all ranks |
-    | ``train/padding`` | share of ``train/tokens`` that ``batch["attention_mask"]`` leaves out |
-    | ``train/tokens_per_second`` | label tokens over all ranks |
-    | ``train/tokens_per_second_per_device`` | the same divided by the number of ranks |
-    | ``train/data_wait`` | share of time spent waiting for data, on the rank that waits longest |
-    | ``train/peak_memory_gib`` | peak since the device's allocator was reset, on the rank with the highest |
-    | ``train/tflops_per_device`` | 10**12 floating-point operations per second, mean over ranks |
-    | ``train/peak_flops_share`` | that as a share of the device's dense peak |
+    The values are ``train/`` followed by ``loss``, ``grad_norm``, ``learning_rate``, ``label_tokens``, ``tokens``,
+    ``padding``, ``tokens_per_second``, ``tokens_per_second_per_device``, ``data_wait``, ``peak_memory_gib``,
+    ``tflops_per_device`` and ``peak_flops_share``: docs/watching.md says what each is.
 
     Unknown values are left out: tokens without ``input_ids``, padding without an ``attention_mask`` of the same shape,
     memory on a CPU, the loss and label tokens under other strategies, label tokens with ``per_token_loss=False``.
     Counts, rates and shares cover all steps since the last logged one. Their time excludes validation, saving and
-    logging.
+    logging. (Lightning's ``ThroughputMonitor`` assumes that all batches of all ranks have one size.)
 
-    Between logged steps nothing is read from the device. A logged step waits for the device, and is a collective over
-    all ranks: one all-gather of nine numbers. If a rank has failed, the others raise under ``AutomodelStrategy``. Under
+    Between logged steps nothing is read from the device. A logged step waits for it, and is a collective over all
+    ranks: one all-gather of nine numbers. If a rank has failed, the others raise under ``AutomodelStrategy``; under
     other strategies they wait until the timeout of the process group.
-
-    Lightning's ``ThroughputMonitor`` assumes that all batches of all ranks have one size, and waits for the device in
-    every batch. Only its table of peaks is used, for devices whose entry is the dense peak.
 
     Args:
         every_n_steps: Optimizer steps from one log to the next. None: the Trainer's ``log_every_n_steps``.
         flops: Count floating-point operations: matrix products, convolutions and attention, by ``FlopCounterMode``.
             Recomputed activations count again; kernels that torch does not know do not count. The first micro-batch of
             each shape takes longer.
-        peak_flops: The device's dense peak per second, in the dtype that it computes in. None: known for some GPUs.
+        peak_flops: The device's dense peak per second, in the dtype that it computes in, for ``peak_flops_share``.
 
     Raises:
         ValueError: If ``every_n_steps`` is not positive.
@@ -188,8 +166,8 @@ class StepMonitor(Callback):
             raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}.")
         self.history: list[dict[str, Any]] = []
         self._every_n_steps, self._peak_flops = every_n_steps, peak_flops
-        self._flops = _FlopMeter() if flops else None
-        self._report: StepReport | None = None
+        self._flops = _FlopMeter(flops)
+        self._counted: Tensor | None = None
         self._logged_step = 0
         self._counts_label_tokens = False
         self._phase, self._entered_at = "data", 0.0
@@ -211,13 +189,10 @@ class StepMonitor(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = _automodel(trainer)
-        self._report = strategy.last_step if strategy is not None else None
+        self._counts_label_tokens = strategy is not None and strategy.describe()["options"]["per_token_loss"]
         self._logged_step = trainer.global_step
         self._phase, self._entered_at = "data", time.perf_counter()
         self._begin_interval()
-        if self._flops is not None and self._peak_flops is None and strategy is not None:
-            self._peak_flops = _dense_peak(strategy)
-        self._counts_label_tokens = strategy is not None and strategy.describe()["options"]["per_token_loss"]
 
     @override
     def on_train_batch_start(
@@ -226,8 +201,7 @@ class StepMonitor(Callback):
         strategy = _automodel(trainer)
         self._drawn = strategy.seconds_drawing if strategy is not None else 0.0
         self._enter("forward")
-        if self._flops is not None:
-            self._flops.start(pl_module, batch)
+        self._flops.start(pl_module, batch)
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -236,7 +210,7 @@ class StepMonitor(Callback):
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._enter("forward")
-        if self._flops is not None and pl_module.automatic_optimization:
+        if pl_module.automatic_optimization:
             self._flops.stop()
 
     @override
@@ -248,18 +222,11 @@ class StepMonitor(Callback):
         rate = optimizer.param_groups[0]["lr"]
         self._learning_rate = rate.clone() if isinstance(rate, Tensor) else rate  # before a scheduler changes it
         strategy = _automodel(trainer)
-        if strategy is not None:
-            self._take(strategy.last_step)
-
-    def _take(self, report: StepReport | None) -> None:
-        """Keep a step's report; add its label tokens unless another optimizer has stepped on the same windows."""
-        if report is not None and not self._is_known(report):
-            self._label_tokens = self._label_tokens + report.num_label_tokens
-        self._report = report
-
-    def _is_known(self, report: StepReport) -> bool:
-        """Whether the report covers the same windows as the kept one; a new one is made when the norm is known."""
-        return self._report is not None and self._report.num_label_tokens is report.num_label_tokens
+        report = None if strategy is None else strategy.last_step
+        # Unless another optimizer has stepped on the same windows.
+        if report is not None and report.num_label_tokens is not self._counted:
+            self._counted = report.num_label_tokens
+            self._label_tokens = self._label_tokens + self._counted
 
     @override
     def on_train_batch_end(
@@ -273,25 +240,18 @@ class StepMonitor(Callback):
         self._count(batch, strategy is not None and strategy.is_filler)
         every, step = self._every_n_steps or trainer.log_every_n_steps, trainer.global_step  # type: ignore[attr-defined]
         if self._steps and every and step // every > self._logged_step // every:
-            newest = strategy.last_step if strategy is not None else None
-            if newest is not None and self._is_known(newest):
-                self._report = newest  # now with the gradient norm
-            self._log(trainer, pl_module, step)
+            self._log(trainer, pl_module, step, None if strategy is None else strategy.last_step)
             self._logged_step = step
             self._begin_interval()
         self._enter("data")
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._drop_count()  # of a batch that `on_train_batch_start` has skipped
+        self._flops.drop()  # of a batch that `on_train_batch_start` has skipped
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._drop_count()
-
-    def _drop_count(self) -> None:
-        if self._flops is not None:
-            self._flops.drop()
+        self._flops.drop()
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -309,7 +269,7 @@ class StepMonitor(Callback):
 
     def _count(self, batch: Any, is_filler: bool) -> None:
         """Add the tokens and operations of a micro-batch, unless it is a padding batch."""
-        operations = 0 if self._flops is None else self._flops.stop()
+        operations = self._flops.stop()
         if is_filler:
             return
         self._operations += operations
@@ -321,9 +281,8 @@ class StepMonitor(Callback):
         else:
             self._used_tokens = math.nan
 
-    def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> None:
-        report, seconds, strategy = self._report, self._seconds, trainer.strategy
-        device = strategy.root_device
+    def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int, report: StepReport | None) -> None:
+        seconds, strategy, device = self._seconds, trainer.strategy, trainer.strategy.root_device
         module = torch.get_device_module(device)
         self._enter("device")
         module.synchronize()
@@ -333,7 +292,7 @@ class StepMonitor(Callback):
         own = {
             "loss": report.loss if report is not None else math.nan,
             "norm": report.grad_norm if report is not None and report.grad_norm is not None else math.nan,
-            "label_tokens": self._label_tokens,
+            "label_tokens": self._label_tokens if self._counts_label_tokens else math.nan,
             "tokens": self._tokens,
             "used": self._used_tokens,
             "seconds": training,
@@ -343,33 +302,31 @@ class StepMonitor(Callback):
         }
         dtype = collectives.wide_dtype(device)
         packed = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in own.values()])
-        columns = zip(*strategy.all_gather(packed).reshape(-1, len(own)).tolist(), strict=True)
-        by_rank = dict(zip(own, columns, strict=True))  # of each figure, one for each rank
+        by_rank = dict(zip(own, strategy.all_gather(packed).reshape(-1, len(own)).T.tolist(), strict=True))
         num_ranks = len(by_rank["tokens"])
         # Tensor-parallel peers hold the same data.
         copies = num_ranks / getattr(strategy, "distributed_sampler_kwargs", {"num_replicas": 1})["num_replicas"]
-        loss, norm, label_tokens = (by_rank[name][0] for name in ("loss", "norm", "label_tokens"))
+        label_tokens = by_rank["label_tokens"][0]
         tokens, used = (sum(by_rank[name]) / copies for name in ("tokens", "used"))
         longest = max(by_rank["seconds"])
         flops = statistics.mean(by_rank["flops"])
         values = {
             "train/learning_rate": float(self._learning_rate),
+            "train/label_tokens": label_tokens / self._steps,
+            "train/tokens_per_second": label_tokens / longest,
+            "train/tokens_per_second_per_device": label_tokens / longest / num_ranks,
             "train/tokens": tokens / self._steps,
             "train/padding": 1 - used / tokens if tokens else math.nan,
             "train/data_wait": max(by_rank["data_wait"]),
             "train/peak_memory_gib": max(by_rank["memory"]),
-            "train/tflops_per_device": flops / 1e12 if self._flops is not None else math.nan,
-            "train/peak_flops_share": flops / self._peak_flops if self._flops and self._peak_flops else math.nan,
+            "train/tflops_per_device": flops / 1e12 if self._flops.is_on else math.nan,
+            "train/peak_flops_share": flops / self._peak_flops if self._flops.is_on and self._peak_flops else math.nan,
         }
         values = {name: value for name, value in values.items() if not math.isnan(value)}
         if report is not None:
-            values["train/loss"] = loss
+            values["train/loss"] = by_rank["loss"][0]  # NaN is shown
             if report.grad_norm is not None:
-                values["train/grad_norm"] = norm
-            if self._counts_label_tokens:
-                values["train/label_tokens"] = label_tokens / self._steps
-                values["train/tokens_per_second"] = label_tokens / longest
-                values["train/tokens_per_second_per_device"] = label_tokens / longest / num_ranks
+                values["train/grad_norm"] = by_rank["norm"][0]
         # Through `pl_module.log` loggers would get only those that fall on `log_every_n_steps`.
         for logger in trainer.loggers:
             logger.log_metrics(values, lightning_internals.logging_step(trainer))
@@ -384,13 +341,16 @@ class StepMonitor(Callback):
 class _FlopMeter:
     """Counts floating-point operations of each shape of batch once, since counting runs each of them through Python."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_on: bool) -> None:
+        self.is_on = is_on
         self._known: dict[Any, int] = {}
         self._key: Any = None
         self._counter: FlopCounterMode | None = None
 
     def start(self, module: pl.LightningModule, batch: Any) -> None:
         """Begin a micro-batch."""
+        if not self.is_on:
+            return
         shapes: list[torch.Size] = []
         apply_to_collection(batch, Tensor, lambda tensor: shapes.append(tensor.shape))
         # Frozen parameters make a backward cheaper, so their number is part of the key.
@@ -400,7 +360,7 @@ class _FlopMeter:
             self._counter.__enter__()
 
     def stop(self) -> int:
-        """End the micro-batch and return its operations on this rank. Calling it again is harmless."""
+        """End the micro-batch and return its operations on this rank, 0 if off. Calling it again is harmless."""
         counter = self._counter
         self.drop()
         if counter is not None:
@@ -416,19 +376,3 @@ class _FlopMeter:
 
 def _automodel(trainer: pl.Trainer) -> AutomodelStrategy | None:
     return trainer.strategy if isinstance(trainer.strategy, AutomodelStrategy) else None
-
-
-def _dense_peak(strategy: AutomodelStrategy) -> float | None:
-    """The device's peak in the compute dtype; None unless Lightning's table is known to have the dense peak.
-
-    Lightning 2.6.6 takes an L40 for an L4, and has peaks with sparsity, or of two devices, for other GPUs.
-    """
-    device = strategy.root_device
-    if device.type != "cuda":
-        return None
-    known = ("A100", "H100 80GB HBM3", "H100 PCIe", "V100")
-    computed_in = str(strategy.describe()["precision"]["computation"]).partition(" ")[0].removeprefix("torch.")
-    dtype = getattr(torch, computed_in, None)  # None where there are several
-    if dtype is None or not any(name in torch.cuda.get_device_name(device) for name in known):
-        return None
-    return get_available_flops(device, dtype)

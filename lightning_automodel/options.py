@@ -1,17 +1,20 @@
-"""Checking the strategy's keywords before anything runs."""
+"""The strategy's keywords: each with its type, default and valid values, checked before anything runs."""
 
+import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType
+from typing import Any, Concatenate, Literal, ParamSpec, get_args, get_origin
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Module
 
 from lightning_automodel.distributed.process_group import parse_timeout
-from lightning_automodel.sharding.grad_sync import Deferral, check_deferral
 from lightning_automodel.sharding.precision import check_policy
+
+_P = ParamSpec("_P")
 
 _FSDP2_ONLY = (
     *("data_parallel_replicate_size", "defer_fsdp_grad_sync", "reshard_during_accumulation", "auto_wrap_policy"),
@@ -21,6 +24,7 @@ _DDP_ONLY = ("ddp_kwargs", "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"
 _SIZES = ("data_parallel_size", "data_parallel_replicate_size", "tensor_parallel_size", "context_parallel_size")
 _COUNTERS = ("count_label_tokens", "count")
 _LABELS = ("label_key", "ignore_index", "label_shift")
+_SMALLEST = {**dict.fromkeys(_SIZES, 1), "label_shift": 0, "prefetch": 0, "reshard_after_forward": 2}
 
 
 def _is_set_of_modules(value: Any) -> bool:
@@ -29,13 +33,15 @@ def _is_set_of_modules(value: Any) -> bool:
     )
 
 
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """The keywords of ``AutomodelStrategy``, checked. Their meaning is documented there.
+    """The keywords of ``AutomodelStrategy``, whose docstring has their meaning. Wrong ones raise there.
 
-    Raises:
-        ValueError: If a value is out of range.
-        TypeError: If a value has the wrong type.
+    What fails by itself, with a message that says what is wrong, is not checked here.
     """
 
     data_parallel: Literal["fsdp2", "ddp"] = "fsdp2"
@@ -55,7 +61,7 @@ class StrategyOptions:
     label_shift: int = 0
     count_label_tokens: Callable[..., Any] | None = None
     count: Literal["tokens", "samples"] | None = None
-    defer_fsdp_grad_sync: Deferral = True
+    defer_fsdp_grad_sync: bool | Literal["all_reduce"] = True
     reshard_during_accumulation: bool | Literal["auto"] = "auto"
     auto_wrap_policy: set[type[Module]] | Callable[..., Any] | None = None
     reshard_after_forward: bool | int = True
@@ -78,61 +84,34 @@ class StrategyOptions:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.type is bool or get_origin(field.type) is Literal:
-                self._check_choice(field.name, *(get_args(field.type) or (True, False)))
-        self._check_choice("count", None, "tokens", "samples")
-        self._check_choice("reshard_during_accumulation", True, False, "auto")
-        check_deferral(self.defer_fsdp_grad_sync)
-        for name in ("data_parallel_size", "data_parallel_replicate_size"):
-            self._check_integer(name, smallest=1, alternative="auto")
-        self._check_integer("prefetch", smallest=0, alternative="auto")
-        self._check_integer("tensor_parallel_size", smallest=1)
-        self._check_integer("context_parallel_size", smallest=1)
-        self._check_type("device_mesh", DeviceMesh | None, "a DeviceMesh (init_device_mesh makes one)")
-        self._check_type("ddp_kwargs", dict | None, "a dictionary of keywords for DistributedDataParallel")
-        self._check_type("count_label_tokens", Callable | None, "a function of the batch")
-        self._check_type("label_key", str, "the name of an entry of the batch")
-        self._check_type("ignore_index", int, "a label value, such as -100")
-        self._check_type("process_group_backend", str | None, "the name of a backend, such as 'gloo'")
-        self._check_type("compile", bool | dict, "True, False or a dictionary of keywords for torch.compile")
-        self._check_integer("label_shift", smallest=0)
-        self._check_choice("save_distributed_checkpoint", True, False, None)
-        if not isinstance(self.reshard_after_forward, bool):
-            self._check_integer("reshard_after_forward", smallest=2)
-        if self.count == "samples" and self.count_label_tokens is not None:
-            raise ValueError("count='samples' and count_label_tokens are two ways to tell the count: pass one of them.")
+            _check(field.name, getattr(self, field.name), field.type)
         policy, choice = self.auto_wrap_policy, self.activation_checkpointing
-        if not (policy is None or _is_set_of_modules(policy) or (callable(policy) and not isinstance(policy, type))):
+        if not (policy is None or _is_set_of_modules(policy) or _is_function(policy)):
             raise TypeError(
                 f"auto_wrap_policy must be a set of nn.Module classes or a function of a module, got {policy!r}."
             )
-        check_policy(self.mp_policy)
-        is_policy = choice in ("selective", "offload") or (callable(choice) and not isinstance(choice, type))
-        if not (isinstance(choice, bool) or is_policy or _is_set_of_modules(choice)):
+        is_known = isinstance(choice, bool) or choice in ("selective", "offload")
+        if not (is_known or _is_set_of_modules(choice) or _is_function(choice)):
             raise TypeError(
                 "activation_checkpointing must be True, False, 'selective', 'offload', a set of nn.Module classes or a"
                 f" policy of torch.utils.checkpoint, got {choice!r}."
             )
+        check_policy(self.mp_policy)
+        _ = self.parsed_timeout  # raises if it is not valid
+        if self.count == "samples" and self.count_label_tokens is not None:
+            raise ValueError("count='samples' and count_label_tokens are two ways to tell the count: pass one of them.")
         if choice == "offload" and self.compile is not False:
             raise ValueError(
                 "activation_checkpointing='offload' does not work with compile: torch.compile leaves out blocks that"
                 " move tensors to the host. Leave out one of them, or pass activation_checkpointing=True."
             )
-        for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
-            self._check_type(name, Callable | None, "a function, as in DDPStrategy")
         if self.ddp_comm_hook is not None and not self.count_window_ahead:
             raise ValueError(
                 "ddp_comm_hook needs count_window_ahead=True: without it, the gradients that the hook compresses are"
                 " sums over all tokens of a window, not means."
             )
-        _ = self.parsed_timeout  # raises if it is not valid
         if self.context_parallel_size > 1:
             self._check_beside_context_parallelism()
-
-    @property
-    def parsed_timeout(self) -> timedelta:
-        """``timeout``, which may be minutes."""
-        return parse_timeout(self.timeout)
 
     def _check_beside_context_parallelism(self) -> None:
         """Raise ValueError for options that are wrong, or untested, with slices of sequences."""
@@ -150,30 +129,20 @@ class StrategyOptions:
                 " of them out."
             )
 
-    def _check_type(self, name: str, valid: Any, description: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, valid) or (valid is int and isinstance(value, bool)):
-            raise TypeError(f"{name} must be {description}, got {value!r}.")
+    @property
+    def parsed_timeout(self) -> timedelta:
+        """``timeout``, which may be minutes."""
+        return parse_timeout(self.timeout)
 
-    def _check_choice(self, name: str, *valid: Any) -> None:
-        value = getattr(self, name)
-        if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in valid):
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, valid))}, got {value!r}.")
-
-    def _check_integer(self, name: str, smallest: int, alternative: str | None = None) -> None:
-        value = getattr(self, name)
-        if alternative is not None and value == alternative:
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-            other = f" or {alternative!r}" if alternative else ""
-            raise ValueError(f"{name} must be an integer of at least {smallest}{other}, got {value!r}.")
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the engine is FSDP2."""
+        return self.data_parallel == "fsdp2"
 
     @property
     def writes_directories(self) -> bool:
         """Whether checkpoints are directories of shards."""
-        if self.save_distributed_checkpoint is None:
-            return self.data_parallel == "fsdp2"
-        return self.save_distributed_checkpoint
+        return self.is_sharded if self.save_distributed_checkpoint is None else self.save_distributed_checkpoint
 
     def given_sizes(self) -> dict[str, Any]:
         """Sizes of the mesh that differ from their defaults, by keyword."""
@@ -181,21 +150,12 @@ class StrategyOptions:
 
     def without_effect(self) -> list[str]:
         """One sentence for each option that has no effect because of another one."""
-        notes = []
-        if self.data_parallel == "ddp":
-            unused = self._changed(_FSDP2_ONLY)
-            uses_policy = self.activation_checkpointing and not _is_set_of_modules(self.activation_checkpointing)
-            if uses_policy and "auto_wrap_policy" in unused:
-                unused.remove("auto_wrap_policy")
-            notes += [f"{name} has no effect with data_parallel='ddp'." for name in unused]
-        else:
-            notes += [f"{name} has no effect with data_parallel='fsdp2'." for name in self._changed(_DDP_ONLY)]
-        if (
-            self.data_parallel == "fsdp2"
-            and self.defer_fsdp_grad_sync == "all_reduce"
-            and self.data_parallel_replicate_size == 1
-            and self.device_mesh is None
-        ):
+        unused = self._changed(_DDP_ONLY if self.is_sharded else _FSDP2_ONLY)
+        if self.activation_checkpointing and not _is_set_of_modules(self.activation_checkpointing):
+            unused = [name for name in unused if name != "auto_wrap_policy"]  # it chooses the recomputed blocks too
+        notes = [f"{name} has no effect with data_parallel={self.data_parallel!r}." for name in unused]
+        has_replicas = self.data_parallel_replicate_size != 1 or self.device_mesh is not None
+        if self.is_sharded and self.defer_fsdp_grad_sync == "all_reduce" and not has_replicas:
             notes.append(
                 "defer_fsdp_grad_sync='all_reduce' reduces after every micro-batch, as False does, without replicas"
                 " (data_parallel_replicate_size=1)."
@@ -210,3 +170,36 @@ class StrategyOptions:
 
     def _changed(self, names: Collection[str]) -> list[str]:
         return [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]
+
+
+def _check(name: str, value: Any, annotation: Any) -> None:
+    """Raise ValueError unless ``value`` is one of the choices of its type, or an integer that is large enough."""
+    parts = [annotation] if annotation is bool or get_origin(annotation) is Literal else get_args(annotation)
+    values = {bool: (True, False), NoneType: (None,)}
+    by_part = [get_args(part) if get_origin(part) is Literal else values.get(part, ()) for part in parts]
+    choices = [choice for part in by_part for choice in part]
+    if any(isinstance(value, type(choice)) and value == choice for choice in choices):
+        return
+    if (smallest := _SMALLEST.get(name)) is not None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+            others = "".join(f" or {choice!r}" for choice in choices)
+            raise ValueError(f"{name} must be an integer of at least {smallest}{others}, got {value!r}.")
+    elif choices and all(by_part):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def from_keywords(
+    options: Callable[_P, StrategyOptions],
+) -> Callable[[Callable[[Any, StrategyOptions], None]], Callable[Concatenate[Any, _P], None]]:
+    """Give an ``__init__`` that takes ``options`` their keywords instead, also for type checkers and command lines."""
+
+    def decorate(init: Callable[[Any, StrategyOptions], None]) -> Callable[Concatenate[Any, _P], None]:
+        def with_keywords(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+            init(self, options(*args, **kwargs))
+
+        own, signature = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), inspect.signature(options)
+        signature = signature.replace(parameters=[own, *signature.parameters.values()])
+        vars(with_keywords).update(__signature__=signature)
+        return with_keywords
+
+    return decorate

@@ -4,7 +4,6 @@ import os
 import time
 from datetime import datetime, timedelta
 from importlib.util import find_spec
-from pathlib import Path
 
 import fsspec
 import lightning.pytorch as pl
@@ -16,7 +15,6 @@ from typing_extensions import override
 from lightning_automodel import report_page
 from lightning_automodel.advice import summary
 from lightning_automodel.callbacks import StepMonitor
-from lightning_automodel.checkpoint import atomic, paths
 from lightning_automodel.strategy import AutomodelStrategy
 
 
@@ -24,12 +22,11 @@ class TrainingReport(Callback):
     """Writes ``report.html``: a report of the fit, in one file that needs no network.
 
     It shows training and validation loss, gradient norm, learning rate, throughput, share of padding, the time of each
-    phase, and ``strategy.describe()``. For a resumed fit it shows the steps since then. The curves come from
-    ``StepMonitor``, which must be among the Trainer's callbacks too; under strategies other than ``AutomodelStrategy``
-    there are fewer. Unknown values are left out; steps whose value is not finite are listed.
+    phase, and ``strategy.describe()``. The curves come from ``StepMonitor``, which must be among the Trainer's
+    callbacks too, and begin with this fit. Unknown values are left out; steps whose value is not finite are listed.
 
-    Rank 0 writes it when the fit ends, also by an exception, and replaces an older file in one step. If it cannot be
-    written, a warning says why. Nothing is communicated. Needs plotly: ``pip install 'lightning-automodel[report]'``.
+    Rank 0 writes it when the fit ends, also by an exception. If it cannot be written, a warning says why. Nothing is
+    communicated. Needs plotly: ``pip install 'lightning-automodel[report]'``.
 
     Args:
         path: Path of the file. A relative one is taken from the Trainer's ``default_root_dir``.
@@ -114,23 +111,10 @@ class TrainingReport(Callback):
                 configuration=described,
             )
             root = "" if "://" in self._path else trainer.default_root_dir
-            path = paths.normalize(os.path.join(root, self._path))
-            _write_atomically(page, path)
+            filesystem, path = fsspec.url_to_fs(os.path.join(root, self._path))
+            filesystem.makedirs(os.path.dirname(path), exist_ok=True)
+            with filesystem.open(path, "w", encoding="utf-8") as file:
+                file.write(page)
             rank_zero_info(f"TrainingReport: {path}")
         except Exception as error:  # a report must not end the run, nor hide the exception that did
             rank_zero_warn(f"TrainingReport could not write {self._path}: {type(error).__name__}: {error}")
-
-
-def _write_atomically(page: str, path: str) -> None:
-    if not paths.is_local(path):
-        with fsspec.open(path, "w", encoding="utf-8") as file:  # object stores show only complete files
-            file.write(page)
-        return
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(atomic.temporary_name())
-    try:
-        temporary.write_text(page, encoding="utf-8")
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -1,11 +1,10 @@
 """The report of a fit as an HTML page: tables, plotly's charts, and plotly's script, so that nothing is fetched."""
 
 import html
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from statistics import median
+from pprint import pformat
 from string import Template
 from typing import Any
 
@@ -18,29 +17,30 @@ _CURVES = {
     "peak_memory_gib": ("Peak memory", "GiB, on the rank with the highest"),
     "tflops_per_device": ("Computation", "10¹² floating-point operations per second and device"),
 }
-# By Okabe and Ito, for the colour-blind. Grey instead of black, and a lighter blue for the thin line of training, since
-# theirs are hard to see on a dark page.
-_TRAINING, *_VALIDATION = "#1F8ACB", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
-_PHASES = {
-    "data": "#E69F00",
-    "forward": "#56B4E9",
-    "backward": "#0072B2",
-    "optimizer": "#009E73",
-    "device": "#999999",
-    "validation": "#CC79A7",
-    "checkpoint": "#D55E00",
-    "logging": "#F0E442",
-}
+_PHASES = ("data", "forward", "backward", "optimizer", "device", "validation", "checkpoint", "logging")
 _TIME = (
     "Seconds per step on the host of rank 0; click a phase to hide it. Communication is not shown separately: gathering"
     " parameters is part of forward and backward, reducing gradients of backward, the norm for clipping of optimizer. A"
     " GPU runs behind its host: “device” is the wait for it before a step is logged."
 )
-_MAX_BARS = 80
-_FOLDED_FROM = 10  # entries of a list, or of a table in a table
+# By Okabe and Ito, for the colour-blind. Grey instead of black, and a lighter blue for the thin line of training, since
+# theirs are hard to see on a dark page.
+_COLOURS = ["#1F8ACB", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#F0E442"]
+_AXIS = {"automargin": True, "zeroline": False, "gridcolor": "rgba(128,128,128,0.25)", "exponentformat": "power"}
+_LAYOUT = {
+    "template": None,
+    "colorway": _COLOURS,
+    "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
+    "xaxis": {**_AXIS, "title": "optimizer step", "hoverformat": ".0f"},
+    "yaxis": _AXIS,
+    "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+    "hovermode": "x unified",
+    "hoverlabel": {"bgcolor": "#333333", "font": {"color": "#ffffff"}},
+    "paper_bgcolor": "rgba(0,0,0,0)",
+    "plot_bgcolor": "rgba(0,0,0,0)",
+}
 
-_Points = Sequence[tuple[int, float]]  # step and value
-_Chart = tuple[str, Any]  # its HTML, and what plotly draws in it
+_Curves = Mapping[str, Mapping[int, float]]  # values by name and step
 
 
 def render(
@@ -48,7 +48,7 @@ def render(
     head: Mapping[str, Any],
     history: Sequence[Mapping[str, Any]],
     first_step: int,
-    validated: Mapping[str, Mapping[int, float]],
+    validated: _Curves,
     configuration: Mapping[str, Any],
 ) -> str:
     """Build the page. All arguments are shown as text, never as markup or script.
@@ -59,129 +59,69 @@ def render(
         history: ``StepMonitor.history``.
         first_step: Number of steps before those of ``history``.
         validated: What validation logged, by name and step.
-        configuration: For a table at the end of the page; may be nested.
+        configuration: Shown at the end of the page; may be nested.
     """
     from plotly.offline import get_plotlyjs  # not on every import of the package
 
-    def of_training(name: str) -> _Points:
-        return [(entry["step"], entry[f"train/{name}"]) for entry in history if f"train/{name}" in entry]
+    def of_training(name: str) -> dict[str, dict[int, float]]:
+        return {"training": {entry["step"]: entry[name] for entry in history if name in entry}}
 
-    validation = {name: list(points.items()) for name, points in validated.items()}
-    losses = {name: points for name, points in validation.items() if "loss" in name.lower()}
-    charts = [_chart("Loss", "In training: the mean over a step's window and all ranks", of_training("loss"), losses)]
-    charts += [_chart(heading, caption, of_training(name)) for name, (heading, caption) in _CURVES.items()]
-    charts += [_chart(name, "", [], {name: points}) for name, points in validation.items() if name not in losses]
-    charts += [_phases(history, first_step)]
+    losses = {name: points for name, points in validated.items() if "loss" in name.lower()}
+    caption = "In training: the mean over a step's window and all ranks"
+    charts = [_chart("Loss", caption, {**of_training("train/loss"), **losses})]
+    charts += [_chart(heading, caption, of_training(f"train/{name}")) for name, (heading, caption) in _CURVES.items()]
+    charts += [_chart(name, "", {name: points}) for name, points in validated.items() if name not in losses]
+    charts += [_chart("Time", _TIME, _seconds_per_step(history, first_step), is_stacked=True)]
     drawn = [(text, figure) for text, figure in charts if figure.data]
-    steps = [first_step, *(step for _, figure in drawn for trace in figure.data for step in trace.x)]
-    margin = max(0.5, (max(steps) - min(steps)) / 50)  # at least half a bar
-    for _, figure in drawn:
-        figure.update_xaxes(range=[min(steps) - margin, max(steps) + margin])
-    if rates := [rate for _, rate in of_training("tokens_per_second") if math.isfinite(rate)]:
-        head = {**head, "Throughput": f"{median(rates):,.0f} label tokens per second (median)"}
     return Template((files(__package__) / "report_page.html").read_text(encoding="utf-8")).substitute(
         title=_escape(title),
-        head=_table(head),
+        head="".join(f"<tr><th>{_escape(name)}</th><td>{_escape(value)}</td></tr>" for name, value in head.items()),
         charts="\n".join(text for text, _ in drawn) or "No step was logged.",
-        configuration=f"<h2>Configuration</h2>\n{_table(configuration)}" if configuration else "",
+        configuration=f"<h2>Configuration</h2>\n<pre>{_escape(pformat(configuration))}</pre>" if configuration else "",
         plotly=get_plotlyjs() if drawn else "",
         # A "<" could end the script element that contains this.
         figures=f"[{','.join(figure.to_json() for _, figure in drawn)}]".replace("<", "\\u003c"),
     )
 
 
-def _chart(heading: str, caption: str, training: _Points, validation: Mapping[str, _Points] | None = None) -> _Chart:
-    """Curves over the step; those without points are left out."""
-    figure, finite = _empty_figure(), []
-    curves = {"training": training, **(validation or {})}
-    for (name, points), colour in zip(curves.items(), itertools.cycle([_TRAINING, *_VALIDATION]), strict=False):
-        if not points:
-            continue
-        is_dense = len(points) > 40
-        figure.add_scatter(
-            x=[step for step, _ in points],
-            y=[float(f"{value:.6g}") if math.isfinite(value) else None for _, value in points],
-            name=_escape(name),
-            mode="lines" if is_dense else "lines+markers",
-            line={"color": colour, "width": 1.5},
-            marker={"size": 5 if name == "training" else 8, "symbol": "circle" if name == "training" else "diamond"},
-            hovertemplate="%{y}",
-        )
-        finite += [value for _, value in points if math.isfinite(value)]
-        if broken := [str(step) for step, value in points if not math.isfinite(value)]:
-            more = f" and {len(broken) - 10} more" if len(broken) > 10 else ""
-            caption += f"; not finite in {name} at step {', '.join(broken[:10])}{more}"
-    if heading == "Gradient norm" and finite and 0 < 100 * min(finite) < max(finite):
-        figure.update_yaxes(type="log")
-    if heading != "Loss":
-        figure.update_yaxes(rangemode="tozero")
-    if finite and max(finite) < 1:
-        figure.update_yaxes(exponentformat="power")  # no "100µ" for a learning rate
-    return _captioned(heading, caption.removeprefix("; ")), figure
-
-
-def _phases(history: Sequence[Mapping[str, Any]], first_step: int) -> _Chart:
-    """Seconds per step, stacked; if there are many logged steps, several share a bar."""
-    size = math.ceil(len(history) / _MAX_BARS) or 1
-    groups = [history[start : start + size] for start in range(0, len(history), size)]
-    ends = [group[-1]["step"] for group in groups]
-    widths = [end - before for before, end in zip([first_step, *ends], ends, strict=False)]
+def _seconds_per_step(history: Sequence[Mapping[str, Any]], first_step: int) -> dict[str, dict[int, float]]:
+    """By phase, whose name gets its share of the whole time."""
+    steps = [first_step, *(entry["step"] for entry in history)]
     totals = {phase: sum(entry["seconds"].get(phase, 0.0) for entry in history) for phase in _PHASES}
-    figure = _empty_figure()
-    for phase, total in totals.items():
-        seconds = [sum(entry["seconds"].get(phase, 0.0) for entry in group) for group in groups]
-        if not total:
-            continue
-        figure.add_bar(
-            x=[end - (width - 1) / 2 for end, width in zip(ends, widths, strict=True)],
-            y=[float(f"{spent / width:.4g}") for spent, width in zip(seconds, widths, strict=True)],
-            width=widths,
-            name=f"{phase} {total / sum(totals.values()):.0%}",
-            marker={"color": _PHASES[phase], "line": {"width": 0}},
-            hovertemplate="%{y} s",
-        )
-    figure.update_layout(barmode="stack", showlegend=True, legend={"traceorder": "normal"})
-    return _captioned("Time", _TIME, "wide"), figure
+    return {
+        f"{phase} {total / sum(totals.values()):.0%}": {
+            entry["step"]: entry["seconds"].get(phase, 0.0) / (entry["step"] - before)
+            for before, entry in zip(steps, history, strict=False)
+        }
+        for phase, total in totals.items()
+        if total
+    }
 
 
-def _empty_figure() -> Any:
+def _chart(heading: str, caption: str, curves: _Curves, is_stacked: bool = False) -> tuple[str, Any]:
+    """Its HTML, and the figure that plotly draws in it. Curves without points are left out."""
     import plotly.graph_objects as go
 
-    axis = {"automargin": True, "zeroline": False, "gridcolor": "rgba(128,128,128,0.25)"}
-    transparent = dict.fromkeys(("paper_bgcolor", "plot_bgcolor"), "rgba(0,0,0,0)")
-    return go.Figure(
-        layout={
-            "template": None,
-            "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
-            "xaxis": {**axis, "title": "optimizer step", "hoverformat": ".0f"},
-            "yaxis": axis,
-            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
-            "hovermode": "x unified",
-            "hoverlabel": {"bgcolor": "#333333", "font": {"color": "#ffffff"}},
-            **transparent,
-        }
+    figure = go.Figure(layout=_LAYOUT)
+    for name, points in curves.items():
+        if not points:
+            continue
+        figure.add_scatter(
+            x=list(points),
+            y=[float(f"{value:.6g}") if math.isfinite(value) else None for value in points.values()],
+            name=_escape(name),
+            mode="lines" if len(points) > 40 else "lines+markers",
+            line={"width": 1.5},
+            stackgroup="all" if is_stacked else None,
+        )
+        if broken := [str(step) for step, value in points.items() if not math.isfinite(value)]:
+            more = f" and {len(broken) - 10} more" if len(broken) > 10 else ""
+            caption += f"; not finite in {name} at step {', '.join(broken[:10])}{more}"
+    text = (
+        f'<figure class="{"wide" if is_stacked else "half"}"><h2>{_escape(heading)}</h2>'
+        f'<figcaption>{_escape(caption.removeprefix("; "))}</figcaption><div class="chart"></div></figure>'
     )
-
-
-def _captioned(heading: str, caption: str, width: str = "half") -> str:
-    return (
-        f'<figure class="{width}"><h2>{_escape(heading)}</h2><figcaption>{_escape(caption)}</figcaption>'
-        '<div class="chart"></div></figure>'
-    )
-
-
-def _table(facts: Mapping[Any, Any]) -> str:
-    rows = (f"<tr><th>{_escape(name)}</th><td>{_cell(value)}</td></tr>" for name, value in facts.items())
-    return f"<table>{''.join(rows)}</table>"
-
-
-def _cell(value: Any) -> str:
-    if not isinstance(value, Mapping | list | tuple | set | frozenset):
-        return _escape(value)
-    content = _table(value) if isinstance(value, Mapping) else "<br>".join(map(_cell, value))
-    if len(value) < _FOLDED_FROM:
-        return content if value else "none"
-    return f"<details><summary>{len(value)} entries</summary>{content}</details>"
+    return text, figure
 
 
 def _escape(value: Any) -> str:

@@ -22,7 +22,6 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -45,7 +44,7 @@ from lightning_automodel.failure.supervisor import Supervisor, check_processes
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.gradients.windows import unwrap
 from lightning_automodel.launch.launchers import make_launcher
-from lightning_automodel.options import StrategyOptions
+from lightning_automodel.options import StrategyOptions, from_keywords
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
 from lightning_automodel.sharding import checks, meta_init
@@ -59,8 +58,7 @@ class AutomodelStrategy(ParallelStrategy):
     """Trains any LightningModule sharded (FSDP2) or replicated (DDP) with the gradients of one single-process batch.
 
     Each optimizer step follows the gradient of the mean loss per label token over all micro-batches of the window and
-    all data-parallel ranks, however unequal they are. ``rescale_gradients`` has the algebra. All arguments are
-    keywords.
+    all data-parallel ranks, however unequal they are. ``rescale_gradients`` has the algebra.
 
     Args:
         data_parallel: ``"fsdp2"`` shards parameters, gradients and optimizer state; ``"ddp"`` copies them.
@@ -69,11 +67,10 @@ class AutomodelStrategy(ParallelStrategy):
             ``"auto"``: the number of nodes.
         tensor_parallel_size: Ranks that compute each micro-batch together, by the plan that ``configure_model`` applies
             over ``self.device_mesh["tensor_parallel"]``, or by a Hugging Face model's own ``tp_plan``.
-        context_parallel_size: Ranks that share each batch and hold a slice of its sequence each, for sequences that do
-            not fit on one. Their attention is ``context_parallel_attention``.
-        device_mesh: A mesh over all ranks that the caller built; the sizes are read from it. Its dimensions may be
-            called ``data_parallel`` or ``dp``; ``data_parallel_shard``, ``dp_shard`` or ``fsdp``;
-            ``data_parallel_replicate`` or ``dp_replicate``; ``tensor_parallel`` or ``tp``.
+        context_parallel_size: Ranks that share each batch and hold a slice of its sequence each. Their attention is
+            ``context_parallel_attention``.
+        device_mesh: A mesh over all ranks that the caller built; the sizes are read from it. Its dimensions are called
+            ``dp`` or ``dp_replicate`` and ``dp_shard``, ``tp``, or as this strategy calls them.
         ddp_kwargs: For ``DistributedDataParallel`` (``find_unused_parameters``, ``bucket_cap_mb``, ...).
         ddp_comm_hook: Reduces gradients instead of an all-reduce, as in ``DDPStrategy``. Needs ``count_window_ahead``.
         ddp_comm_state: First argument of the hook.
@@ -88,20 +85,20 @@ class AutomodelStrategy(ParallelStrategy):
             and ``"tokens"`` count label tokens, in one of the other ways.
         defer_fsdp_grad_sync: When FSDP2 reduces gradients. True: once per window. False: after each micro-batch, which
             takes less memory. ``"all_reduce"``: with replicas, reduce-scatter each time and all-reduce once.
-        reshard_during_accumulation: False keeps parameters gathered from the first forward of a window to its last
-            backward. ``"auto"``: keep them if an estimate says that they fit; ``describe()`` has the estimate.
+        reshard_during_accumulation: False keeps parameters gathered for a whole window. ``"auto"``: if an estimate says
+            that they fit; ``describe()`` has it.
         auto_wrap_policy: Classes whose outermost instances become FSDP units, or a predicate on modules. None: the
             outermost repeated blocks.
-        reshard_after_forward: Whether FSDP units free their parameters between forward and backward, or the size of the
-            group to reshard to. No effect if parameters stay gathered for the window.
+        reshard_after_forward: Whether FSDP units free their parameters between forward and backward, if they do not
+            stay gathered for the window; or the size of the group to reshard to.
         mp_policy: The dtypes that FSDP2 units compute and reduce in, instead of those of ``Trainer(precision=...)``.
             ``output_dtype`` is the dtype of what modules return to the LightningModule's own code.
         cpu_offload: Keep shards and optimizer state in host memory.
         activation_checkpointing: Compute activations again in the backward instead of keeping them. True: those of
             each FSDP unit (``auto_wrap_policy``), or of the same modules under DDP. A set: those of the outermost
             instances of these classes. ``"selective"`` keeps the results of attention and of every second matrix
-            product; a policy of ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` keeps what it names.
-            ``"offload"``: as True, and the inputs of these modules are kept in host memory until the backward.
+            product; a policy of ``torch.utils.checkpoint`` keeps what it names. ``"offload"``: as True, with the
+            inputs of these modules in host memory until the backward.
         compile: Compile each FSDP unit (``auto_wrap_policy``), or the same modules under DDP. A dictionary: keywords of
             ``torch.compile``.
         prefetch: How many FSDP units ahead all-gathers start, in the forward and in the backward; each takes the memory
@@ -112,24 +109,22 @@ class AutomodelStrategy(ParallelStrategy):
         process_group_backend: Backend of the default process group. None: gloo for CPU, nccl for CUDA.
         init_method: Where the ranks meet: ``"tcp://host:port"`` or ``"file:///path"``. None: as the environment says.
         start_method: How the ranks of a node are started, if no launcher has started them. ``"popen"``: this process
-            is rank 0 and runs the script again for each other rank. ``"fork"`` (also in notebooks), ``"spawn"`` and
-            ``"forkserver"``: as workers, which end with the run; trained weights and metrics come back. A forked rank
-            computes with one CPU thread.
+            is rank 0 and runs the script again for each other rank. ``"fork"`` (also in notebooks; one CPU thread a
+            rank), ``"spawn"`` and ``"forkserver"``: as workers, from which weights and metrics come back.
         timeout: How long a collective may wait, and how long a rank may miss its heartbeats: ``timedelta`` or minutes.
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
         save_distributed_checkpoint: True: a checkpoint is a directory of shards. False: one file, for which rank 0
             needs host memory for the whole state. None: a directory if the model is sharded.
         uneven_inputs: What happens if a rank's training data ends before another's. ``"error"``: every rank raises.
-            ``"pad"``: it goes on with copies of a batch that have no tokens and no effect, until all have ended.
-            Evaluation and prediction always see each sample once.
+            ``"pad"``: it goes on with padding batches, which have no effect, until all have ended. Evaluation and
+            prediction always see each sample once.
         count_window_ahead: Draw and count the batches of a window before its first forward, so that each loss is
-            weighed before its backward. ``"aux_loss"`` in the output of ``training_step`` needs this, as do gradient
-            hooks that step during backward (FSDP2 only); it also keeps half-precision gradients in range. The count
-            then comes from the batch: if ``training_step`` returns another ``num_label_tokens``, it raises. A window's
-            batches are held in host memory. A data set that draws random numbers in the main process draws them in
-            another order.
-        async_checkpoint: Write checkpoints while training goes on, after the state was copied to host memory. One save
-            at a time; a failure is raised in the next step, and a run ends when its last checkpoint is on disk.
+            weighed before its backward: for ``"aux_loss"`` in the output of ``training_step``, for gradient hooks that
+            step during backward (FSDP2 only), and for the range of half-precision gradients. Another returned
+            ``num_label_tokens`` raises. A window's batches are held in host memory, and random numbers drawn in the
+            main process come in another order.
+        async_checkpoint: Write checkpoints while training goes on, after the state was copied to host memory. A failure
+            is raised in the next step, and a run ends when its last checkpoint is on disk.
 
     Raises:
         ValueError: If an option is out of range; the message gives the valid values.
@@ -139,64 +134,20 @@ class AutomodelStrategy(ParallelStrategy):
         >>> trainer = pl.Trainer(strategy=AutomodelStrategy(), accelerator="cpu", logger=False)
     """
 
-    def __init__(
-        self,
-        *,
-        data_parallel: Literal["fsdp2", "ddp"] = "fsdp2",
-        data_parallel_size: int | Literal["auto"] = "auto",
-        data_parallel_replicate_size: int | Literal["auto"] = 1,
-        tensor_parallel_size: int = 1,
-        context_parallel_size: int = 1,
-        device_mesh: DeviceMesh | None = None,
-        ddp_kwargs: dict[str, Any] | None = None,
-        ddp_comm_hook: Callable[..., Any] | None = None,
-        ddp_comm_state: Any = None,
-        ddp_comm_wrapper: Callable[..., Any] | None = None,
-        per_token_loss: bool = True,
-        loss_reduction: Literal["mean", "sum"] = "mean",
-        label_key: str = "labels",
-        ignore_index: int = -100,
-        label_shift: int = 0,
-        count_label_tokens: Callable[..., Any] | None = None,
-        count: Literal["tokens", "samples"] | None = None,
-        defer_fsdp_grad_sync: bool | Literal["all_reduce"] = True,
-        reshard_during_accumulation: bool | Literal["auto"] = "auto",
-        auto_wrap_policy: set[type[Module]] | Callable[..., Any] | None = None,
-        reshard_after_forward: bool | int = True,
-        mp_policy: MixedPrecisionPolicy | None = None,
-        cpu_offload: bool = False,
-        activation_checkpointing: bool
-        | set[type[Module]]
-        | Literal["selective", "offload"]
-        | Callable[..., Any] = False,
-        compile: bool | dict[str, Any] = False,
-        prefetch: int | Literal["auto"] = "auto",
-        track_grad_norm: bool = False,
-        error_if_nonfinite: bool = False,
-        process_group_backend: str | None = None,
-        init_method: str | None = None,
-        timeout: timedelta | float = 30,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        first_rank_setup: bool = False,
-        save_distributed_checkpoint: bool | None = None,
-        uneven_inputs: Literal["error", "pad"] = "error",
-        count_window_ahead: bool = False,
-        async_checkpoint: bool = False,
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+    @from_keywords(StrategyOptions)
+    def __init__(self, options: StrategyOptions) -> None:
         super().__init__()
-        options = StrategyOptions(**given)
         self._options = options
         self._checkpoints = RunCheckpoints(
-            is_sharded=data_parallel == "fsdp2",
+            is_sharded=options.is_sharded,
             as_directory=options.writes_directories,
-            in_background=async_checkpoint,
+            in_background=options.async_checkpoint,
             timeout=options.parsed_timeout,
         )
         self.num_nodes = 1
         self._supervisor = Supervisor(self._join, self._checkpoints.wait_for_pending_save)
         self._patches = PatchStack()
-        self._setup_block: FirstRankPerNode | None = None
+        self._setup_block = ExitStack()
         self._weight_averages = LateAverages()
         self._evaluation_steps = 0
         self._forward_redirection = lightning_internals.DDPForwardRedirection()
@@ -209,29 +160,24 @@ class AutomodelStrategy(ParallelStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        presets: dict[str, tuple[str, dict[str, Any]]] = {
-            "automodel": ("FSDP2", {}),
-            "automodel_fsdp2": ("FSDP2", {"data_parallel": "fsdp2"}),
-            "automodel_fsdp2_samples": ("FSDP2 for classifiers", {"data_parallel": "fsdp2", "count": "samples"}),
-            "automodel_ddp": ("DDP", {"data_parallel": "ddp"}),
-            "automodel_ddp_samples": ("DDP for classifiers", {"data_parallel": "ddp", "count": "samples"}),
-            "automodel_hsdp": ("FSDP2, one replica per node", {"data_parallel_replicate_size": "auto"}),
-            "automodel_fsdp2_offload": ("FSDP2 with shards in host memory", {"cpu_offload": True}),
+        presets: dict[str, dict[str, Any]] = {
+            "automodel": {},
+            "automodel_fsdp2": {"data_parallel": "fsdp2"},
+            "automodel_fsdp2_samples": {"data_parallel": "fsdp2", "count": "samples"},
+            "automodel_ddp": {"data_parallel": "ddp"},
+            "automodel_ddp_samples": {"data_parallel": "ddp", "count": "samples"},
+            "automodel_hsdp": {"data_parallel_replicate_size": "auto"},
+            "automodel_fsdp2_offload": {"cpu_offload": True},
         }
-        for name, (engine, kwargs) in presets.items():
-            strategy_registry.register(
-                name, cls, description=f"{engine}, gradients of one single-process batch", override=True, **kwargs
-            )
+        for name, keywords in presets.items():
+            strategy_registry.register(name, cls, override=True, **keywords)
 
     def __repr__(self) -> str:
-        """Names the Trainer it is for, since ``pytorch_lightning``'s own shows this when it refuses the strategy."""
+        # ``pytorch_lightning``'s own Trainer shows this when it refuses the strategy.
         return f"<{type(self).__name__} for lightning.pytorch.Trainer>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AutomodelStrategy":
-        """A strategy with the same options but no run: groups, stores and shards cannot be copied.
-
-        The copy shares the plugins, whose methods are patched during a run.
-        """
+        """The same options and plugins, but no run: groups, stores and shards cannot be copied."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         AutomodelStrategy.__init__(copied, **vars(self._options))
@@ -254,9 +200,7 @@ class AutomodelStrategy(ParallelStrategy):
     @property
     @override
     def root_device(self) -> torch.device:
-        if self.parallel_devices is None:
-            raise RuntimeError(f"{type(self).__name__} has no devices yet: a Trainer gives them to its strategy.")
-        return self.parallel_devices[self.local_rank]
+        return cast(list[torch.device], self.parallel_devices)[self.local_rank]
 
     @property
     def data_parallel(self) -> Literal["fsdp2", "ddp"]:
@@ -265,7 +209,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @property
     def last_step(self) -> StepReport | None:
-        """Report on the newest optimizer step; None before the first. Its tensors stay on the device.
+        """Report on the newest optimizer step, with tensors on the device; None before the first.
 
         In a process that started the ranks as workers, it is the last report of the newest finished run, on the CPU.
         """
@@ -273,10 +217,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @property
     def is_filler(self) -> bool:
-        """Whether the newest training batch is a padding batch: one without effect, for a rank whose data has ended.
-
-        For user code that keeps its own lists and counters under ``uneven_inputs="pad"``.
-        """
+        """Whether the newest training batch is padding without effect (``uneven_inputs="pad"``), for own counters."""
         return self._run is not None and self._run.inputs.is_filler
 
     @property
@@ -299,12 +240,12 @@ class AutomodelStrategy(ParallelStrategy):
     @property
     def device_mesh(self) -> DeviceMesh:
         """Mesh of the run, for ``configure_model``; RuntimeError before the processes have joined."""
-        return self._joined_mesh().mesh
+        return self._joined_mesh.mesh
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        mesh = self._joined_mesh().data_parallel
+        mesh = self._joined_mesh.data_parallel
         return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
 
     @contextmanager
@@ -313,16 +254,12 @@ class AutomodelStrategy(ParallelStrategy):
         """Context in which ``configure_model`` and ``trainer.init_module()`` create tensors on this rank's device.
 
         Args:
-            empty_init: True creates them on the meta device. Set-up then shards them first, and initialises only each
-                rank's shards, by the modules' own initialisers or from a checkpoint.
+            empty_init: True creates them on the meta device; set-up initialises each rank's shards.
         """
         with super().tensor_init_context(empty_init=False), torch.device("meta") if empty_init else nullcontext():
             yield
 
     @property
-    def _shards_model(self) -> bool:
-        return self._options.data_parallel == "fsdp2"
-
     def _joined_mesh(self) -> RunMesh:
         if self._mesh is None:
             raise RuntimeError(
@@ -335,15 +272,9 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        start_method, environment = self._options.start_method, self._environment
-        self._launcher = make_launcher(
-            self,
-            start_method,
-            self.num_processes,
-            self.num_nodes,
-            self._supervisor,
-        )
-        if environment.creates_processes_externally and start_method != "popen":
+        start_method, environment = self._options.start_method, self.cluster_environment
+        self._launcher = make_launcher(self, start_method, self.num_processes, self.num_nodes, self._supervisor)
+        if environment is not None and environment.creates_processes_externally and start_method != "popen":
             self._advice.say_once(
                 f"start_method={start_method!r} has no effect: {type(environment).__name__} says that"
                 " something else has started the processes."
@@ -361,7 +292,7 @@ class AutomodelStrategy(ParallelStrategy):
         self.set_world_ranks()
         timeout = self._options.parsed_timeout
         process_group.join_process_group(
-            self._environment,
+            cast(ClusterEnvironment, self.cluster_environment),
             self.process_group_backend,
             timeout,
             self.root_device,
@@ -398,11 +329,8 @@ class AutomodelStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank, on the host; a collective. If ranks are missing, the error names them and the barrier.
 
-        Once a rank has failed, no rank waits: they leave one by one.
-
-        The Trainer calls ``"pre_setup"`` and ``"post_setup"`` around the ``setup`` hooks. With ``first_rank_setup``,
-        each node's first rank passes ``"pre_setup"`` at once, and the others when it reaches ``"post_setup"``. After
-        ``"run-stage"``, which follows the loading of checkpoints, every parameter must have values.
+        Once a rank has failed, no rank waits: they leave one by one. The Trainer calls ``"pre_setup"`` and
+        ``"post_setup"`` around the ``setup`` hooks, and ``"run-stage"`` once checkpoints are loaded.
         """
         if name == "post_setup":
             self._end_setup_block()
@@ -410,19 +338,15 @@ class AutomodelStrategy(ParallelStrategy):
             return
         collectives.named_barrier(name or "unnamed", self._options.parsed_timeout)
         if name == "pre_setup" and self.lightning_module is not None:
-            checks.check_callbacks(self._module.trainer.callbacks, self._shards_model)  # type: ignore[attr-defined]
-            self._weight_averages.delay(self.lightning_module, self._shards_model, self._patches)
+            checks.check_callbacks(self._module.trainer.callbacks, self._options.is_sharded)  # type: ignore[attr-defined]
+            self._weight_averages.delay(self.lightning_module, self._options.is_sharded, self._patches)
         if name == "pre_setup" and self._options.first_rank_setup:
-            block = self.first_rank_per_node()
-            block.__enter__()
-            self._setup_block = block
+            self._setup_block.enter_context(self.first_rank_per_node())
         if name == "run-stage" and self._run is not None:
             meta_init.check_initialized(self._module, self.root_device)
 
     def _end_setup_block(self, exception: BaseException | None = None) -> None:
-        block, self._setup_block = self._setup_block, None
-        if block is not None:
-            block.__exit__(type(exception) if exception is not None else None, exception, None)
+        self._setup_block.__exit__(type(exception) if exception is not None else None, exception, None)
 
     def first_rank_per_node(
         self, scope: Literal["node", "global"] = "node", timeout: timedelta | float | None = None
@@ -462,7 +386,7 @@ class AutomodelStrategy(ParallelStrategy):
             module,
             fitting,
             self._options,
-            self._joined_mesh(),
+            self._joined_mesh,
             self.root_device,
             self.precision_plugin,
             self.num_processes,
@@ -473,8 +397,6 @@ class AutomodelStrategy(ParallelStrategy):
         self.model = self._run.model
         self._weight_averages.set_up(module)
         if fitting:
-            if self._resume is not None:
-                self._resume.close()
             self._checkpoints.check_savable(trainer)
             self._resume = Resume(
                 trainer,
@@ -501,7 +423,7 @@ class AutomodelStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         self.optimizers, self.lr_scheduler_configs = [], []
         super().setup_optimizers(trainer)
-        checks.check_optimizers(self._module, self.optimizers, self._joined_mesh().sizes.divisor)
+        checks.check_optimizers(self._module, self.optimizers, self._joined_mesh.sizes.divisor)
         self._required_run.watch_module()
 
     @property
@@ -517,12 +439,6 @@ class AutomodelStrategy(ParallelStrategy):
             self._run.steps.watch(super().optimizers, wrappers if isinstance(wrappers, list) else [wrappers])
 
     @property
-    def _environment(self) -> ClusterEnvironment:
-        if self.cluster_environment is None:
-            raise RuntimeError(f"{type(self).__name__} has no cluster environment yet: a Trainer chooses it.")
-        return self.cluster_environment
-
-    @property
     def _required_run(self) -> TrainingRun:
         if self._run is None:
             raise RuntimeError(
@@ -532,9 +448,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @property
     def _module(self) -> "pl.LightningModule":
-        if self.lightning_module is None:
-            raise RuntimeError(f"{type(self).__name__} has no LightningModule yet: the Trainer connects it in fit.")
-        return self.lightning_module
+        return cast(pl.LightningModule, self.lightning_module)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -581,9 +495,8 @@ class AutomodelStrategy(ParallelStrategy):
     ) -> Tensor:
         """Backpropagate one micro-batch as a sum of token losses. After a window's last one, gradients are final.
 
-        Outside of ``block_backward_sync`` it is a collective: every rank must call it, and it costs one all-reduce over
-        the data-parallel ranks in addition to those of the engine. If a rank fails, the others raise. Returns the loss
-        unchanged: under automatic optimization it was divided by ``accumulate_grad_batches``.
+        Outside of ``block_backward_sync`` it is a collective, with one all-reduce over the data-parallel ranks in
+        addition to those of the engine. If a rank fails, the others raise. Returns the loss unchanged.
         """
         return self._required_run.micro_batches.backward(closure_loss, optimizer, args, kwargs)
 
@@ -597,10 +510,9 @@ class AutomodelStrategy(ParallelStrategy):
         model: "pl.LightningModule | Module | None" = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the window's last micro-batch, let hooks see the final gradients, clip, step.
+        """Run the window's last micro-batch (``closure``), let hooks see the final gradients, clip, step.
 
-        Under automatic optimization ``closure`` holds the last ``training_step`` and ``backward`` of the window. Every
-        rank must call it, once per window. Raises RuntimeError if the gradients of ``optimizer`` are not final.
+        A collective. Raises RuntimeError if the gradients of ``optimizer`` are not final.
         """
         run = self._required_run
         with ExitStack() as step:
@@ -617,10 +529,7 @@ class AutomodelStrategy(ParallelStrategy):
         clip_val: float,
         algorithm: Literal["norm", "value"] = "norm",
     ) -> Tensor:
-        """Clip the gradients of ``optimizer``, any mixture of shards and plain tensors.
-
-        For manual optimization, between ``manual_backward`` and ``optimizer.step()``. A collective: every rank must
-        call it.
+        """Clip the gradients of ``optimizer``, in manual optimization before its step. A collective.
 
         Args:
             optimizer: One of ``self.optimizers()``.
@@ -648,9 +557,7 @@ class AutomodelStrategy(ParallelStrategy):
     def on_test_start(self) -> None:
         self._required_run.engine.start_evaluation_loop()
 
-    @override
-    def on_predict_start(self) -> None:
-        self._required_run.engine.start_evaluation_loop()
+    on_predict_start = on_test_start
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -672,22 +579,16 @@ class AutomodelStrategy(ParallelStrategy):
         return self._begin_step(self._evaluation_steps, is_training=False)
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
-        """[2] sum of losses and its denominator, of one evaluated batch; for ``EvaluationLoss``.
+        """[2] sum of losses and its denominator, of a batch and what ``step`` returned for it; for ``EvaluationLoss``.
 
         Counted like training batches. Nothing is communicated. Raises ValueError without a loss or a count.
-
-        Args:
-            batch: What ``validation_step`` or ``test_step`` received.
-            output: What the step returned.
-            step: Name of the step.
         """
         return self._required_run.evaluated(batch, output, step)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
-        """Reduce a value over the ranks that hold different tokens (or ``group``), leaving the input as it is.
+        """Reduce a value over the ranks that hold different tokens (or ``group``): one all-reduce, out of place.
 
-        A collective on the group: one all-reduce, without the barrier that Lightning's own strategies put before it.
         The mean of integers is exact. Non-tensors are returned unchanged. Of a ``DTensor``, the full one is reduced.
         """
         if not isinstance(tensor, Tensor) or self._mesh is None:
@@ -763,17 +664,16 @@ class AutomodelStrategy(ParallelStrategy):
         checkpoint.update(describe_models(module))
         ranks, remark = self._saving_group(), None
         if self._resume is not None and "optimizer_states" in checkpoint:
-            remark = self._resume.add_to(checkpoint, self._joined_mesh().sizes_by_name(), ranks)
+            remark = self._resume.add_to(checkpoint, self._joined_mesh.sizes_by_name(), ranks)
         if ranks is None and self.world_size > 1:
             self._checkpoints.save_alone(checkpoint, filepath, self.checkpoint_io)
             return
         state = module.trainer.state
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         self._checkpoints.save(checkpoint, filepath, self.checkpoint_io, goes_on, storage_options)
-        if self._checkpoints.as_directory and self._options.save_distributed_checkpoint is None:
-            self._advice.say_once(DIRECTORY_NOTE, say=lambda text: rank_zero_info(f"{filepath} {text}"))
-        if remark is not None:
-            self._advice.say_once(remark, say=lambda text: rank_zero_info(f"{filepath} {text}"))
+        chose_directory = self._checkpoints.as_directory and self._options.save_distributed_checkpoint is None
+        for note in filter(None, (DIRECTORY_NOTE if chose_directory else None, remark)):
+            self._advice.say_once(note, say=lambda text: rank_zero_info(f"{filepath} {text}"))
 
     def _saving_group(self) -> dist.ProcessGroup | None:
         """The host group of all ranks; None if this is the only rank, or others have left after a failure."""
@@ -798,7 +698,7 @@ class AutomodelStrategy(ParallelStrategy):
         state = checkpoint.pop(CHECKPOINT_KEY, None)
         trainer = self._module.trainer
         if self._resume is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._resume.load(state, checkpoint, self._joined_mesh().sizes_by_name(), self.global_rank)
+            self._resume.load(state, checkpoint, self._joined_mesh.sizes_by_name(), self.global_rank)
         return checkpoint
 
     @override
@@ -834,13 +734,10 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        try:
+        with ExitStack() as leaving:
+            leaving.callback(self._supervisor.close)
+            leaving.callback(self._teardown_training)
             self._checkpoints.close(was_interrupted=self._supervisor.has_failed)
-        finally:
-            try:
-                self._teardown_training()
-            finally:
-                self._supervisor.close()
 
     def _teardown_training(self) -> None:
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
@@ -850,7 +747,7 @@ class AutomodelStrategy(ParallelStrategy):
         if trainer is not None and had_run and self.world_size > 1:
             lightning_internals.keep_sigterm_handler(trainer)
         self._patches.restore()
-        if had_run and not self._shards_model:
+        if had_run and not self._options.is_sharded:
             if (layer_sync := lightning_internals.layer_sync(self)) is not None and self.model is not None:
                 layer_sync.revert(self.model)
             super().teardown()
@@ -869,9 +766,6 @@ class AutomodelStrategy(ParallelStrategy):
     # --- Explaining ---------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """What was decided and why: mesh, units, divisors, modes, dtypes, estimated extra bytes per rank.
-
-        Not a collective. Before the first set-up it holds only the options.
-        """
+        """What was decided and why: mesh, units, divisors, modes, dtypes, memory. Before set-up, only the options."""
         described = self.reported_by_workers.get("description", {}) if self._run is None else self._run.describe()
         return {"options": dict(vars(self._options)), **described}

@@ -58,7 +58,6 @@ class TrainingRun:
         self.patches = patches
         self.module, self.plugin, self.device, self.advice = module, plugin, device, advice
         self._options, self._mesh = options, mesh
-        self._is_sharded = options.data_parallel == "fsdp2"
         self._check(fitting)
         self._prepare(fitting)
         checks.check_equal_models(module, host_group)
@@ -69,7 +68,7 @@ class TrainingRun:
         """Refuse what cannot be trained, before anything is changed, and tell of options without effect."""
         module, plugin, options = self.module, self.plugin, self._options
         precision.check_precision(plugin, options.data_parallel)
-        if self._is_sharded:
+        if options.is_sharded:
             precision.check_conversion(plugin, module)
         if fitting:
             checks.check_training(module, module.trainer.accumulate_grad_batches, options.count_window_ahead)
@@ -78,13 +77,12 @@ class TrainingRun:
 
     def _prepare(self, fitting: bool) -> None:
         """Change the module as it must be changed before it is distributed."""
-        module, options, context = self.module, self._options, None
-        if self._mesh.context_parallel is not None:
-            context = ContextParallelSteps(
-                module, self._mesh.context_parallel, options, self.plugin, self.device, self.advice.say_once
+        module, options, mesh = self.module, self._options, self._mesh.context_parallel
+        self._context: ContextParallelSteps | None = None
+        if mesh is not None:
+            self._context = ContextParallelSteps(
+                module, mesh, options, self.plugin, self.device, self.advice.say_once, self.patches
             )
-            self.patches.callback(context.close)
-        self._context: ContextParallelSteps | None = context
         self._without_values = meta_init.names_without_values(module)
         self.plugin.convert_module(module)
         self.move_to_device()
@@ -107,7 +105,7 @@ class TrainingRun:
         self.model = self.engine.setup(module, fitting, self._give_values)
         tensor_parallel.synchronize_metrics(module, self._mesh, self.patches)
         self.patches.set(module, "log", update_wrapper(partial(log_full, module.log), module.log))
-        if self._is_sharded:
+        if self._options.is_sharded:
             finetuning.finetune_by_identity(module, self.patches)
         self.advice.about_wrap_policy(policy, self.engine.describe())
 
@@ -116,7 +114,7 @@ class TrainingRun:
         module, options, mesh, weighting, ahead = self.module, self._options, self._mesh, self._make_weighting(), None
         in_float16 = precision.passes_float16(self.plugin, module) and not options.count_window_ahead
         scaler = precision.enabled_scaler(self.plugin)
-        scaling = LossScaling(scaler, in_float16, mesh, self.device, self._is_sharded, self.patches)
+        scaling = LossScaling(scaler, in_float16, mesh, self.device, options.is_sharded, self.patches)
         parameters = list(module.parameters())
         self.windows = GradientWindows(self.engine.sync, weighting, scaling, mesh, self.device, parameters)
         self.steps = OptimizerSteps(self.windows, options.track_grad_norm, options.error_if_nonfinite)
@@ -145,21 +143,21 @@ class TrainingRun:
         """The engine, and the policy of units that this strategy makes."""
         module, options = self.module, self._options
         self.advice.about_master_weights(str(self.plugin.precision), module)
-        if not self._is_sharded:
+        if not self._options.is_sharded:
             return DDPEngine(self._mesh, self.device, options), None
         policy = precision.resolve_policy(self.plugin, options.mp_policy, module.parameters())
         has_foreign_policy = units.is_sharded(module) and not precision.is_applied(policy, module)
-        if has_foreign_policy and options.mp_policy is not None:
-            self.advice.say_once("mp_policy has no effect on a model that was sharded before, with another policy.")
-        elif has_foreign_policy:
-            self.advice.about_units_of_before(str(self.plugin.precision), module, policy)
+        computed_in = precision.unit_dtypes(module) - {policy.param_dtype}
+        if has_foreign_policy and (options.mp_policy is not None or computed_in):
+            option = f"precision={self.plugin.precision!r}" if options.mp_policy is None else "mp_policy"
+            self.advice.say_once(f"{option} has no effect on a model that was sharded before, with another policy.")
         engine = FSDP2Engine(self._mesh, self.device, options, local_ranks, policy)
         return engine, None if has_foreign_policy else policy
 
     def _give_values(self) -> None:
         """Initialise tensors from the meta device, once they are sharded (FSDP2) or before they are copied (DDP)."""
         if self._without_values:
-            offloads = self._is_sharded and self._options.cpu_offload
+            offloads = self._options.is_sharded and self._options.cpu_offload
             meta_init.materialize(self.module, self.device, offloads)
             self.move_to_device()
 
@@ -183,7 +181,7 @@ class TrainingRun:
             self.patches.set(self.module, "on_validation_model_zero_grad", lambda: self._zero_before_validation(zero))
         checks.check_hooks(self.module, self._options.count_window_ahead)
         # Under automatic optimization every backward is the strategy's.
-        if not (self._is_sharded or self.module.automatic_optimization) and self._mesh.sizes.divisor > 1:
+        if not (self._options.is_sharded or self.module.automatic_optimization) and self._mesh.sizes.divisor > 1:
             self.steps.watch_plain_backwards(self.patches)
 
     def _zero_before_validation(self, zero: Callable[[], None]) -> None:

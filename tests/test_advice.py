@@ -18,18 +18,15 @@ def test_summary_is_one_line() -> None:
         "data_parallel": "fsdp2",
         "mesh": {"data_parallel_replicate": 1, "data_parallel_shard": 4, "data_parallel": 4, "tensor_parallel": 2},
         "units": ["model.blocks.0 (Block)", "model.blocks.1 (Block)"],
-        "activation_checkpointing": ["model.blocks.0 (Block)"],
         "precision": {"trainer": "bf16-mixed"},
         "gradient_denominator": "label token",
     }
     assert summary(described) == (
         "AutomodelStrategy: fsdp2 over data_parallel_shard=4, tensor_parallel=2, 2 FSDP units beside the root,"
-        " 1 blocks checkpointed, precision bf16-mixed, gradients per label token;"
+        " precision bf16-mixed, gradients per label token;"
         " trainer.strategy.describe() has the details."
     )
-    described.update(data_parallel="ddp", mesh={"data_parallel_shard": 1}, activation_checkpointing=[])
-    described["units"] = []
-    assert "one rank, one FSDP unit," in summary(described)
+    described.update(data_parallel="ddp", mesh={"data_parallel_shard": 1})
     del described["units"]
     assert summary(described) == (
         "AutomodelStrategy: ddp over one rank, precision bf16-mixed, gradients per label token;"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,10 +24,8 @@ class Slices:
         chunk: Number of positions in a chunk.
         length: Number of positions in the whole sequence, without padding.
         is_masked: Whether the batch has an ``attention_mask``.
-        documents: [b, w * s] the document of each position, or None: see :meth:`SequenceSlices.documents`.
+        documents: [b, w * s] the document of each position, or None: see ``SequenceSlices``.
         num_calls: How often attention has crossed ranks.
-        is_attending: Whether attention across ranks is running now.
-        masks: Additive masks of causal attention, by number of columns and dtype.
     """
 
     group: dist.ProcessGroup | None
@@ -37,8 +35,6 @@ class Slices:
     is_masked: bool = False
     documents: Tensor | None = None
     num_calls: int = 0
-    is_attending: bool = False
-    masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -53,18 +49,6 @@ class Slices:
     def gather_mask(self, attention_mask: Tensor) -> Tensor:
         """[b, s] of each rank's positions to [b, w * s] of all. A collective over the ranks that share the batch."""
         return whole((attention_mask != 0).to(torch.uint8)[..., None], self)[..., 0] != 0
-
-    def causal_mask(self, num_columns: int, rows: Tensor) -> Tensor:
-        """Additive causal mask [c, t] of a chunk whose last row is the last of t columns, in the dtype of ``rows``.
-
-        All layers share it until their backward; from a boolean mask torch would make another one in each layer.
-        """
-        key = num_columns, rows.dtype
-        if key not in self.masks:
-            seen = _mask(_positions(num_columns - self.chunk, rows), num_columns, True, None)
-            zeros = torch.zeros(seen.shape, dtype=rows.dtype, device=rows.device)
-            self.masks[key] = zeros.masked_fill_(~seen, -torch.inf)
-        return self.masks[key]
 
 
 # Slices of the running step or backward. Not a context variable: recomputation may run in an autograd thread.
@@ -95,10 +79,10 @@ def context_parallel_attention(
 ) -> Tensor:
     """Scaled dot-product self-attention of a sequence, also where this rank holds only a slice of it.
 
-    In a step under ``context_parallel_size`` > 1 it is a collective over the ranks that share the batch: keys and
-    values are gathered by one all-gather (before grouped heads are repeated), and their gradients are summed by one
-    reduce-scatter in backward. All ranks must make the same calls in the same order. If one fails, the others raise
-    when its process leaves, or at the group's timeout. Elsewhere it is ``F.scaled_dot_product_attention``.
+    In a step under ``context_parallel_size`` > 1 it is a collective over the ranks that share the batch: one all-gather
+    of keys and values, and one reduce-scatter of their gradients in backward. All ranks must make the same calls in the
+    same order. If one fails, the others raise when its process leaves, or at the group's timeout. Elsewhere it is
+    ``F.scaled_dot_product_attention``.
 
     Args:
         query: [b, h, s, d] of this rank's positions, after rotary embeddings by ``batch["position_ids"]``.
@@ -116,10 +100,8 @@ def context_parallel_attention(
     Raises:
         RuntimeError: If the inputs are not a slice of the step's batch.
     """
-    options: dict[str, Any] = {
-        **{"dropout_p": dropout_p, "scale": scale},
-        "enable_gqa": query.shape[-3] != key.shape[-3],
-    }
+    options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale}
+    options["enable_gqa"] = query.shape[-3] != key.shape[-3]
     slices, mask = _current, None
     if slices is None:
         if attention_mask is not None:
@@ -150,41 +132,19 @@ def attend_across(
             f" {2 * slices.chunk} of this step's: it is for self-attention over batch['input_ids']."
         )
     slices.num_calls += 1
-    slices.is_attending = True
-    try:
-        key, value = whole(torch.cat([key, value], dim=-1), slices).split([key.shape[-1], value.shape[-1]], dim=-1)
-        masks = (None, None) if mask is None else mask.split(slices.chunk, dim=-2)
-        parts = []
+    key, value = whole(torch.cat([key, value], dim=-1), slices).split([key.shape[-1], value.shape[-1]], dim=-1)
+    masks = (None, None) if mask is None else mask.split(slices.chunk, dim=-2)
+    parts = []
+    with computing_on(None):  # torch's attention is right from here on
         for index, rows, part in zip(slices.chunks, query.split(slices.chunk, dim=-2), masks, strict=True):
-            start = index * slices.chunk
             # Padding follows all other positions, so under a causal mask only rows of padding see it.
-            end = start + slices.chunk if is_causal else slices.length
-            seen = rows, key[..., :end, :], value[..., :end, :]
+            end = (index + 1) * slices.chunk if is_causal else slices.length
             if part is not None:
-                mixed = F.scaled_dot_product_attention(*seen, attn_mask=part[..., :end], **options)
-            elif is_causal and start > 0:
-                mixed = _attend_to_end(*seen, slices, options)
+                seen: Tensor | None = part[..., :end]
             else:
-                mixed = F.scaled_dot_product_attention(*seen, is_causal=is_causal, **options)
-            parts.append(mixed)
-        return torch.cat(parts, dim=-2)
-    finally:
-        slices.is_attending = False
-
-
-def _attend_to_end(query: Tensor, key: Tensor, value: Tensor, slices: Slices, options: dict[str, Any]) -> Tensor:
-    """Causal attention aligned to the end: the last row sees all columns, each row before it one column less.
-
-    Autocast would cast the mask of all layers again in each layer, so the inputs are cast before there is one.
-    """
-    device = query.device.type
-    if _autocasts(device) and query.dtype != torch.float64:
-        query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
-    if device == "cuda" and query.dtype in (torch.float16, torch.bfloat16):
-        mask: Tensor = causal_lower_right(query.shape[-2], key.shape[-2])
-    else:
-        mask = slices.causal_mask(key.shape[-2], query)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+                seen = causal_lower_right(slices.chunk, end) if is_causal else None
+            parts.append(F.scaled_dot_product_attention(rows, key[..., :end, :], value[..., :end, :], seen, **options))
+    return torch.cat(parts, dim=-2)
 
 
 def current() -> Slices | None:
@@ -233,8 +193,3 @@ class _Gather(torch.autograd.Function):
         part = gradient.new_empty((1, *gradient.shape[1:]))
         dist.reduce_scatter_single(part, gradient.contiguous(), group=ctx.group)
         return part[0], None
-
-
-def _autocasts(device_type: str) -> bool:
-    """Whether autocast is on; torch raises where a device, as the meta device, has none."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)

@@ -1,7 +1,6 @@
 """Compares, at the first step, what a model computes on slices of sequences and on whole ones."""
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -27,57 +26,6 @@ from lightning_automodel.sharding.apply import call_as_step
 from lightning_automodel.sharding.units import class_name
 
 _CHUNK = 4  # compared positions of a chunk, at most; each rank has two chunks
-_MATMUL_EPSILON = {"highest": 0.0, "high": torch.finfo(torch.float16).eps, "medium": torch.finfo(torch.bfloat16).eps}
-
-
-class _Beginning:
-    """The first ``length`` positions of a batch, sliced across ranks as the batch is, and whole on this rank.
-
-    ``shape`` is [b, s], that of this rank's slice of the batch.
-    """
-
-    def __init__(self, slices: Slices, shape: torch.Size) -> None:
-        self._slices, self._shape = slices, shape
-        chunk = min(_CHUNK, slices.chunk)
-        self.length = 2 * slices.num_ranks * chunk
-        self.sliced = replace(
-            slices,
-            chunk=chunk,
-            length=min(self.length, slices.length),
-            documents=None if slices.documents is None else slices.documents[:, : self.length],
-            num_calls=0,
-            masks={},
-        )
-        self.whole = replace(self.sliced, group=None, chunks=(0, 1), chunk=self.length // 2, masks={})
-
-    def covers(self, arguments: Any) -> bool:
-        """Whether a module was called with slices, and with no other tensor that has the length of a sequence."""
-        tensors: list[Tensor] = []
-        apply_to_collection(arguments, Tensor, tensors.append, allow_frozen=True)
-        others = [tensor for tensor in tensors if not self._is_slice(tensor)]
-        lengths = {self._shape[-1], self._shape[-1] * self._slices.num_ranks, self._slices.length, self.length}
-        return len(others) < len(tensors) and not any(lengths.intersection(tensor.shape[1:]) for tensor in others)
-
-    def _is_slice(self, tensor: Tensor) -> bool:
-        # A floating-point [b, s] may as well be [b, features].
-        is_known = not isinstance(tensor, DTensor) and (tensor.ndim > 2 or not tensor.is_floating_point())
-        return is_known and tensor.shape[:2] == self._shape
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """[b, s, ...] of each rank to [b, length, ...]; non-slices are returned unchanged. A collective."""
-        if not self._is_slice(tensor):
-            return tensor
-        numbers = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
-        whole = attention.whole(numbers.reshape(*self._shape, -1), self._slices)[:, : self.length]
-        # Contiguous, as models may call view() on it.
-        return whole.reshape(-1, self.length, *tensor.shape[2:]).to(tensor.dtype).contiguous()
-
-    def cut(self, tensor: Tensor) -> Tensor:
-        """[b, length, ...] to this rank's [b, s, ...]; a tensor of another length is returned unchanged."""
-        if tensor.ndim < 2 or tensor.shape[1] != self.length:
-            return tensor
-        chunks = tensor.split(self.sliced.chunk, dim=1)
-        return torch.cat([chunks[index] for index in self.sliced.chunks], dim=1)
 
 
 class FirstStepCheck:
@@ -85,23 +33,21 @@ class FirstStepCheck:
 
     The outputs of all submodules are compared, so that one bad layer among many is found and named. The check leaves no
     trace: no gradients are computed, and random states, modes, buffers and metrics are restored. Nothing is compiled.
-    ``is_paused``: calls are ignored, since the backward recomputes activations.
     """
 
     def __init__(self, module: pl.LightningModule, plugin: Precision) -> None:
         self._module, self._plugin = module, plugin
         self._calls: list[tuple[nn.Module, Any, Any]] = []
         self._draws = False
-        self.is_paused = False
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, slices: Slices) -> Iterator[None]:
         """Context of ``training_step``: remembers the outermost calls of modules, the LightningModule among them."""
         original, depth = self._module.training_step, 0
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal depth
-            if depth == 0 and not self.is_paused:
+            if depth == 0 and attention.current() is slices:  # not recomputed by a backward within the step
                 self._calls.append((module, args, kwargs))
             depth += 1
 
@@ -119,36 +65,40 @@ class FirstStepCheck:
             yield
 
     def check(self, slices: Slices, shape: torch.Size) -> str | None:
-        """Compare the modules that the step has called. A collective over all ranks, after the step.
+        """Compare the modules that the step has called on slices of ``shape`` [b, s]. A collective over all ranks.
 
         Returns a warning for the user, if some attention could not be compared.
 
         Raises:
             RuntimeError: On every rank, if an output differs on any of them by more than rounding.
         """
-        beginning = _Beginning(slices, shape)
+        self._slices, self._shape, chunk = slices, shape, min(_CHUNK, slices.chunk)
+        self._length = 2 * slices.num_ranks * chunk
+        documents = None if slices.documents is None else slices.documents[:, : self._length]
+        length = min(self._length, slices.length)
+        self._sliced = replace(slices, chunk=chunk, length=length, documents=documents, num_calls=0)
+        self._whole = replace(self._sliced, group=None, chunks=(0, 1), chunk=self._length // 2)
         names = {each: name for name, each in self._module.named_modules()}
         calls, self._calls = self._calls, []
         # Ranks may have called different modules, or some with arguments that cannot be sliced.
-        told = gather_objects([names[each] if beginning.covers(arguments) else None for each, *arguments in calls])
-        found: list[tuple[int, int, str, float]] = []
-        for index, of_ranks in enumerate(zip(*told, strict=False)):
-            if {*of_ranks} == {of_ranks[0]} and of_ranks[0] is not None:
-                difference = self._first_difference(calls[index], names, beginning)
-                found += [] if difference is None else [(index, *difference)]
-        all_found = [each for told in gather_objects(found) for each in told]
-        is_random = any(gather_objects(self._draws))
-        if all_found and not is_random:
-            *_, name, error = min(all_found)
-            named = f"{name} ({class_name(self._module.get_submodule(name))})".strip()
+        told = gather_objects([names[each] if self._covers(arguments) else None for each, *arguments in calls])
+        found: tuple[str, float] | None = None
+        for call, called in zip(calls, zip(*told, strict=False), strict=False):
+            if called[0] is not None and len({*called}) == 1:
+                difference = self._first_difference(call, names)
+                found = found or difference
+        found_by_rank, draws_by_rank = zip(*gather_objects((found, self._draws)), strict=True)
+        is_random = any(draws_by_rank)
+        if any(found_by_rank) and not is_random:
+            name, error = next(filter(None, found_by_rank))
             raise RuntimeError(
-                f"{named} gives something else on slices of sequences than on whole ones: off by {error:.2g} of its"
-                f" size on the first {beginning.length} positions of the first batch. In it, or just before, positions"
+                f"{name} gives something else on slices of sequences than on whole ones: off by {error:.2g} of its"
+                f" size on the first {self._length} positions of the first batch. In it, or just before, positions"
                 " are mixed within this rank's slice alone, or counted from its start: attend by"
                 " lightning_automodel.context_parallel_attention(query, key, value), and take positions from"
                 " batch['position_ids']."
             )
-        if not is_random and slices.num_calls == beginning.sliced.num_calls:
+        if not is_random and slices.num_calls <= self._sliced.num_calls:
             return None
         return (
             f"{class_name(self._module)}.training_step draws random numbers in evaluation mode too, or attends outside"
@@ -157,38 +107,64 @@ class FirstStepCheck:
             " compared, call one module, as in self.model(**batch)."
         )
 
+    def _covers(self, arguments: Any) -> bool:
+        """Whether a module was called with slices, and with no other tensor that has the length of a sequence."""
+        tensors = _tensors(arguments)
+        others = [tensor for tensor in tensors if not self._is_slice(tensor)]
+        lengths = {self._shape[-1], self._shape[-1] * self._slices.num_ranks, self._slices.length, self._length}
+        return len(others) < len(tensors) and not any(lengths.intersection(tensor.shape[1:]) for tensor in others)
+
+    def _is_slice(self, tensor: Tensor) -> bool:
+        # A floating-point [b, s] may as well be [b, features].
+        is_known = not isinstance(tensor, DTensor) and (tensor.ndim > 2 or not tensor.is_floating_point())
+        return is_known and tensor.shape[:2] == self._shape
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        """A slice [b, s, ...] of each rank to the first positions [b, length, ...]. A collective."""
+        if not self._is_slice(tensor):
+            return tensor
+        whole = attention.whole(tensor.reshape(*self._shape, -1), self._slices)[:, : self._length]
+        # Contiguous, as models may call view() on it.
+        return whole.reshape(-1, self._length, *tensor.shape[2:]).contiguous()
+
+    def _cut(self, tensor: Tensor) -> Tensor:
+        """[b, length, ...] to this rank's [b, s, ...]; a tensor of another length is returned unchanged."""
+        if tensor.ndim < 2 or tensor.shape[1] != self._length:
+            return tensor
+        chunks = tensor.split(self._sliced.chunk, dim=1)
+        return torch.cat([chunks[index] for index in self._sliced.chunks], dim=1)
+
     def _first_difference(
-        self, call: tuple[nn.Module, Any, Any], names: dict[nn.Module, str], beginning: _Beginning
-    ) -> tuple[int, str, float] | None:
-        """The first module that returns another output in slices: its place in the order, its name, its relative error.
+        self, call: tuple[nn.Module, Any, Any], names: dict[nn.Module, str]
+    ) -> tuple[str, float] | None:
+        """The first module that returns another output in slices, and its relative error.
 
         A collective over the ranks that share the batch.
         """
         module, *arguments = call
-        arguments = apply_to_collection(arguments, Tensor, beginning.gather, allow_frozen=True)
-        whole = self._outputs(module, arguments, beginning.whole)
-        arguments = apply_to_collection(arguments, Tensor, beginning.cut, allow_frozen=True)
-        in_slices = self._outputs(module, arguments, beginning.sliced)
-        epsilon = _MATMUL_EPSILON[torch.get_float32_matmul_precision()]
-        for order, (each, outputs) in enumerate(whole.items()):
-            for own, output in zip(in_slices[each], outputs, strict=False):
-                epsilon = max(epsilon, torch.finfo(output.dtype).eps)  # a wide output may come from narrower ones
-                expected = beginning.cut(output)
-                if expected is not output and own.shape == expected.shape:
-                    error = float(_error(own.double(), expected.double()))
-                    if error > math.sqrt(epsilon) / 2:
-                        return order, names[each], error
+        arguments = apply_to_collection(arguments, Tensor, self._gather, allow_frozen=True)
+        whole = self._outputs(module, arguments, self._whole)
+        arguments = apply_to_collection(arguments, Tensor, self._cut, allow_frozen=True)
+        in_slices = self._outputs(module, arguments, self._sliced)
+        is_wide = torch.get_float32_matmul_precision() == "highest"
+        epsilon = 0.0 if is_wide else torch.finfo(torch.bfloat16).eps
+        for (each, output), (_, own) in zip(whole, in_slices, strict=False):
+            epsilon = max(epsilon, torch.finfo(output.dtype).eps)  # a wide output may come from narrower ones
+            expected = self._cut(output)
+            if expected is not output and own.shape == expected.shape:
+                error = float(_error(own.double(), expected.double()))
+                if error > math.sqrt(epsilon) / 2:
+                    return f"{names[each]} ({class_name(each)})".strip(), error
         return None
 
-    def _outputs(self, module: nn.Module, arguments: Any, slices: Slices) -> dict[nn.Module, list[Tensor]]:
+    def _outputs(self, module: nn.Module, arguments: Any, slices: Slices) -> list[tuple[nn.Module, Tensor]]:
         """The floating-point tensors that ``module`` and its submodules return on the first positions."""
-        found: dict[nn.Module, list[Tensor]] = defaultdict(list)
+        found: list[tuple[nn.Module, Tensor]] = []
 
         def note(each: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            tensors: list[Tensor] = []
-            apply_to_collection(output, Tensor, tensors.append, allow_frozen=True)
             # Copies, as operations in place may follow.
-            found[each] += [torch_internals.local_tensor(t).clone() for t in tensors if t.is_floating_point()]
+            floating = [tensor for tensor in _tensors(output) if tensor.is_floating_point()]
+            found.extend((each, torch_internals.local_tensor(tensor).clone()) for tensor in floating)
 
         with self._without_effect(module), attention.computing_on(slices), _hooked(module, note):
             try:
@@ -204,20 +180,24 @@ class FirstStepCheck:
     @contextmanager
     def _without_effect(self, called: nn.Module) -> Iterator[None]:
         """Context of calls that leave modes, buffers, metrics, logs and random states as they were."""
+        device = self._module.device
+        generators: list[Any] = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device.type)]
         eagerly = torch.compiler.set_stance("force_eager")
         with PatchStack() as patches, torch.no_grad(), eagerly, self._plugin.train_step_context(), isolate_rng():
             for each in called.modules():
                 patches.set(each, "training", False)
             patches.callback(ModuleState(called).restore)
             patches.set(self._module, "log", lambda *_, **__: None)
-            before = self._random_states()
+            before = [generator.get_rng_state() for generator in generators]
             yield
-            self._draws |= not all(map(torch.equal, before, self._random_states()))
+            after = [generator.get_rng_state() for generator in generators]
+            self._draws |= not all(map(torch.equal, before, after))
 
-    def _random_states(self) -> list[Tensor]:
-        device = self._module.device
-        modules: list[Any] = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device.type)]
-        return [each.get_rng_state() for each in modules]
+
+def _tensors(collection: Any) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    apply_to_collection(collection, Tensor, tensors.append, allow_frozen=True)
+    return tensors
 
 
 def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:
@@ -236,7 +216,8 @@ def _hooked(module: nn.Module, after: Callable[..., None], before: Callable[...,
         for each in dict.fromkeys(_uncompiled(module)):
             if before is not None:
                 hooks.callback(each.register_forward_pre_hook(before, with_kwargs=True).remove)
-            hooks.callback(each.register_forward_hook(after, with_kwargs=True).remove)
+            # Always: recomputation in a backward stops modules by an exception.
+            hooks.callback(each.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
         yield
 
 
@@ -245,8 +226,6 @@ def _error(own: Tensor, expected: Tensor) -> Tensor:
 
     A few positions may be off by more: rounding may make a router choose another expert there.
     """
-    difference, size = (
-        each.flatten(1).unflatten(1, (own.shape[1], -1)).norm(dim=-1) for each in (own - expected, expected)
-    )
+    difference, size = (each.reshape(*own.shape[:2], -1).norm(dim=-1) for each in (own - expected, expected))
     share = difference / (size + size.median()).clamp(min=torch.finfo(size.dtype).tiny)
-    return share.topk(math.ceil(share.shape[1] / 4), dim=1).values[:, -1].max()
+    return share.quantile(0.75, dim=1, interpolation="higher").max()

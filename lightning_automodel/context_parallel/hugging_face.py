@@ -1,12 +1,12 @@
 """Attention of Hugging Face models over sequences that are sliced across ranks."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_automodel.context_parallel import attention
+from lightning_automodel.patching import PatchStack
 from lightning_automodel.torch_internals import not_compiled
 
 NAME = "context_parallel"
@@ -17,40 +17,31 @@ _POSITIONS_BY_ARGUMENT = 3  # forward(input_ids, attention_mask, position_ids)
 _CHANGES_SCORES = ("softcap", "position_bias", "s_aux", "head_mask")
 
 
-def let_models_attend_across(module: nn.Module) -> tuple[int, Callable[[], None]]:
+def let_models_attend_across(module: nn.Module, patches: PatchStack) -> int:
     """Let the Hugging Face models in ``module`` attend by :func:`attend_across`, within steps; refuse unchecked ones.
 
-    Returns the least number of attention calls in a step that uses one of them, and a function that restores them.
+    Returns the least number of attention calls in a step that uses one of them.
     """
     models: list[Any] = list(outermost_hugging_face_models(module))
     if not models:
-        return 0, lambda: None
+        return 0
     for model in models:
         _check(model)
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _make_mask)
-    before = [(model, model.config._attn_implementation, model.config.use_cache) for model in models]
-    hooks = [model.register_forward_pre_hook(_check_inputs, with_kwargs=True) for model in models]
-
-    def restore() -> None:
-        for hook in hooks:
-            hook.remove()
-        for model, implementation, use_cache in before:
-            model.set_attn_implementation(implementation)
-            model.config.use_cache = use_cache
-
     for model in models:
+        patches.callback(model.register_forward_pre_hook(_check_inputs, with_kwargs=True).remove)
+        patches.callback(model.set_attn_implementation, model.config._attn_implementation)
         model.set_attn_implementation(NAME)
-        model.config.use_cache = False  # the cache would hold keys and values of the slice only
+        patches.set(model.config, "use_cache", False)  # the cache would hold keys and values of the slice only
         if model.config._attn_implementation != NAME:
-            restore()
             raise ValueError(
                 f"{type(model).__name__} computes attention in a way of its own, not by transformers'"
                 " AttentionInterface, so that it would stay within a slice: leave context_parallel_size at 1."
             )
-    return min(model.config.num_hidden_layers for model in models), restore
+    return min(model.config.num_hidden_layers for model in models)
 
 
 def outermost_hugging_face_models(module: nn.Module) -> list[nn.Module]:

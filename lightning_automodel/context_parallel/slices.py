@@ -5,8 +5,11 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+
+from lightning_automodel.context_parallel.attention import Slices
 
 SHIFTED_LABELS = "shift_labels"
 """Key of labels at the position that predicts them, as Hugging Face models call them."""
@@ -32,40 +35,38 @@ class SequenceSlices:
             **{label_key: ignore_index, SHIFTED_LABELS: ignore_index},
         }
 
-    def length(self, batch: Any) -> int:
+    def describe(self, batch: Any, group: dist.ProcessGroup) -> Slices:
+        """How the sequences of a batch are sliced across the ranks of ``group``."""
+        length = self._length(batch)
+        chunk, is_masked = self._chunk_length(length), batch.get(_MASK) is not None
+        return Slices(group, self.chunks, chunk, length, is_masked, self._documents(batch))
+
+    def _length(self, batch: Any) -> int:
         """Positions of each sequence of a batch, which must be a mapping with ``input_ids``."""
-        if not isinstance(batch, Mapping):
-            raise TypeError(
-                f"context_parallel_size={self._num_chunks // 2} slices the sequences of a batch that is a mapping, and"
-                f" this one is a {type(batch).__name__}: return {{'input_ids': [b, s], {self._label_key!r}: [b, s]}}"
-                " from the collate function."
-            )
-        if not isinstance(batch.get(_IDS), Tensor):
+        if not (isinstance(batch, Mapping) and isinstance(batch.get(_IDS), Tensor)):
+            got = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
             raise ValueError(
-                f"context_parallel_size={self._num_chunks // 2} slices batch['input_ids'] [b, s], and the batch has the"
-                f" keys {sorted(map(str, batch))}: give the tokens this name in the collate function."
+                f"context_parallel_size={self._num_chunks // 2} slices the sequences of a batch that is a mapping with"
+                f" input_ids [b, s], got {got}: return {{'input_ids': [b, s], {self._label_key!r}: [b, s]}} from the"
+                " collate function."
             )
         return batch[_IDS].shape[-1]
 
-    def chunk_length(self, length: int) -> int:
+    def _chunk_length(self, length: int) -> int:
         """Positions of a chunk; those after the end of the sequence are padding."""
         return -(-length // self._num_chunks)
 
-    def has_mask(self, batch: Any) -> bool:
-        """Whether a batch has an ``attention_mask``."""
-        return batch.get(_MASK) is not None
-
-    def documents(self, batch: Any) -> Tensor | None:
+    def _documents(self, batch: Any) -> Tensor | None:
         """[b, w * s] the document of each position; a new one begins where ``position_ids`` do not go up by 1.
 
         None without position ids, and if there is also a mask: Hugging Face models then ignore the position ids.
         """
         positions = batch.get(_POSITIONS)
-        if positions is None or self.has_mask(batch):
+        if positions is None or batch.get(_MASK) is not None:
             return None
         begins = positions.diff(dim=-1, prepend=positions[..., :1] - 1) != 1
         length = positions.shape[-1]
-        return F.pad(begins.cumsum(-1), (0, self.chunk_length(length) * self._num_chunks - length), value=-1)
+        return F.pad(begins.cumsum(-1), (0, self._chunk_length(length) * self._num_chunks - length), value=-1)
 
     def slice(self, batch: Any, cuts: bool = True) -> MutableMapping[str, Any]:
         """A copy of a batch with this rank's slice of each sequence, or with ``cuts=False`` the whole ones.
@@ -75,7 +76,7 @@ class SequenceSlices:
         labels are shifted before slicing, so that the last token of a slice keeps its label, which is in the next
         slice. They are then stored as ``shift_labels``, and reading ``labels`` raises.
         """
-        length = self.length(batch)
+        length = self._length(batch)
         sliced = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
         if batch.get(_POSITIONS) is None:
             sliced[_POSITIONS] = torch.arange(length, device=batch[_IDS].device).expand(batch[_IDS].shape)
@@ -104,7 +105,7 @@ class SequenceSlices:
 
     def _cut(self, tensor: Tensor, padding: int) -> Tensor:
         """Cut [..., s] to this rank's two chunks, [..., 2 c]."""
-        chunk = self.chunk_length(tensor.shape[-1])
+        chunk = self._chunk_length(tensor.shape[-1])
         padded = F.pad(tensor, (0, chunk * self._num_chunks - tensor.shape[-1]), value=padding)
         return torch.cat([padded[..., index * chunk : (index + 1) * chunk] for index in self.chunks], dim=-1)
 

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -23,6 +24,7 @@ from lightning_automodel.context_parallel.slices import SequenceSlices
 from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.gradients.token_loss import TokenWeighting, has_count
 from lightning_automodel.options import StrategyOptions
+from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.tensor_parallel import check_same_batch
 from lightning_automodel.sharding.units import class_name
 
@@ -31,9 +33,7 @@ class _Watch(TorchFunctionMode):
     """Refuses torch's own attention functions in a step: they attend only within this rank's slice."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_attention = func in (F.scaled_dot_product_attention, F.multi_head_attention_forward)
-        slices = attention.current()
-        if is_attention and slices is not None and not slices.is_attending:
+        if func in (F.scaled_dot_product_attention, F.multi_head_attention_forward) and attention.current() is not None:
             raise RuntimeError(
                 f"{func.__name__} attends to this rank's slice of the sequence alone: call"
                 " lightning_automodel.context_parallel_attention instead."
@@ -44,8 +44,7 @@ class _Watch(TorchFunctionMode):
 class ContextParallelSteps:
     """Gives each step its slice of the batch, and lets the step's attention cross the ranks of ``mesh``.
 
-    Hugging Face models attend across ranks until :meth:`close`. ``tell`` is called with a warning for the user, if the
-    check of the first step could not compare everything.
+    ``tell`` is called with a warning for the user, if the check of the first step could not compare everything.
     """
 
     def __init__(
@@ -56,6 +55,7 @@ class ContextParallelSteps:
         plugin: Precision,
         device: torch.device,
         tell: Callable[[str], None],
+        patches: PatchStack,
     ) -> None:
         for name in ("training_step", "validation_step", "test_step", "predict_step"):
             if lightning_internals.draws_its_batches(getattr(module, name)):
@@ -64,21 +64,15 @@ class ContextParallelSteps:
                     " dataloader_iter."
                 )
         self._module, self._group, self._device, self._tell = module, mesh.get_group(), device, tell
-        num_layers, self.close = let_models_attend_across(module)
+        num_layers = let_models_attend_across(module, patches)
         self._num_layers = max(num_layers, 1)
-        self.slices = SequenceSlices(
-            mesh.get_local_rank(),
-            mesh.size(),
-            options.label_key,
-            options.ignore_index,
-            options.label_shift,
-            adds_mask=num_layers > 0,
-        )
-        self._check = FirstStepCheck(module, plugin)
+        labels = options.label_key, options.ignore_index, options.label_shift
+        self.slices = SequenceSlices(mesh.get_local_rank(), mesh.size(), *labels, adds_mask=num_layers > 0)
+        self._check: FirstStepCheck | None = FirstStepCheck(module, plugin)
+        self._unwatched = {"training_step", "validation_step", "test_step", "predict_step"}
         self._newest: Slices | None = None
         self._shape = torch.Size()
         self._is_first = True
-        self._watched: set[str] = set()
         self._whole: Any = None
         self._counted: set[str] = set()
 
@@ -90,15 +84,7 @@ class ContextParallelSteps:
         if self._is_first:
             self._is_first = False
             check_same_batch(batch, self._group, self._device, "context-parallel")
-        length = self.slices.length(batch)
-        self._newest = Slices(
-            self._group,
-            self.slices.chunks,
-            self.slices.chunk_length(length),
-            length,
-            self.slices.has_mask(batch),
-            self.slices.documents(batch),
-        )
+        self._newest = self.slices.describe(batch, self._group)
         sliced = self.slices.slice(batch)
         self._shape, self._whole = sliced["input_ids"].shape, batch
         return sliced
@@ -111,17 +97,16 @@ class ContextParallelSteps:
         whole, self._whole = self._whole, None
         if step in self._counted or whole is None:
             return
-        own = float(weighting.count(batch, output, step)), weighting.num_labels(batch)
-        told = gather_objects(own, self._group)
-        own_counts = [count for count, _ in told]
-        found = _miscounted(weighting, told, batch, self.slices.slice(whole, cuts=False), output)
-        for problem, counts in gather_objects((found, own_counts), None if step == "training_step" else self._group):
-            if problem is not None:
+        told = gather_objects((float(weighting.count(batch, output, step)), weighting.num_labels(batch)), self._group)
+        of_whole = _miscounted(weighting, told, batch, self.slices.slice(whole, cuts=False), has_count(output))
+        outcome = of_whole, [count for count, _ in told]
+        for of_whole, counts in gather_objects(outcome, None if step == "training_step" else self._group):
+            if of_whole is not None:
                 raise ValueError(
                     f"The {len(counts)} ranks that share a batch count {', '.join(f'{each:g}' for each in counts)} for"
-                    f" {step}, and {problem}. Each must count its slice, since the counts are added: count in the batch"
-                    " that the step gets, where entries of the shape of batch['input_ids'] are slices; with a"
-                    " label_shift, in its batch['shift_labels']."
+                    f" {step}, and {of_whole:g} for the whole batch. Each must count its slice, since the counts are"
+                    " added: count in the batch that the step gets, where entries of the shape of batch['input_ids']"
+                    " are slices; with a label_shift, in its batch['shift_labels']."
                 )
             if any(counts):
                 self._counted.add(step)
@@ -135,15 +120,13 @@ class ContextParallelSteps:
         """
         slices = self._newest
         assert slices is not None
-        is_new = name not in self._watched
-        self._watched.add(name)
-        is_checked = is_new and name == "training_step"
-        with ExitStack() as contexts:
-            contexts.enter_context(attention.computing_on(slices))
-            if is_new:
-                contexts.enter_context(_Watch())
-            if is_checked:
-                contexts.enter_context(self._check.recording())
+        check = None
+        if name == "training_step":
+            check, self._check = self._check, None
+        # Once for each kind of step, since it is called for every function of torch.
+        watch = _Watch() if name in self._unwatched else nullcontext()
+        self._unwatched.discard(name)
+        with attention.computing_on(slices), watch, nullcontext() if check is None else check.recording(slices):
             yield
         if slices.num_calls < self._num_layers:
             raise RuntimeError(
@@ -152,43 +135,30 @@ class ContextParallelSteps:
                 f" {self._num_layers}: each layer must call lightning_automodel.context_parallel_attention(query, key,"
                 " value)."
             )
-        if is_checked and (advice := self._check.check(slices, self._shape)) is not None:
+        if check is not None and (advice := check.check(slices, self._shape)) is not None:
             self._tell(advice)
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self) -> AbstractContextManager[None]:
         """Context of the backward of the step whose batch was sliced last: blocks may recompute their attention."""
-        slices = self._newest
-        num_calls = 0 if slices is None else slices.num_calls
-        self._check.is_paused = True
-        try:
-            with attention.computing_on(slices):
-                yield
-        finally:
-            self._check.is_paused = False
-            if slices is not None:
-                slices.num_calls = num_calls
+        # A copy, so that recomputation does not count as attention of the step.
+        return attention.computing_on(None if self._newest is None else replace(self._newest))
 
 
 def _miscounted(
-    weighting: TokenWeighting, told: list[tuple[float, float | None]], batch: Any, whole: Any, output: Any
-) -> str | None:
-    """Why the ``told`` counts and labels of a batch's slices cannot be counts of slices; None if they can.
+    weighting: TokenWeighting, told: list[tuple[float, float | None]], batch: Any, whole: Any, is_returned: bool
+) -> float | None:
+    """The whole batch's count, if the ``told`` counts (and labels) of its slices contradict it; else None.
 
-    Those of a function must add up to the whole batch's, with weights as well. What a step returned is wrong if it is
-    the same on all ranks, a number of the whole batch, and not that of each slice's labels.
+    Those of a function must add up to it, with weights as well. What a step returned is wrong if it is the same on all
+    ranks, a number of the whole batch, and not that of each slice's labels.
     """
     counts, labels = zip(*told, strict=True)
-    if not has_count(output):
+    if not is_returned:
         of_whole = torch.as_tensor(weighting.count(whole))
         tolerance = 8 * torch.finfo(of_whole.dtype).eps if of_whole.is_floating_point() else 0.0
-        if math.isclose(sum(counts), of_whole, rel_tol=tolerance):
-            return None
-        return f"{float(of_whole):g} for the whole batch"
+        return None if math.isclose(sum(counts), of_whole, rel_tol=tolerance) else float(of_whole)
     if counts == labels or len(set(counts)) > 1 or counts[0] == 0:
         return None
-    numbers = {key: value for key, value in batch.items() if value is whole[key] and isinstance(value, Real | Tensor)}
-    known = {f"batch[{key!r}]": torch.as_tensor(value).sum().item() for key, value in numbers.items()}
-    known["the number of labels"] = weighting.num_labels(whole) or 0.0
-    same = [name for name, number in known.items() if number == counts[0]]
-    return f"that is {same[0]} of the whole batch" if same else None
+    unsliced = [value for key, value in batch.items() if value is whole[key] and isinstance(value, Real | Tensor)]
+    known = {weighting.num_labels(whole), *(torch.as_tensor(value).sum().item() for value in unsliced)}
+    return counts[0] if counts[0] in known else None

@@ -238,13 +238,10 @@ def _slice(
     module: nn.Module, batch: Any, mesh: DeviceMesh, options: StrategyOptions, stack: PatchStack
 ) -> tuple[Any, Any]:
     """The first rank's slice of the batch, and how it was sliced. Hugging Face models then attend across ranks."""
-    num_layers, restore = hugging_face.let_models_attend_across(module)
-    stack.callback(restore)
+    num_layers = hugging_face.let_models_attend_across(module, stack)
     labels = options.label_key, options.ignore_index, options.label_shift
     slicer = slices.SequenceSlices(0, options.context_parallel_size, *labels, adds_mask=num_layers > 0)
-    sizes = slicer.chunks, slicer.chunk_length(slicer.length(batch)), slicer.length(batch)
-    group, masks = mesh[CONTEXT].get_group(), (slicer.has_mask(batch), slicer.documents(batch))
-    return slicer.slice(batch), attention.Slices(group, *sizes, *masks)
+    return slicer.slice(batch), slicer.describe(batch, mesh[CONTEXT].get_group())
 
 
 def _stand_in(micro: MicroBatch, stack: PatchStack) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.context_parallel.hugging_face import let_models_attend_across
+from lightning_automodel.patching import PatchStack
 from tests.context_parallel.refusals import Refused, check_refused, messages
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import VOCABULARY, Batch, Outcome, full_weights, weight_error
@@ -201,4 +202,4 @@ def test_layers_that_mix_positions_otherwise() -> None:
     with torch.device("meta"):
         model = Qwen3NextForCausalLM(Qwen3NextConfig(num_hidden_layers=4, num_experts=2))
     with pytest.raises(ValueError, match="Qwen3NextForCausalLM has layers of the types linear_attention"):
-        let_models_attend_across(OwnLoss(model))
+        let_models_attend_across(OwnLoss(model), PatchStack())

@@ -81,18 +81,18 @@ def test_a_mask_is_added_where_asked_for_and_padded_with_zeros() -> None:
 def test_documents_begin_where_positions_do_not_go_up_by_one() -> None:
     slices = SequenceSlices(0, 2, "labels", IGNORED, 0)
     batch = {"input_ids": torch.zeros(1, 6), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]])}
-    documents = slices.documents(batch)
+    documents = slices._documents(batch)
     assert documents is not None
     assert documents.tolist() == [[0, 0, 0, 1, 1, 2, -1, -1]]
-    assert slices.documents({**batch, "attention_mask": torch.ones(1, 6)}) is None
-    assert slices.documents({"input_ids": torch.zeros(1, 6)}) is None
+    assert slices._documents({**batch, "attention_mask": torch.ones(1, 6)}) is None
+    assert slices._documents({"input_ids": torch.zeros(1, 6)}) is None
 
 
 @pytest.mark.parametrize(
     ("batch", "error", "message"),
     [
-        ([torch.zeros(2, 4)], TypeError, "is a list"),
-        ({"tokens": torch.zeros(2, 4)}, ValueError, "has the keys \\['tokens'\\]"),
+        ([torch.zeros(2, 4)], ValueError, "got list"),
+        ({"tokens": torch.zeros(2, 4)}, ValueError, "got \\['tokens'\\]"),
         ({"input_ids": torch.zeros(2, 4), "labels": torch.zeros(2)}, ValueError, "input_ids have 4 positions"),
         ({"input_ids": torch.zeros(2, 4), "labels": torch.tensor(1)}, ValueError, "has the shape \\[\\]"),
         ({"input_ids": torch.zeros(2, 4), "attention_mask": torch.zeros(2, 1, 4, 4)}, ValueError, "\\[2, 1, 4, 4\\]"),
