@@ -161,17 +161,6 @@ def is_validation_due(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._should_check_val_fx(training_data_fetcher(trainer))
 
 
-def validates_to_stop(trainer: Trainer) -> bool:
-    """Whether the validation that begins is due only because ``trainer.should_stop`` was set."""
-    if not trainer.should_stop:
-        return False
-    trainer.should_stop = False
-    try:
-        return not is_validation_due(trainer)
-    finally:
-        trainer.should_stop = True
-
-
 def skip_validation(validation_loop: Any) -> None:
     """Mark the validation as run: for an unfinished one, a restarted training loop would draw another batch."""
     validation_loop._has_run = True

@@ -38,6 +38,11 @@ class Position:
     epochs: int
     is_epoch_ending: bool = False
 
+    @property
+    def is_iterated(self) -> bool:
+        """Whether the loaders' iterators of the epoch exist: Lightning makes the first ones in set-up."""
+        return self.stage != EPOCH or self.epochs == 0
+
 
 def position(trainer: "pl.Trainer") -> Position:
     """Current position of ``trainer``."""
@@ -73,15 +78,19 @@ def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, A
         at: Position to resume at.
         logged: What ``logging_step`` returns at that position.
     """
-    in_epoch = at.stage != EPOCH
-    epochs = dict.fromkeys(("ready", "started"), at.epochs + in_epoch)
-    epochs |= dict.fromkeys(("processed", "completed"), at.epochs)
-    batches = saved["epoch_loop.batch_progress"]
+    started = at.epochs + (at.stage != EPOCH)
+    epochs = {"ready": started, "started": started, "processed": at.epochs, "completed": at.epochs}
+    batches, steps = saved["epoch_loop.batch_progress"], saved["epoch_loop.state_dict"]
     validated = saved["epoch_loop.val_loop.batch_progress"]
     before = batches["total"]["processed"] - batches["current"]["processed"]
-    validations = validated["total"]["completed"]
-    counters: dict[str, Any] = {
-        "epoch_progress": {"total": dict(epochs), "current": dict(epochs)},
+    validations = dict.fromkeys(validated["total"], validated["total"]["completed"])
+    if at.stage == STEP:
+        # With these counters, Lightning takes a due validation for an interrupted one, and runs it.
+        validations["ready"] = validations["started"] = validations["completed"] + 1
+    # The loop counts the batch's step after the validation that may be due.
+    counted = logged - 1 if at.stage in (STEP, VALIDATION) else logged
+    counters = {
+        "epoch_progress": {"total": epochs, "current": dict(epochs)},
         "epoch_loop.batch_progress": {
             **batches,
             "total": dict.fromkeys(batches["total"], before + at.batches),
@@ -89,25 +98,16 @@ def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, A
             "is_last_batch": batches["is_last_batch"] and at.stage != BATCH,
         },
         "epoch_loop.val_loop.batch_progress": {
-            "total": dict.fromkeys(validated["total"], validations),
+            "total": validations,
             "current": dict.fromkeys(validated["current"], 0),
             "is_last_batch": False,
         },
+        "epoch_loop.state_dict": {**steps, lightning_internals.STEPS: counted},
+        # Each rank's loaders have their own states, and Lightning would load those of rank 0 on every rank.
+        "state_dict": {name: value for name, value in saved["state_dict"].items() if name != "combined_loader"},
     }
-    if at.stage == STEP:
-        # With these counters, Lightning takes a due validation for an interrupted one, and runs it.
-        counters["epoch_loop.val_loop.batch_progress"]["total"] |= {
-            "ready": validations + 1,
-            "started": validations + 1,
-        }
-    for name in ("automatic_optimization.optim_progress", "manual_optimization.optim_step_progress"):
-        counters[f"epoch_loop.{name}"] = _all_completed(saved[f"epoch_loop.{name}"])
-    counters["epoch_loop.scheduler_progress"] = _all_completed(saved["epoch_loop.scheduler_progress"])
-    # The loop counts the batch's step after the validation that may be due.
-    counted = logged - 1 if at.stage in (STEP, VALIDATION) else logged
-    counters["epoch_loop.state_dict"] = {**saved["epoch_loop.state_dict"], lightning_internals.STEPS: counted}
-    # Each rank's loaders have their own states, and Lightning would load those of rank 0 on every rank.
-    counters["state_dict"] = {name: value for name, value in saved["state_dict"].items() if name != "combined_loader"}
+    for loop in ("automatic_optimization.optim", "manual_optimization.optim_step", "scheduler"):
+        counters[f"epoch_loop.{loop}_progress"] = _all_completed(saved[f"epoch_loop.{loop}_progress"])
     return {**saved, **counters}
 
 

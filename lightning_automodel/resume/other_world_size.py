@@ -15,23 +15,16 @@ def carried_over(state: dict[str, Any], data_parallel: int) -> dict[str, Any]:
         data_parallel: Present number of ranks that hold different data.
     """
     carried, then = state["ranks"][0], state["sizes"]["data_parallel"]
-    carried = {
-        **carried,
-        "random": None,
-        "generators": [],
-        "buffers": {},
-        "metrics": {},
-        "own": {**carried["own"], "engine": {}},
-    }
-    carried["loaders"] = [_scaled(at, then, data_parallel) for at in carried["loaders"]]
+    loaders = []
+    for at in carried["loaders"]:
+        scaled = {name: at[name] for name in ("kind", "seed") if name in at} | {"generators": [], "samplers": []}
+        if "iteration" in at:
+            scaled |= {"iteration": (None, 0), "yielded": at["yielded"] * then // data_parallel, "length": None}
+        if "state" in at:
+            scaled["kind"] = "none"  # refused within an epoch
+        loaders.append(scaled)
+    own = {**carried["own"], "engine": {}}
+    carried = {**carried, "random": None, "buffers": {}, "metrics": {}, "own": own, "loaders": loaders}
     if carried["stage"] != loops.EPOCH:
         carried["batches"] = carried["batches"] * then // data_parallel
-        carried["is_drawn"] = any("iteration" not in at or at.get("is_stream") for at in carried["loaders"])
     return carried
-
-
-def _scaled(at: dict[str, Any], then: int, now: int) -> dict[str, Any]:
-    scaled = {"generators": [], "samplers": []} | {name: at[name] for name in ("seed", "is_stream") if name in at}
-    if "iteration" in at:
-        scaled |= {"iteration": (None, None, 0), "yielded": at["yielded"] * then // now, "length": None}
-    return scaled
