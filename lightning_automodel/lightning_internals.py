@@ -37,10 +37,7 @@ from lightning_automodel.patching import PatchStack
 
 
 def failing_hook(exception: BaseException) -> str | None:
-    """Name of the innermost Lightning hook that ``exception`` came through; None if it came through none.
-
-    Lightning knows the name only in local variables of the functions that call hooks.
-    """
+    """Name of the innermost Lightning hook that ``exception`` came through, which only local variables hold."""
     name, traceback = None, exception.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
@@ -171,8 +168,7 @@ def epoch_metrics(trainer: Trainer) -> dict[str, Any]:
     return trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
 
 
-STEPS = "_batches_that_stepped"
-"""Key in the state of Lightning's loop of batches, of what :func:`logging_step` returns."""
+STEPS = "_batches_that_stepped"  # in the state of the loop of batches: what `logging_step` returns
 
 
 def logging_step(trainer: Trainer) -> int:

@@ -71,11 +71,6 @@ def wait_for_workers(context: ProcessContext, folder: Path, first_rank: int) -> 
     There is no time limit for training. Once one worker has ended, the others have a minute, and another one after
     SIGTERM if it has failed. SIGTERM to this process is passed on to them, and sent if it leaves earlier.
 
-    Args:
-        context: The processes, by local rank.
-        folder: Where they report failures.
-        first_rank: Global rank of the first one.
-
     Raises:
         RankFailedError: If a rank failed, chained to the traceback that it reported.
         SIGTERMException: If all ranks stopped together after one of them received SIGTERM.

@@ -13,12 +13,7 @@ def save_last(trainer: "pl.Trainer", patches: PatchStack, resumed_at: int | None
 
     Lightning calls all callbacks first, so what the module does there (the momentum update of a teacher, say) would be
     missing from the checkpoint and the resumed run. At the end of an epoch Lightning itself calls them last. Nor does
-    it store which step was saved last: ``ModelCheckpoint`` would save it again within the first window.
-
-    Args:
-        trainer: The Trainer that runs the fit.
-        patches: Restores the methods.
-        resumed_at: The global step that was resumed at, if any.
+    it store which step was saved last, that which was ``resumed_at``: ``ModelCheckpoint`` would save it again.
     """
     module = trainer.lightning_module
     saving: list[Any] = [each for each in trainer.callbacks if isinstance(each, Checkpoint)]  # type: ignore[attr-defined]
@@ -40,14 +35,8 @@ def load_early(trainer: "pl.Trainer", states: dict[str, Any]) -> None:
     """Repeat ``on_fit_start`` with the loaded state for the callbacks of Lightning that read it there.
 
     If a strategy loads checkpoints after its set-up, Lightning calls that hook before it loads callbacks: parameter
-    groups would be missing when the optimizer's state is loaded, and an expired timer would allow another step.
-
-    Args:
-        trainer: The Trainer that runs the fit, set up, with nothing loaded yet.
-        states: States of callbacks by key, as a checkpoint holds them.
-
-    Raises:
-        ValueError: If ``StochasticWeightAveraging`` had replaced the schedule, which it cannot in time.
+    groups would be missing when the optimizer's state is loaded, and an expired timer would allow another step. The
+    schedule of ``StochasticWeightAveraging`` would be missing too.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         state = states.get(callback.state_key)

@@ -25,28 +25,17 @@ from lightning_automodel.resume import loops, rng
 
 @dataclass
 class Iteration:
-    """One iteration over the indices of a loader.
+    """One iteration over the indices of a loader."""
 
-    Attributes:
-        states: The global and the loader's own states before its first index; None with a different world size.
-        start: Batches of the epoch that the loop had used before; not 0 if a shorter loader has started over.
-    """
-
-    states: tuple[rng.GlobalStates, rng.OwnStates] | None
-    start: int
+    states: tuple[rng.GlobalStates, rng.OwnStates] | None  # before its first index; None of another world size
+    start: int  # batches of the epoch that the loop had used before; not 0 if a shorter loader has started over
 
 
 class RecordingSampler(Sampler[Any]):
-    """Wraps the (batch) sampler of a DataLoader: yields the same, and can skip what was used.
+    """Replaces the (batch) sampler of a DataLoader until :meth:`close`: yields the same, and can skip what was used.
 
-    Args:
-        loader: The DataLoader whose sampler is replaced until :meth:`close`.
-        device: Device of this rank, whose random states are recorded.
-        batches: Returns how many batches of the epoch the loop has used.
-
-    Attributes:
-        iteration: The newest iteration; None before its first index.
-        target: An iteration to repeat, and how many batches of it to skip; None: iterations start at the beginning.
+    ``iteration`` is the newest one, None before its first index; ``target`` one to repeat, and how many of its batches
+    to skip. ``batches`` returns how many batches of the epoch the loop has used.
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device, batches: Callable[[], int]) -> None:
@@ -97,13 +86,7 @@ class RecordingSampler(Sampler[Any]):
 
 
 class TrainingLoaders:
-    """The training loaders of a fit.
-
-    Args:
-        trainer: The Trainer that runs the fit.
-        device: Device of this rank, whose random states are recorded.
-        say: Shows the user a warning, once.
-    """
+    """The training loaders of a fit. ``say`` shows the user a warning, once."""
 
     def __init__(self, trainer: "pl.Trainer", device: torch.device, say: Callable[[str], None]) -> None:
         self._trainer, self._device, self._say = trainer, device, say

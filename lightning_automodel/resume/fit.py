@@ -12,7 +12,6 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torchmetrics import Metric
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.distributed.mesh import CONTEXT
@@ -42,13 +41,8 @@ class Resume:
     written before the window has stepped resumes there; likewise before a validation. Once a window has stepped, the
     state at the save counts. Only :meth:`add_to` communicates, and the reduction of logged means at an epoch's end.
 
-    Args:
-        trainer: The Trainer that runs the fit.
-        device: Device of this rank.
-        own_state: Returns what the strategy keeps from step to step.
-        restore_own_state: Restores it; every rank calls it.
-        holds_gradients: Returns whether a window of manual optimization has begun and not stepped.
-        say: Shows the user a warning, on rank 0, once.
+    ``own_state`` returns what the strategy keeps from step to step, and ``restore_own_state`` restores it.
+    ``holds_gradients`` tells whether a window of manual optimization has begun and not stepped. ``say`` warns once.
     """
 
     def __init__(
@@ -71,7 +65,6 @@ class Resume:
         self._snapshot: Snapshot | None = None
         self._final: Snapshot | None = None
         self._logged = 0
-        self._logged_next: int | None = None
         self._loaded: dict[str, Any] | None = None
         self._actions_seen: set[str] = set()
 
@@ -120,9 +113,6 @@ class Resume:
     def _before_fetch(self) -> None:
         """Before a training batch is drawn, which may use random numbers: the last point before a window."""
         self._loaders.before_fetch()
-        if self._logged_next is not None:
-            lightning_internals.set_logging_step(self._trainer, self._logged_next)
-            self._logged_next = None
         self._logged = lightning_internals.logging_step(self._trainer)
         fit_loop: Any = self._trainer.fit_loop
         used = fit_loop.epoch_loop.batch_progress.current.processed
@@ -137,11 +127,7 @@ class Resume:
             self._snapshot = self._take(at, self._logged)
 
     def stepped(self) -> None:
-        """An optimizer has stepped: a checkpoint can no longer resume before the step.
-
-        Raises:
-            UnsupportedReleaseError: If the profiler was not told of the batch, or of a hook, by these names.
-        """
+        """An optimizer has stepped: a checkpoint can no longer resume before the step."""
         for name in {_FETCH, "on_train_batch_start"} - self._actions_seen:
             raise UnsupportedReleaseError("lightning", f"the profiler's action {name!r}, to resume exactly")
         self._snapshot = None
@@ -164,13 +150,8 @@ class Resume:
     def add_to(self, checkpoint: dict[str, Any], sizes: dict[str, int], group: dist.ProcessGroup | None) -> None:
         """Add the state of every rank to a checkpoint, and set its counters and callbacks to the same moment.
 
-        A collective on ``group``, if given: rank 0 gets the states of all ranks. Without it, as after a failure, only
-        this rank's state is added.
-
-        Args:
-            checkpoint: As Lightning makes it.
-            sizes: Ranks along each dimension of the mesh, by name.
-            group: Group of all ranks, on the host.
+        A collective on ``group``, that of all ranks on the host: rank 0 gets the states of all ranks. Without it, as
+        after a failure, only this rank's state is added. ``sizes`` are the ranks along each dimension of the mesh.
         """
         if self._loaded is not None:  # a hook saves before the run has started
             own = self._loaded
@@ -180,9 +161,7 @@ class Resume:
             progress = checkpoint["loops"]["fit_loop"]
             checkpoint["loops"]["fit_loop"] = loops.counters_at(progress, taken.at, taken.logged)
             if taken is self._snapshot:
-                keys = {callback.state_key for callback in self._trainer.callbacks}  # type: ignore[attr-defined]
-                others = {key: state for key, state in checkpoint["callbacks"].items() if key not in keys}
-                checkpoint["callbacks"] = others | taken.callbacks
+                checkpoint["callbacks"] = {**checkpoint["callbacks"], **taken.callbacks}
         ranks = [own]
         if group is not None:
             gathered: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
@@ -254,26 +233,16 @@ class Resume:
             reset |= lightning_internals.logged_metrics(epoch_loop)
         if stage == loops.VALIDATION:
             reset |= lightning_internals.logged_metrics(epoch_loop.val_loop)
-        metrics = {name: each for name, each in self._module.named_modules() if isinstance(each, Metric)}
-        return {
-            name: state
-            for name, state in taken.state["metrics"].items()
-            if name in metrics and id(metrics[name]) not in reset
-        }
+        names = {name for name, each in self._module.named_modules() if id(each) in reset}
+        return {name: state for name, state in taken.state["metrics"].items() if name not in names}
 
     # --- Resuming -----------------------------------------------------------------------------------------------------
 
     def load(self, state: dict[str, Any] | None, checkpoint: dict[str, Any], sizes: dict[str, int], rank: int) -> None:
         """Prepare to resume from a checkpoint; :meth:`on_train_start` does the rest. Not a collective.
 
-        Args:
-            state: What :meth:`add_to` added; None for a checkpoint of another strategy.
-            checkpoint: The rest of the checkpoint; Lightning loads the loops from it after this.
-            sizes: Ranks along each dimension of the mesh, by name.
-            rank: Global rank.
-
-        Raises:
-            ValueError: If another version of this package wrote ``state``, in another format.
+        ``state`` is what :meth:`add_to` added; None for a checkpoint of another strategy. Lightning loads the loops
+        from ``checkpoint`` after this. Raises ValueError if another version of this package wrote ``state``.
         """
         if self._actions_seen:  # the fit runs, and a hook loads weights: it goes on where it is
             return
@@ -314,8 +283,6 @@ class Resume:
         self._restore_own_state(loaded["own"])
         if at.is_epoch_ending:
             self._step_plateau_schedulers()
-        if at.stage != loops.EPOCH:
-            self._logged_next = loaded["logged"]
         loops.finish_restart(self._trainer, at.stage, loaded["logged"])
         if loaded["random"] is not None:
             rng.set_global_states(loaded["random"], self._device)

@@ -12,31 +12,19 @@ import lightning.pytorch as pl
 
 from lightning_automodel import lightning_internals
 
-EPOCH = "epoch"
-"""Stage: an epoch comes next, its hooks first."""
-BATCH = "batch"
-"""Stage: a batch comes next."""
-STEP = "step"
-"""Stage: a batch was just trained on, and a validation may be due."""
-VALIDATION = "validation"
-"""Stage: the validation after a batch is over."""
+# Stages: an epoch comes next, its hooks first; a batch comes next; a batch was just trained on, and a validation may be
+# due; the validation after a batch is over.
+EPOCH, BATCH, STEP, VALIDATION = "epoch", "batch", "step", "validation"
 
 
 @dataclass(frozen=True)
 class Position:
-    """Position of a fit.
-
-    Attributes:
-        stage: One of the stages above.
-        batches: Batches of the epoch that the loop has used.
-        epochs: Complete epochs.
-        is_epoch_ending: Whether the hooks that end an epoch are running, so that what follows them is still to be done.
-    """
+    """Position of a fit: one of the stages above, batches of the epoch that the loop has used, complete epochs."""
 
     stage: str
     batches: int
     epochs: int
-    is_epoch_ending: bool = False
+    is_epoch_ending: bool = False  # the hooks that end an epoch are running: what follows them is still to be done
 
     @property
     def is_iterated(self) -> bool:
@@ -71,12 +59,9 @@ def is_last_batch(trainer: "pl.Trainer") -> bool:
 
 
 def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, Any]:
-    """The state of the fit loop with counters from which Lightning's loops resume at ``at``.
+    """The state of the fit loop with counters from which Lightning's loops resume ``at`` a position.
 
-    Args:
-        saved: What ``fit_loop.state_dict()`` returned at that position, or in the window after it.
-        at: Position to resume at.
-        logged: What ``logging_step`` returns at that position.
+    ``saved`` was taken there or in the window after it. ``logged`` is what ``logging_step`` returned there.
     """
     started = at.epochs + (at.stage != EPOCH)
     epochs = {"ready": started, "started": started, "processed": at.epochs, "completed": at.epochs}
@@ -87,8 +72,8 @@ def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, A
     if at.stage == STEP:
         # With these counters, Lightning takes a due validation for an interrupted one, and runs it.
         validations["ready"] = validations["started"] = validations["completed"] + 1
-    # The loop counts the batch's step after the validation that may be due.
-    counted = logged - 1 if at.stage in (STEP, VALIDATION) else logged
+    # Within an epoch, a restarted loop finishes a batch before it draws one, and counts its step.
+    counted = logged if at.stage == EPOCH else logged - 1
     counters = {
         "epoch_progress": {"total": epochs, "current": dict(epochs)},
         "epoch_loop.batch_progress": {
@@ -132,13 +117,13 @@ def finish_restart(trainer: "pl.Trainer", stage: str, logged: int) -> None:
         return
     validated = epoch_loop.val_loop.batch_progress.total
     validated.ready = validated.started = validated.completed
-    if stage == BATCH or lightning_internals.is_validation_due(trainer):
-        return
-    # The restarted loop runs or skips a due validation, then finishes the batch. With none due, it would draw the next
-    # batch at once, so the batch is finished here.
-    epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+    if lightning_internals.is_validation_due(trainer):
+        return  # the restarted loop runs or skips it, and finishes the batch
     lightning_internals.set_logging_step(trainer, logged)
-    lightning_internals.skip_validation(epoch_loop.val_loop)
+    if stage != BATCH:
+        # The restarted loop would draw the next batch at once, so the batch is finished here.
+        epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+        lightning_internals.skip_validation(epoch_loop.val_loop)
 
 
 def prefetches(trainer: "pl.Trainer") -> bool:

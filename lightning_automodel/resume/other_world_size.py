@@ -9,10 +9,6 @@ def carried_over(state: dict[str, Any], data_parallel: int) -> dict[str, Any]:
     """One state for every rank of the present world size, without what was each rank's own.
 
     Within an epoch, the used samples are counted as batches of the present ranks, rounded down: a few are used again.
-
-    Args:
-        state: What a checkpoint holds.
-        data_parallel: Present number of ranks that hold different data.
     """
     carried, then = state["ranks"][0], state["sizes"]["data_parallel"]
     loaders = []
