@@ -195,12 +195,8 @@ def _run_worker(local_rank: int, folder: Path, variables: Mapping[str, str], run
         torch.set_deterministic_debug_mode(deterministic)
         rng.set_global_states(random_states, torch.device("cpu"))
         share_cores(trainer.strategy.num_processes)
-    try:
-        # Calls the launcher, which runs the function and reports, and then `on_exception` hooks.
-        lightning_internals.call_and_handle_interrupt(trainer, function.func, *function.args, **function.keywords)
-    except Exception as exception:
-        write_failure(folder, exception, trainer)
-        raise
+    # Calls the launcher, which runs the function and reports, and then `on_exception` hooks.
+    lightning_internals.call_and_handle_interrupt(trainer, function.func, *function.args, **function.keywords)
 
 
 def make_launcher(

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -134,14 +134,10 @@ class TrainingLoaders:
         if isinstance(sampler := _innermost_sampler(loader), DistributedSampler):
             found["seed"] = sampler.seed
         recorder = _recorder(loader)
-        if is_stateful(loader):
-            if loops.prefetches(self._trainer) and at.stage != loops.EPOCH:
-                states = self._states.get(at.batches)
-                return found | {"state": states[index]} if states else found
-            # Between epochs a loader with a length is at the end of one, and does not know that it is over.
-            if loops.prefetches(self._trainer) or at.stage != loops.EPOCH:
-                found["state"] = _state_of(loader)
-        elif recorder is not None and recorder.iteration is not None and at.is_iterated:
+        if is_stateful(loader) and at.stage != loops.EPOCH:  # between epochs it is at the end of one, and starts over
+            ahead = self._states.get(at.batches) or [None] * (index + 1)
+            found["state"] = ahead[index] if loops.prefetches(self._trainer) else _state_of(loader)
+        if recorder is not None and recorder.iteration is not None and at.is_iterated:
             newest = recorder.iteration
             found["iteration"] = newest.states, newest.start
             found |= {"yielded": at.batches - newest.start, "length": sized_len(loader)}
@@ -152,10 +148,11 @@ class TrainingLoaders:
     def start(self, positions: list[dict[str, Any]], at: loops.Position) -> None:
         """Resume, once the loaders are iterated and the run has started. Changes the global random states."""
         loaders = self._all()
-        if positions and len(loaders) != len(positions):
+        kinds, saved = list(map(_kind, loaders)), [position["kind"] for position in positions]
+        if at.stage != loops.EPOCH and kinds != saved:
             raise ValueError(
-                f"The checkpoint holds the positions of {len(positions)} training loaders, and there are"
-                f" {len(loaders)}: pass the same loaders, or resume from the end of an epoch."
+                f"Training loaders go on within an epoch by {kinds}, and the checkpoint holds {saved}: pass loaders"
+                " like those that were used, or resume from the end of an epoch."
             )
         for loader, position in zip(loaders, positions, strict=False):
             self._restore_position(at, loader, position)
@@ -170,11 +167,6 @@ class TrainingLoaders:
 
     def _restore_position(self, at: loops.Position, loader: Any, position: dict[str, Any]) -> None:
         recorder, sampler = _recorder(loader), _innermost_sampler(loader)
-        if at.stage != loops.EPOCH and position["kind"] != _kind(loader):
-            raise ValueError(
-                f"The checkpoint does not hold what {type(loader).__name__} needs to go on within an epoch, since a"
-                " training loader of another kind was used: pass one of that kind, or resume from the end of an epoch."
-            )
         if "seed" in position and isinstance(sampler, DistributedSampler):
             # Lightning seeds its sampler from PL_GLOBAL_SEED, which may differ now, or not be set.
             sampler.seed = position["seed"]
@@ -182,7 +174,7 @@ class TrainingLoaders:
             for owner in (getattr(loader, "sampler", None), sampler):
                 if callable(set_epoch := getattr(owner, "set_epoch", None)):
                     set_epoch(at.epochs)
-        if is_stateful(loader) and position.get("state") is not None:
+        if position.get("state") is not None:
             loader.load_state_dict(position["state"])
         if recorder is not None and "iteration" in position:
             self._check(loader, position)
@@ -208,9 +200,9 @@ class TrainingLoaders:
         self._recorders = []
 
 
-def _kind(loader: Any) -> Literal["state", "indices", "none"]:
-    """What says where a loader is."""
-    return "state" if is_stateful(loader) else "none" if _recorder(loader) is None else "indices"
+def _kind(loader: Any) -> str:
+    """What a loader goes on by."""
+    return "state" if is_stateful(loader) else "no position" if _recorder(loader) is None else "indices"
 
 
 def _state_of(loader: Any) -> Any:

@@ -106,6 +106,10 @@ class Resume:
         """Before any hook of an epoch's end."""
         # Restarted after the epoch's last batch, the loop of batches would end the next epoch at once.
         self._trainer.fit_loop.epoch_loop.restarting = False
+        at = loops.position(self._trainer)
+        if at.stage == loops.BATCH and (self._snapshot is None or self._snapshot.at.stage == loops.STEP):
+            # The run ends within the epoch, and Lightning resets the epoch's metrics as if it were over.
+            self._snapshot = self._take(at, lightning_internals.logging_step(self._trainer))
         # Reduce what was logged over the epoch, on every rank. Otherwise the progress bar, on rank 0 alone, would do it
         # while another rank gathers parameters in a hook of the module: both would wait.
         _ = self._trainer.callback_metrics

@@ -17,7 +17,7 @@ def carried_over(state: dict[str, Any], data_parallel: int) -> dict[str, Any]:
         if "iteration" in at:
             scaled |= {"iteration": (None, 0), "yielded": at["yielded"] * then // data_parallel, "length": None}
         if "state" in at:
-            scaled["kind"] = "none"  # refused within an epoch
+            scaled["kind"] = "no position"  # refused within an epoch
         loaders.append(scaled)
     own = {**carried["own"], "engine": {}}
     carried = {**carried, "random": None, "buffers": {}, "metrics": {}, "own": own, "loaders": loaders}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
@@ -175,11 +176,11 @@ def resume_with(engine: dict[str, Any], folder: Path) -> list[str]:
     """Runs on every rank: how fits end that are resumed from what holds more than tensors, told True or False."""
     setting, path = Setting(engine, {"max_epochs": 1}, module=Keeps), folder / "stopped.ckpt"
     run(setting, Saver("on_train_batch_end", 2, path))
-    validation = training_loader("own generator", 0, 1)
+    training, validation = training_loader("own generator", dist.get_rank(), 2), training_loader("own generator", 0, 1)
     ends = []
     for told in (False, True):
         try:
-            make_trainer(setting, []).fit(Keeps(), validation, validation, ckpt_path=path, weights_only=told)
+            make_trainer(setting, []).fit(Keeps(), training, validation, ckpt_path=path, weights_only=told)
             ends.append("resumed")
         except Exception as error:
             ends.append(str(error))

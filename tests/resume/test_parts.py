@@ -69,7 +69,7 @@ def test_as_many_samples_count_as_used(then: int, now: int, batches: int) -> Non
     assert plan["batches"] == plan["loaders"][0]["yielded"] == batches
     assert plan["loaders"][0]["seed"] == 5
     assert "state" not in plan["loaders"][1]
-    assert plan["loaders"][1]["kind"] == "none"
+    assert plan["loaders"][1]["kind"] == "no position"
 
 
 def test_counters_are_consistent() -> None:

@@ -76,6 +76,8 @@ def stopped_by(end: str, engine: dict[str, Any], hook: str, when: int, folder: P
         pytest.param(DDP, "error", "on_validation_batch_end", 3, marks=pytest.mark.sweep),
         (FSDP2, "SIGTERM", "on_train_batch_start", 3),
         pytest.param(DDP, "SIGTERM", "on_train_batch_start", 4, marks=pytest.mark.sweep),
+        pytest.param(FSDP2, "should_stop", "on_train_batch_end", 3, marks=pytest.mark.sweep),
+        pytest.param(FSDP2, "should_stop", "on_train_batch_end", 10, marks=pytest.mark.sweep),
     ],
 )
 @pytest.mark.timeout(400)
@@ -91,7 +93,9 @@ def limited(limit: dict[str, Any], folder: Path) -> list[str]:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("limit", [{"max_steps": 2}, {"max_epochs": 1}, {"max_steps": 4}], ids=str)
+@pytest.mark.parametrize(
+    "limit", [{"max_steps": 2}, {"max_epochs": 1}, {"max_steps": 4}, {"max_time": {"seconds": 0}}], ids=str
+)
 @pytest.mark.timeout(400)
 def test_saved_after_fit(pool2: RankPool, limit: dict[str, Any], tmp_path: Path) -> None:
     """At an early end within an epoch, the rest of it is trained when more is allowed."""
