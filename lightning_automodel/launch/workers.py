@@ -108,7 +108,7 @@ def wait_for_workers(context: ProcessContext, folder: Path, first_rank: int) -> 
             process.kill()
             process.join()
     if not (folder / RESULTS).exists():
-        _raise_failure(ProcessExitedException("no results", 0, processes[0].pid or 0, 0), folder, first_rank)
+        _raise_failure(ProcessExitedException(describe_exit(0), 0, processes[0].pid or 0, 0), folder, first_rank)
 
 
 def _raise_failure(error: ProcessExitedException | ProcessRaisedException, folder: Path, first_rank: int) -> None:

@@ -91,8 +91,8 @@ def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, A
         # Each rank's loaders have their own states, and Lightning would load those of rank 0 on every rank.
         "state_dict": {name: value for name, value in saved["state_dict"].items() if name != "combined_loader"},
     }
-    for loop in ("automatic_optimization.optim", "manual_optimization.optim_step", "scheduler"):
-        counters[f"epoch_loop.{loop}_progress"] = _all_completed(saved[f"epoch_loop.{loop}_progress"])
+    trackers = "automatic_optimization.optim_progress", "manual_optimization.optim_step_progress", "scheduler_progress"
+    counters |= {f"epoch_loop.{name}": _all_completed(saved[f"epoch_loop.{name}"]) for name in trackers}
     return {**saved, **counters}
 
 
