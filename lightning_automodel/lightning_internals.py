@@ -76,8 +76,8 @@ def patch_signals(trainer: Trainer, ask_to_requeue: Callable[[], None], patches:
     Lightning has no setting for either. On SLURM's signal to requeue it saves at once. But saving is a collective under
     FSDP2, and no two ranks receive a signal at the same point of a step: ``ask_to_requeue`` is called instead.
     """
-    patches.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _do_nothing)
-    patches.set(trainer._signal_connector, "_sigterm_notifier_fn", _do_nothing)
+    patches.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda *_: None)
+    patches.set(trainer._signal_connector, "_sigterm_notifier_fn", lambda *_: None)
     patches.set(trainer._signal_connector, "_slurm_sigusr_handler_fn", lambda *_: ask_to_requeue())
 
 
@@ -186,10 +186,6 @@ def logged_metrics(loop: Any) -> set[int]:
     return {id(result.value) for result in loop._results.values() if not result.is_tensor}
 
 
-def _do_nothing(*_: Any) -> None:
-    pass
-
-
 def probe(trainer: Trainer) -> None:
     """Check, before a run, the private attributes that the functions above read and write."""
     check = partial(release_probe.check, "lightning")
@@ -211,14 +207,11 @@ def probe(trainer: Trainer) -> None:
 
 
 def told_weights_only(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
-    """What the user passed as ``weights_only`` to ``fit``, ``validate``, ``test`` or ``predict``; None if nothing.
+    """What the user passed as ``weights_only``: Lightning 2.6.6 drops it if a strategy loads after set-up.
 
-    Lightning 2.6.6 drops it if a strategy loads checkpoints after set-up. ``function`` is what the launcher calls.
+    ``function`` is what the launcher calls for ``fit``, ``validate``, ``test`` or ``predict``.
     """
-    signature = inspect.signature(function)
-    if "weights_only" not in signature.parameters:
-        return None
-    return signature.bind(*args, **kwargs).arguments.get("weights_only")
+    return inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
 
 
 def metric_state(metric: Metric) -> dict[str, Any]:

@@ -156,8 +156,8 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
             variables |= rendezvous.shared_secret()
         run: tuple[Any, ...] | None = self, trainer, function, None
         if self.method != "fork":
+            run, random_states = None, rng.global_states(torch.device("cpu"))
             # Global state that affects results, which a process that is not a fork does not inherit.
-            random_states = rng.global_states(torch.device("cpu"))
             global_state = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, random_states
             try:
                 # Multiprocessing would put CPU tensors in memory that all workers share: they would train one
@@ -170,13 +170,8 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
                     " module that can be imported, make it in setup(), or pass start_method='fork', or 'popen' in a"
                     " script."
                 ) from error
-            run = None
         return torch.multiprocessing.start_processes(
-            _run_worker,
-            args=(folder, variables, run),
-            nprocs=self._num_processes,
-            start_method=self.method,
-            join=False,
+            _run_worker, (folder, variables, run), self._num_processes, join=False, start_method=self.method
         )
 
 

@@ -14,14 +14,7 @@ import torch
 from torch.multiprocessing import ProcessContext, ProcessExitedException, ProcessRaisedException
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.distributed.failures import (
-    MISSED_HEARTBEATS,
-    PROCESS_ENDED,
-    RUN_ON_ALL_RANKS,
-    RankFailedError,
-    RankFailure,
-    failure_of,
-)
+from lightning_automodel.distributed import failures
 from lightning_automodel.distributed.process_group import patched_signal
 from lightning_automodel.failure.supervisor import SIGTERM_STATUS
 from lightning_automodel.launch.results import RESULTS
@@ -37,7 +30,7 @@ def describe_exit(status: int) -> str:
     """The exit status of a process in words; a negative one is the number of a signal."""
     names = {known.value: known.name for known in signal.Signals}
     if status == -signal.SIGABRT:
-        return f"was ended by SIGABRT, as gloo does where ranks call different collectives. {RUN_ON_ALL_RANKS}"
+        return f"was ended by SIGABRT, as gloo does where ranks call different collectives. {failures.RUN_ON_ALL_RANKS}"
     if status < 0:
         return f"was ended by {names.get(-status, f'signal {-status}')}"
     return f"ended with exit status {status}"
@@ -58,7 +51,7 @@ def write_failure(folder: Path, exception: BaseException, trainer: "pl.Trainer")
         return
     stage = trainer.state.stage or trainer.state.fn
     where = lightning_internals.failing_hook(exception) or (stage.value if stage is not None else "set-up")
-    failure = failure_of(exception, trainer.global_rank, where)
+    failure = failures.failure_of(exception, trainer.global_rank, where)
     text = f"rank {trainer.global_rank} left with:\n{''.join(traceback.format_exception(exception))}"
     # It appears whole or not at all, whatever ends the process.
     torch.save((failure, trainer.global_rank, text), path.with_suffix(".part"))
@@ -117,12 +110,16 @@ def _raise_failure(error: ProcessExitedException | ProcessRaisedException, folde
     reports = [torch.load(path, weights_only=False) for path in folder.glob("*.failure")]
     if not reports and status == SIGTERM_STATUS:
         raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
-    silent = RankFailure(rank, socket.gethostname(), "", PROCESS_ENDED, f"its process {describe_exit(status)}")
+    silent = failures.RankFailure(
+        rank, socket.gethostname(), "", failures.PROCESS_ENDED, f"its process {describe_exit(status)}"
+    )
     if not reports:
-        raise RankFailedError(silent) from error
+        raise failures.RankFailedError(silent) from error
     # Prefer the report of the rank that failed to those of the ranks that left because of it.
     failure, reporter, text = min(reports, key=lambda report: report[0].rank != report[1])
-    if failure.rank == rank != reporter and failure.error in (PROCESS_ENDED, MISSED_HEARTBEATS):
+    if failure.rank == rank != reporter and failure.error in (failures.PROCESS_ENDED, failures.MISSED_HEARTBEATS):
         # The other ranks know no more than that it is silent.
         failure = replace(silent, host=failure.host, where=failure.where)
-    raise RankFailedError(failure) from ProcessRaisedException(f"\n\n{text}", error.error_index, error.error_pid)
+    raise failures.RankFailedError(failure) from ProcessRaisedException(
+        f"\n\n{text}", error.error_index, error.error_pid
+    )

@@ -3,17 +3,16 @@
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, ModelCheckpoint, StochasticWeightAveraging, Timer
+from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, StochasticWeightAveraging, Timer
 
 from lightning_automodel.patching import PatchStack
 
 
-def save_last(trainer: "pl.Trainer", patches: PatchStack, resumed_at: int | None) -> None:
-    """Make checkpoint callbacks save after the module's own ``on_train_batch_end``, and no step twice.
+def save_last(trainer: "pl.Trainer", patches: PatchStack) -> None:
+    """Make checkpoint callbacks save after the module's own ``on_train_batch_end``.
 
     Lightning calls all callbacks first, so what the module does there (the momentum update of a teacher, say) would be
-    missing from the checkpoint and the resumed run. At the end of an epoch Lightning itself calls them last. Nor does
-    it store which step was saved last, that which was ``resumed_at``: ``ModelCheckpoint`` would save it again.
+    missing from the checkpoint and the resumed run. At the end of an epoch Lightning itself calls them last.
     """
     module = trainer.lightning_module
     saving: list[Any] = [each for each in trainer.callbacks if isinstance(each, Checkpoint)]  # type: ignore[attr-defined]
@@ -22,8 +21,7 @@ def save_last(trainer: "pl.Trainer", patches: PatchStack, resumed_at: int | None
     def hook_then_saves(*args: Any) -> None:
         hook(*args)
         for callback in saving:
-            if trainer.global_step != resumed_at or not isinstance(callback, ModelCheckpoint):
-                type(callback).on_train_batch_end(callback, trainer, module, *args)
+            type(callback).on_train_batch_end(callback, trainer, module, *args)
 
     if saving:
         patches.set(module, "on_train_batch_end", hook_then_saves)

@@ -115,8 +115,6 @@ class TrainingLoaders:
     def _all(self) -> list[Any]:
         return [] if self._fetcher is None else list(map(users_own, self._fetcher.combined_loader.flattened))
 
-    # --- Recording ----------------------------------------------------------------------------------------------------
-
     def before_fetch(self) -> None:
         """Called before a batch is drawn. If that is one batch ahead of the loop, the last two states are kept."""
         if loops.prefetches(self._trainer) and any(map(is_stateful, self._all())):
@@ -142,8 +140,6 @@ class TrainingLoaders:
             found["iteration"] = newest.states, newest.start
             found |= {"yielded": at.batches - newest.start, "length": sized_len(loader)}
         return found
-
-    # --- Resuming -----------------------------------------------------------------------------------------------------
 
     def start(self, positions: list[dict[str, Any]], at: loops.Position) -> None:
         """Resume, once the loaders are iterated and the run has started. Changes the global random states."""

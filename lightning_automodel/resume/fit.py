@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel import lightning_internals
+from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.distributed.mesh import CONTEXT
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.release_probe import UnsupportedReleaseError
-from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops, other_world_size, rng, snapshot
+from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops, rng, snapshot
 
 CHECKPOINT_KEY = "lightning_automodel"
 FORMAT = 4
@@ -82,7 +83,7 @@ class Resume:
         if loaded is not None:
             self._go_on(loaded)
         self._logged = lightning_internals.logging_step(self._trainer)
-        checkpoint_callbacks.save_last(self._trainer, self._patches, self._trainer.global_step if loaded else None)
+        checkpoint_callbacks.save_last(self._trainer, self._patches)
         # Lightning has no hook before a batch is drawn, and none that comes before those of all callbacks. But its
         # loops tell the profiler what they are about to do: the name of a hook, or that they draw a batch.
         profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
@@ -154,8 +155,8 @@ class Resume:
     def add_to(self, checkpoint: dict[str, Any], sizes: dict[str, int], group: dist.ProcessGroup | None) -> None:
         """Add the state of every rank to a checkpoint, and set its counters and callbacks to the same moment.
 
-        A collective on ``group``, that of all ranks on the host: rank 0 gets the states of all ranks. Without it, as
-        after a failure, only this rank's state is added. ``sizes`` are the ranks along each dimension of the mesh.
+        A collective on ``group``, that of all ranks on the host. Without it, as after a failure, only this rank's state
+        is added. ``sizes`` are the ranks along each dimension of the mesh.
         """
         if self._loaded is not None:  # a hook saves before the run has started
             own = self._loaded
@@ -166,11 +167,7 @@ class Resume:
             checkpoint["loops"]["fit_loop"] = loops.counters_at(progress, taken.at, taken.logged)
             if taken is self._snapshot:
                 checkpoint["callbacks"] = {**checkpoint["callbacks"], **taken.callbacks}
-        ranks = [own]
-        if group is not None:
-            gathered: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
-            dist.gather_object(own, gathered, dst=dist.get_global_rank(group, 0), group=group)
-            ranks = gathered or []
+        ranks = [own] if group is None else gather_objects(own, group)
         checkpoint[CHECKPOINT_KEY] = {"format": FORMAT, "sizes": dict(sizes), "ranks": ranks}
 
     def _to_save(self) -> Snapshot:
@@ -265,7 +262,7 @@ class Resume:
         if is_alike and state["sizes"]["data_parallel"] == sizes["data_parallel"]:
             own = state["ranks"][rank]
         else:
-            own = other_world_size.carried_over(state, sizes["data_parallel"])
+            own = carried_over(state, sizes["data_parallel"])
             self._say(
                 f"The checkpoint was saved with a different world size ({state['sizes']}, now {sizes}): the data goes"
                 " on where it stopped, and each rank's random states, buffers and metrics of the epoch start afresh."
@@ -305,3 +302,24 @@ class Resume:
 
 def _position(loaded: dict[str, Any]) -> loops.Position:
     return loops.Position(loaded["stage"], loaded["batches"], loaded["epochs"], loaded["is_epoch_ending"])
+
+
+def carried_over(state: dict[str, Any], data_parallel: int) -> dict[str, Any]:
+    """One state for every rank of the present world size, without what was each rank's own.
+
+    Within an epoch, the used samples are counted as batches of the present ranks, rounded down: a few are used again.
+    """
+    carried, then = state["ranks"][0], state["sizes"]["data_parallel"]
+    loaders = []
+    for at in carried["loaders"]:
+        scaled = {name: at[name] for name in ("kind", "seed") if name in at} | {"generators": [], "samplers": []}
+        if "iteration" in at:
+            scaled |= {"iteration": (None, 0), "yielded": at["yielded"] * then // data_parallel, "length": None}
+        if "state" in at:
+            scaled["kind"] = "no position"  # refused within an epoch
+        loaders.append(scaled)
+    own = {**carried["own"], "engine": {}}
+    carried = {**carried, "random": None, "buffers": {}, "metrics": {}, "own": own, "loaders": loaders}
+    if carried["stage"] != loops.EPOCH:
+        carried["batches"] = carried["batches"] * then // data_parallel
+    return carried

@@ -37,36 +37,31 @@ def set_global_states(states: GlobalStates, device: torch.device) -> None:
 
 def own_states(loader: Any) -> OwnStates:
     """States of the generators of torch and of the samplers that a loader holds."""
-    return [generator.get_state() for generator in _generators(loader)], [
-        copy.deepcopy(sampler.state_dict()) for sampler in _samplers(loader)
-    ]
+    generators, samplers = _sources(loader)
+    return [each.get_state() for each in generators], [copy.deepcopy(each.state_dict()) for each in samplers]
 
 
 def set_own_states(loader: Any, generators: list[Any], samplers: list[Any]) -> None:
     """Set what :func:`own_states` returned."""
-    for generator, state in zip(_generators(loader), generators, strict=False):
+    own_generators, own_samplers = _sources(loader)
+    for generator, state in zip(own_generators, generators, strict=False):
         generator.set_state(state)
-    for sampler, state in zip(_samplers(loader), samplers, strict=False):
+    for sampler, state in zip(own_samplers, samplers, strict=False):
         sampler.load_state_dict(copy.deepcopy(state))
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
-    held = [value for owner in _reachable_from(loader) for value in getattr(owner, "__dict__", {}).values()]
-    return list({id(value): value for value in held if isinstance(value, torch.Generator)}.values())
-
-
-def _samplers(loader: Any) -> list[Any]:
-    samplers = [owner for owner in _reachable_from(loader) if isinstance(owner, Sampler)]
-    # Asked of the class: a sampler that records another has its attributes.
-    return [sampler for sampler in samplers if hasattr(type(sampler), "load_state_dict")]
-
-
-def _reachable_from(loader: Any) -> list[Any]:
-    """``loader``, its samplers and datasets, and theirs, each once."""
-    found, waiting = {id(loader): loader}, [loader]
+def _sources(loader: Any) -> tuple[list[torch.Generator], list[Any]]:
+    """Generators, and samplers with a state, of a loader and of the samplers and datasets below it, each once."""
+    owners, generators, waiting = {id(loader): loader}, {}, [loader]
     while waiting:
-        held = getattr(waiting.pop(0), "__dict__", {})
-        new = [value for name, value in held.items() if name in _FOLLOWED_ATTRIBUTES or isinstance(value, Sampler)]
-        waiting += [value for value in new if id(value) not in found]
-        found |= {id(value): value for value in new}
-    return list(found.values())
+        for name, value in getattr(waiting.pop(0), "__dict__", {}).items():
+            if isinstance(value, torch.Generator):
+                generators[id(value)] = value
+            elif (name in _FOLLOWED_ATTRIBUTES or isinstance(value, Sampler)) and id(value) not in owners:
+                owners[id(value)] = value
+                waiting.append(value)
+    # Asked of the class: a sampler that records another has its attributes.
+    stateful = [
+        each for each in owners.values() if isinstance(each, Sampler) and hasattr(type(each), "load_state_dict")
+    ]
+    return list(generators.values()), stateful

@@ -27,7 +27,8 @@ def _plain_buffers(module: "pl.LightningModule") -> dict[str, Tensor]:
     held = dict(module.named_buffers())
     for index, average in enumerate(weight_averaging.averaged_models(module)):
         held |= dict(average.named_buffers(f"average{index}"))
-    return {name: buffer.detach() for name, buffer in held.items() if _has_plain_values(buffer)}
+    plain = {name: buffer for name, buffer in held.items() if not isinstance(buffer, DTensor) and not buffer.is_meta}
+    return {name: buffer.detach() for name, buffer in plain.items() if buffer.layout == torch.strided}
 
 
 def unsaved_buffers(
@@ -92,10 +93,6 @@ def _copied(state: Any) -> Any:
         return copy.deepcopy(state)
     except Exception:  # of a sharded module, say: a save names what cannot be saved, and a run need not save
         return state
-
-
-def _has_plain_values(buffer: Tensor) -> bool:
-    return not (isinstance(buffer, DTensor) or buffer.is_meta) and buffer.layout == torch.strided
 
 
 def _are_equal(one: Tensor, other: Tensor | None) -> bool:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
-from lightning_automodel.resume import fit, loops, other_world_size, rng
+from lightning_automodel.resume import fit, loops, rng
 
 
 def through_a_file(value: Any) -> Any:
@@ -65,7 +65,7 @@ def test_as_many_samples_count_as_used(then: int, now: int, batches: int) -> Non
         "own": {"engine": {"order": [0]}, "last_step": None},
         "loaders": [{"kind": "indices", "iteration": (1, 0), "yielded": 3, "seed": 5}, {"kind": "state", "state": {}}],
     }
-    plan = other_world_size.carried_over({"ranks": [saved], "sizes": {"data_parallel": then}}, now)
+    plan = fit.carried_over({"ranks": [saved], "sizes": {"data_parallel": then}}, now)
     assert plan["batches"] == plan["loaders"][0]["yielded"] == batches
     assert plan["loaders"][0]["seed"] == 5
     assert "state" not in plan["loaders"][1]

@@ -85,15 +85,6 @@ def _said(
     return [str(warning.message) for warning in caught if HELD in str(warning.message)]
 
 
-def test_resumed_step_is_not_saved_again(tmp_path: Path) -> None:
-    """Lightning does not store which step a ModelCheckpoint has saved, and would save it in mid-window."""
-    path = tmp_path / "step=1.ckpt"
-    for ckpt_path in (None, path):
-        saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-        assert _said(Saves(tmp_path, set()), saves, ckpt_path) == []
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["step=1.ckpt", "step=2-v1.ckpt", "step=2.ckpt"]
-
-
 def test_silent_profiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """If Lightning tells it of drawing in other words, no fit goes on without snapshots."""
     monkeypatch.setattr(fit, "_FETCH", "renamed")
