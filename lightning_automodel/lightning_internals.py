@@ -73,8 +73,8 @@ def current_hook(module: LightningModule) -> str | None:
 def patch_signals(trainer: Trainer, ask_to_requeue: Callable[[], None], patches: PatchStack) -> None:
     """Stop ``trainer`` from broadcasting SIGTERM in each micro-batch, and from communicating in a signal handler.
 
-    Lightning has no setting for either. On SLURM's signal to requeue it saves at once. But saving is a collective under
-    FSDP2, and no two ranks receive a signal at the same point of a step: ``ask_to_requeue`` is called instead.
+    Lightning has no setting for either. On SLURM's signal to requeue it saves at once, which is a collective under FSDP2,
+    and no two ranks receive a signal at the same point of a step: ``ask_to_requeue`` is called instead.
     """
     patches.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda *_: None)
     patches.set(trainer._signal_connector, "_sigterm_notifier_fn", lambda *_: None)
@@ -207,10 +207,7 @@ def probe(trainer: Trainer) -> None:
 
 
 def told_weights_only(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
-    """What the user passed as ``weights_only``: Lightning 2.6.6 drops it if a strategy loads after set-up.
-
-    ``function`` is what the launcher calls for ``fit``, ``validate``, ``test`` or ``predict``.
-    """
+    """What the user gave ``fit`` as ``weights_only``: Lightning drops it if a strategy loads after its set-up."""
     return inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
 
 

@@ -46,13 +46,10 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
         self._supervisor = supervisor
 
     @property
-    def _starts_processes(self) -> bool:
-        return self.num_processes * self.num_nodes > 1 and not self.cluster_environment.creates_processes_externally
-
-    @property
     @override
     def is_interactive_compatible(self) -> bool:
-        return not self._starts_processes
+        """Whether no further process is needed, or something else has started them."""
+        return self.num_processes * self.num_nodes == 1 or self.cluster_environment.creates_processes_externally
 
     @override
     def launch(
@@ -60,12 +57,12 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
     ) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         # A single process sets no variables: they would make a later Trainer in it wait for other ranks.
-        if self._starts_processes:
+        if not self.is_interactive_compatible:
             if self.num_nodes == 1:
                 os.environ.update(rendezvous.shared_secret())
             lightning_internals.start_other_ranks(self)
             first_rank = self.cluster_environment.node_rank() * self.num_processes
-            running = dict(enumerate(self.procs, start=first_rank + 1))
+            running = dict(enumerate(self.procs, first_rank + 1))
 
             def find_ended() -> list[tuple[int, str]]:
                 """Ranks whose processes have ended since the last call, and how."""

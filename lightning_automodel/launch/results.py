@@ -16,11 +16,7 @@ RESULTS, _WEIGHTS = "results.pt", "weights.pt"
 
 
 def collect(trainer: "pl.Trainer", returned: Any, folder: Path) -> None:
-    """Write this run's results for :func:`restore`, on the first rank of each node. A collective.
-
-    After a fit, sharded weights are gathered, one tensor after the other, into the host memory of the first rank of
-    each node, which writes them to ``folder``: memory and file both hold the whole weights for a while.
-    """
+    """Write this run's results and whole weights for :func:`restore`, on the first rank of each node. A collective."""
     is_first = trainer.strategy.local_rank == 0  # type: ignore[attr-defined]
     if trainer.state.fn == TrainerFn.FITTING:
         state = checkpoints.whole(checkpoints.model_state(trainer.lightning_module), keep=is_first)
@@ -72,7 +68,6 @@ def load_trained_weights(module: "pl.LightningModule", path: Path) -> None:
     except Exception as error:
         raise RuntimeError(
             f"{type(module).__name__} is trained, but the module in this process cannot hold the trained weights"
-            f" ({error}): they are in {path}, which torch.load reads. Create its layers, in the shapes that they have"
-            " in training, in __init__, or in a configure_model that also works without self.device_mesh, or load a"
-            " checkpoint that was saved in training."
+            f" ({error}): they are in {path}, which torch.load reads. Create its layers, as they are in training, in"
+            " __init__ or in a configure_model that works without self.device_mesh, or load a checkpoint."
         ) from error

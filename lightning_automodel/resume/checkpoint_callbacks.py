@@ -33,8 +33,7 @@ def load_early(trainer: "pl.Trainer", states: dict[str, Any]) -> None:
     """Repeat ``on_fit_start`` with the loaded state for the callbacks of Lightning that read it there.
 
     If a strategy loads checkpoints after its set-up, Lightning calls that hook before it loads callbacks: parameter
-    groups would be missing when the optimizer's state is loaded, and an expired timer would allow another step. The
-    schedule of ``StochasticWeightAveraging`` would be missing too.
+    groups or a schedule would be missing when states are loaded, and an expired timer would allow another step.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         state = states.get(callback.state_key)

@@ -27,7 +27,7 @@ from lightning_automodel.resume import loops, rng
 class Iteration:
     """One iteration over the indices of a loader."""
 
-    states: tuple[rng.GlobalStates, rng.OwnStates] | None  # before its first index; None of another world size
+    states: tuple[dict[str, Any], rng.OwnStates] | None  # before its first index; None of another world size
     start: int  # batches of the epoch that the loop had used before; not 0 if a shorter loader has started over
 
 
@@ -173,21 +173,19 @@ class TrainingLoaders:
         if position.get("state") is not None:
             loader.load_state_dict(position["state"])
         if recorder is not None and "iteration" in position:
-            self._check(loader, position)
-            recorder.target = Iteration(*position["iteration"]), position["yielded"]
-
-    def _check(self, loader: DataLoader[Any], position: dict[str, Any]) -> None:
-        length, yielded = sized_len(loader), position["yielded"]
-        if length is not None and length != (position["length"] or max(length, yielded)):
-            raise ValueError(
-                f"The checkpoint was written after batch {yielded} of {position['length'] or 'more'} of an epoch, and a"
-                f" training loader has {length} now: pass the loader that was used, or resume from the end of an epoch."
-            )
-        if position["iteration"][1] and loops.prefetches(self._trainer):
-            self._say(
-                "A training loader had started over within the epoch, beside one that has no length: samples of this"
-                " epoch may be left out or used twice."
-            )
+            iteration, yielded, length = Iteration(*position["iteration"]), position["yielded"], sized_len(loader)
+            if length is not None and length != (position["length"] or max(length, yielded)):
+                raise ValueError(
+                    f"The checkpoint was written after batch {yielded} of {position['length'] or 'more'} of an epoch, and"
+                    f" a training loader has {length} now: pass the loader that was used, or resume from the end of an"
+                    " epoch."
+                )
+            if iteration.start and loops.prefetches(self._trainer):
+                self._say(
+                    "A training loader had started over within the epoch, beside one that has no length: samples of"
+                    " this epoch may be left out or used twice."
+                )
+            recorder.target = iteration, yielded
 
     def close(self) -> None:
         """Restore the loaders' own samplers."""

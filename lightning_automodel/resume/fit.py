@@ -88,17 +88,13 @@ class Resume:
         # loops tell the profiler what they are about to do: the name of a hook, or that they draw a batch.
         profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
         start = profiler.start
-        before = {
-            _FETCH: self._before_fetch,
-            "on_validation_model_zero_grad": self._before_validation,
-            "on_train_epoch_end": self._before_epoch_end,
-        }
+        before = {_FETCH: self._before_fetch, "on_validation_model_zero_grad": self._before_validation}
+        before["on_train_epoch_end"] = self._before_epoch_end
 
         def call_then_start(action_name: str) -> None:
             name = action_name.rsplit(".", 1)[-1]
             self._actions_seen.add(name)
-            if name in before:
-                before[name]()
+            before.get(name, lambda: None)()
             start(action_name)
 
         self._patches.set(profiler, "start", call_then_start)
@@ -122,13 +118,8 @@ class Resume:
         fit_loop: Any = self._trainer.fit_loop
         used = fit_loop.epoch_loop.batch_progress.current.processed
         at = loops.Position(loops.BATCH, used, fit_loop.epoch_progress.current.processed)
-        if self._snapshot is None or self._snapshot.at.stage == loops.STEP:
-            begins_window = True
-        elif self._is_manual:
-            begins_window = not self._holds_gradients()
-        else:
-            begins_window = used % self._trainer.accumulate_grad_batches == 0
-        if begins_window:
+        is_within = self._holds_gradients() if self._is_manual else used % self._trainer.accumulate_grad_batches > 0
+        if self._snapshot is None or self._snapshot.at.stage == loops.STEP or not is_within:
             self._snapshot = self._take(at, self._logged)
 
     def stepped(self) -> None:
@@ -256,10 +247,9 @@ class Resume:
         checkpoint_callbacks.load_early(self._trainer, checkpoint.get("callbacks", {}))
         if state is None:
             return
-        is_alike = len(state["ranks"]) == self._trainer.world_size
         # Each context peer has its own metrics; tensor-parallel peers have the same.
-        is_alike &= state["sizes"].get(CONTEXT, 1) == sizes.get(CONTEXT, 1)
-        if is_alike and state["sizes"]["data_parallel"] == sizes["data_parallel"]:
+        is_alike = all(state["sizes"].get(name, 1) == sizes.get(name, 1) for name in ("data_parallel", CONTEXT))
+        if is_alike and len(state["ranks"]) == self._trainer.world_size:
             own = state["ranks"][rank]
         else:
             own = carried_over(state, sizes["data_parallel"])
@@ -301,7 +291,7 @@ class Resume:
 
 
 def _position(loaded: dict[str, Any]) -> loops.Position:
-    return loops.Position(loaded["stage"], loaded["batches"], loaded["epochs"], loaded["is_epoch_ending"])
+    return loops.Position(*(loaded[name] for name in ("stage", "batches", "epochs", "is_epoch_ending")))
 
 
 def carried_over(state: dict[str, Any], data_parallel: int) -> dict[str, Any]:

@@ -59,10 +59,7 @@ def is_last_batch(trainer: "pl.Trainer") -> bool:
 
 
 def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, Any]:
-    """The state of the fit loop with counters from which Lightning's loops resume ``at`` a position.
-
-    ``saved`` was taken there or in the window after it. ``logged`` is what ``logging_step`` returned there.
-    """
+    """``saved``, a state of the fit loop, with counters from which Lightning's loops resume ``at`` a position."""
     started = at.epochs + (at.stage != EPOCH)
     epochs = {"ready": started, "started": started, "processed": at.epochs, "completed": at.epochs}
     batches, steps = saved["epoch_loop.batch_progress"], saved["epoch_loop.state_dict"]
@@ -104,10 +101,7 @@ def _all_completed(progress: dict[str, Any]) -> dict[str, Any]:
 
 
 def finish_restart(trainer: "pl.Trainer", stage: str, logged: int) -> None:
-    """Make the loops forget that they were restarted (from :func:`counters_at`) where that would mislead them.
-
-    Call it once the run has started, in ``on_train_start``, before random states are restored.
-    """
+    """Make the loops forget, in ``on_train_start``, that they were restarted where that would mislead them."""
     fit_loop: Any = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
     lightning_internals.forget_restart(fit_loop)

@@ -9,12 +9,11 @@ import torch
 from torch.utils.data import Sampler
 
 _FOLLOWED_ATTRIBUTES = ("sampler", "batch_sampler", "dataset", "_inner")
-GlobalStates = dict[str, Any]
 OwnStates = tuple[list[Any], list[Any]]
 """States of a loader's generators, and of its samplers that have ``state_dict``."""
 
 
-def global_states(device: torch.device) -> GlobalStates:
+def global_states(device: torch.device) -> dict[str, Any]:
     """The global states of python, numpy and torch on this process, on the host and on its ``device``.
 
     Does not synchronise: the state of a CUDA generator is on the host. An accelerator's is that of the current device.
@@ -26,7 +25,7 @@ def global_states(device: torch.device) -> GlobalStates:
     return states
 
 
-def set_global_states(states: GlobalStates, device: torch.device) -> None:
+def set_global_states(states: dict[str, Any], device: torch.device) -> None:
     """Set the global states to what :func:`global_states` returned."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])

@@ -17,8 +17,10 @@ from torchmetrics import Metric
 from lightning_automodel import lightning_internals
 from lightning_automodel.sharding import weight_averaging
 
+Buffers = dict[str, Tensor]
 
-def buffers(module: "pl.LightningModule") -> dict[str, Tensor]:
+
+def buffers(module: "pl.LightningModule") -> Buffers:
     """Copies of all plain buffers on their device: tensor versions do not show changes by batch norm."""
     return {name: buffer.clone() for name, buffer in _plain_buffers(module).items()}
 
@@ -31,9 +33,7 @@ def _plain_buffers(module: "pl.LightningModule") -> dict[str, Tensor]:
     return {name: buffer.detach() for name, buffer in plain.items() if buffer.layout == torch.strided}
 
 
-def unsaved_buffers(
-    module: "pl.LightningModule", copies: dict[str, Tensor], first: dict[str, Tensor]
-) -> dict[str, Any]:
+def unsaved_buffers(module: "pl.LightningModule", copies: Buffers, first: Buffers) -> Buffers:
     """The ``copies`` that a state dict may lack for this rank: they differ from the ``first`` ones, or from now."""
     now = _plain_buffers(module)
     return {
@@ -64,8 +64,8 @@ def restore_flags(module: "pl.LightningModule", switched: dict[str, Any]) -> Non
         each.training = switched.get(f"{name}.training", each.training)
     for name, parameter in module.named_parameters():
         parameter.requires_grad = switched.get(f"{name}.requires_grad", parameter.requires_grad)
-    trainer = module.trainer
-    trainer.accumulate_grad_batches = switched.get("accumulate_grad_batches", trainer.accumulate_grad_batches)
+    length = switched.get("accumulate_grad_batches", module.trainer.accumulate_grad_batches)
+    module.trainer.accumulate_grad_batches = length
 
 
 def callbacks(trainer: "pl.Trainer") -> dict[str, Any]:
