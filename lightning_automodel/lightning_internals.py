@@ -73,8 +73,8 @@ def current_hook(module: LightningModule) -> str | None:
 def patch_signals(trainer: Trainer, ask_to_requeue: Callable[[], None], patches: PatchStack) -> None:
     """Stop ``trainer`` from broadcasting SIGTERM in each micro-batch, and from communicating in a signal handler.
 
-    Lightning has no setting for either. On SLURM's signal to requeue it saves at once, which is a collective under FSDP2,
-    and no two ranks receive a signal at the same point of a step: ``ask_to_requeue`` is called instead.
+    On SLURM's signal to requeue Lightning saves at once, which is a collective under FSDP2. No two ranks receive a
+    signal at the same point of a step: ``ask_to_requeue`` is called instead.
     """
     patches.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda *_: None)
     patches.set(trainer._signal_connector, "_sigterm_notifier_fn", lambda *_: None)

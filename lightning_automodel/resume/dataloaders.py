@@ -176,9 +176,8 @@ class TrainingLoaders:
             iteration, yielded, length = Iteration(*position["iteration"]), position["yielded"], sized_len(loader)
             if length is not None and length != (position["length"] or max(length, yielded)):
                 raise ValueError(
-                    f"The checkpoint was written after batch {yielded} of {position['length'] or 'more'} of an epoch, and"
-                    f" a training loader has {length} now: pass the loader that was used, or resume from the end of an"
-                    " epoch."
+                    f"The checkpoint was written after batch {yielded} of {position['length']}, and a training loader"
+                    f" has {length} now: pass the loader that was used, or resume from the end of an epoch."
                 )
             if iteration.start and loops.prefetches(self._trainer):
                 self._say(

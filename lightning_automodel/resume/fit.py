@@ -69,8 +69,6 @@ class Resume:
         self._loaded: dict[str, Any] | None = None
         self._actions_seen: set[str] = set()
 
-    # --- Recording ----------------------------------------------------------------------------------------------------
-
     def process_dataloader(self, loader: Any) -> None:
         """Called in ``process_dataloader``, before a loader is iterated; only training loaders are recorded."""
         if self._trainer.state.fn == TrainerFn.FITTING and self._trainer.training:
@@ -140,8 +138,6 @@ class Resume:
             self._final = self._to_save()
         self._patches.restore()
         self._loaders.close()
-
-    # --- Saving -------------------------------------------------------------------------------------------------------
 
     def add_to(self, checkpoint: dict[str, Any], sizes: dict[str, int], group: dist.ProcessGroup | None) -> None:
         """Add the state of every rank to a checkpoint, and set its counters and callbacks to the same moment.
@@ -227,8 +223,6 @@ class Resume:
             reset |= lightning_internals.logged_metrics(epoch_loop.val_loop)
         names = {name for name, each in self._module.named_modules() if id(each) in reset}
         return {name: state for name, state in taken.state["metrics"].items() if name not in names}
-
-    # --- Resuming -----------------------------------------------------------------------------------------------------
 
     def load(self, state: dict[str, Any] | None, checkpoint: dict[str, Any], sizes: dict[str, int], rank: int) -> None:
         """Prepare to resume from a checkpoint; :meth:`on_train_start` does the rest. Not a collective.

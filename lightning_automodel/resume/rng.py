@@ -9,8 +9,7 @@ import torch
 from torch.utils.data import Sampler
 
 _FOLLOWED_ATTRIBUTES = ("sampler", "batch_sampler", "dataset", "_inner")
-OwnStates = tuple[list[Any], list[Any]]
-"""States of a loader's generators, and of its samplers that have ``state_dict``."""
+OwnStates = tuple[list[Any], list[Any]]  # of a loader's generators, and of its samplers that have `state_dict`
 
 
 def global_states(device: torch.device) -> dict[str, Any]:
