@@ -36,7 +36,7 @@ from tests.launch.launched import (
 FAULTS = {
     "exception": (1, "RankFailedError: rank 1 on ", " failed in training_step: ValueError: no labels here"),
     "exit": (1, "RankFailedError: rank 1 on ", " failed in training_step: SystemExit: exit status 3"),
-    "leave": (1, "RankFailedError: rank 1 on ", " missed heartbeats, last seen in training_step"),
+    "leave": (1, "RankFailedError: rank 1 on ", " missed heartbeats, last seen in "),
     "SIGKILL": (1, "RankFailedError: rank 1 on ", "its process was ended by SIGKILL"),
     "SIGTERM": (128 + signal.SIGTERM, "SIGTERMException: ", ""),
 }
