@@ -37,10 +37,7 @@ from lightning_automodel.patching import PatchStack
 
 
 def failing_hook(exception: BaseException) -> str | None:
-    """Name of the innermost Lightning hook that ``exception`` came through; None if it came through none.
-
-    Lightning knows the name only in local variables of the functions that call hooks.
-    """
+    """Name of the innermost Lightning hook that ``exception`` came through, which only local variables hold."""
     name, traceback = None, exception.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
@@ -76,11 +73,11 @@ def current_hook(module: LightningModule) -> str | None:
 def patch_signals(trainer: Trainer, ask_to_requeue: Callable[[], None], patches: PatchStack) -> None:
     """Stop ``trainer`` from broadcasting SIGTERM in each micro-batch, and from communicating in a signal handler.
 
-    Lightning has no setting for either. On SLURM's signal to requeue it saves at once. But saving is a collective under
-    FSDP2, and no two ranks receive a signal at the same point of a step: ``ask_to_requeue`` is called instead.
+    On SLURM's signal to requeue Lightning saves at once, which is a collective under FSDP2. No two ranks receive a
+    signal at the same point of a step: ``ask_to_requeue`` is called instead.
     """
-    patches.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _do_nothing)
-    patches.set(trainer._signal_connector, "_sigterm_notifier_fn", _do_nothing)
+    patches.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda *_: None)
+    patches.set(trainer._signal_connector, "_sigterm_notifier_fn", lambda *_: None)
     patches.set(trainer._signal_connector, "_slurm_sigusr_handler_fn", lambda *_: ask_to_requeue())
 
 
@@ -161,17 +158,6 @@ def is_validation_due(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._should_check_val_fx(training_data_fetcher(trainer))
 
 
-def validates_to_stop(trainer: Trainer) -> bool:
-    """Whether the validation that begins is due only because ``trainer.should_stop`` was set."""
-    if not trainer.should_stop:
-        return False
-    trainer.should_stop = False
-    try:
-        return not is_validation_due(trainer)
-    finally:
-        trainer.should_stop = True
-
-
 def skip_validation(validation_loop: Any) -> None:
     """Mark the validation as run: for an unfinished one, a restarted training loop would draw another batch."""
     validation_loop._has_run = True
@@ -182,8 +168,7 @@ def epoch_metrics(trainer: Trainer) -> dict[str, Any]:
     return trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
 
 
-STEPS = "_batches_that_stepped"
-"""Key in the state of Lightning's loop of batches, of what :func:`logging_step` returns."""
+STEPS = "_batches_that_stepped"  # in the state of the loop of batches: what `logging_step` returns
 
 
 def logging_step(trainer: Trainer) -> int:
@@ -199,10 +184,6 @@ def set_logging_step(trainer: Trainer, step: int) -> None:
 def logged_metrics(loop: Any) -> set[int]:
     """Ids of the TorchMetrics objects that were logged in ``loop``, which resets them at its end."""
     return {id(result.value) for result in loop._results.values() if not result.is_tensor}
-
-
-def _do_nothing(*_: Any) -> None:
-    pass
 
 
 def probe(trainer: Trainer) -> None:
@@ -226,14 +207,8 @@ def probe(trainer: Trainer) -> None:
 
 
 def told_weights_only(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
-    """What the user passed as ``weights_only`` to ``fit``, ``validate``, ``test`` or ``predict``; None if nothing.
-
-    Lightning 2.6.6 drops it if a strategy loads checkpoints after set-up. ``function`` is what the launcher calls.
-    """
-    signature = inspect.signature(function)
-    if "weights_only" not in signature.parameters:
-        return None
-    return signature.bind(*args, **kwargs).arguments.get("weights_only")
+    """What the user gave ``fit`` as ``weights_only``: Lightning drops it if a strategy loads after its set-up."""
+    return inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
 
 
 def metric_state(metric: Metric) -> dict[str, Any]:

@@ -155,7 +155,6 @@ class AutomodelStrategy(ParallelStrategy):
         self._run: TrainingRun | None = None
         self._advice = Advice()
         self._resume: Resume | None = None
-        self.reported_by_workers: Mapping[str, Any] = {}
 
     @classmethod
     @override
@@ -211,9 +210,9 @@ class AutomodelStrategy(ParallelStrategy):
     def last_step(self) -> StepReport | None:
         """Report on the newest optimizer step, with tensors on the device; None before the first.
 
-        In a process that started the ranks as workers, it is the last report of the newest finished run, on the CPU.
+        Always None in a process that started the ranks as workers.
         """
-        return self.reported_by_workers.get("last_step") if self._run is None else self._run.windows.last_step
+        return None if self._run is None else self._run.windows.last_step
 
     @property
     def is_filler(self) -> bool:
@@ -404,7 +403,7 @@ class AutomodelStrategy(ParallelStrategy):
                 self._run.state,
                 self._run.load_state,
                 self._run.holds_gradients,
-                partial(self._advice.say_once, say=rank_zero_info),
+                self._advice.say_once,
             )
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -662,18 +661,17 @@ class AutomodelStrategy(ParallelStrategy):
             if self._run is not None:
                 self._run.engine.synchronize_buffers()
         checkpoint.update(describe_models(module))
-        ranks, remark = self._saving_group(), None
+        ranks = self._saving_group()
         if self._resume is not None and "optimizer_states" in checkpoint:
-            remark = self._resume.add_to(checkpoint, self._joined_mesh.sizes_by_name(), ranks)
+            self._resume.add_to(checkpoint, self._joined_mesh.sizes_by_name(), ranks)
         if ranks is None and self.world_size > 1:
             self._checkpoints.save_alone(checkpoint, filepath, self.checkpoint_io)
             return
         state = module.trainer.state
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         self._checkpoints.save(checkpoint, filepath, self.checkpoint_io, goes_on, storage_options)
-        chose_directory = self._checkpoints.as_directory and self._options.save_distributed_checkpoint is None
-        for note in filter(None, (DIRECTORY_NOTE if chose_directory else None, remark)):
-            self._advice.say_once(note, say=lambda text: rank_zero_info(f"{filepath} {text}"))
+        if self._checkpoints.as_directory and self._options.save_distributed_checkpoint is None:
+            self._advice.say_once(DIRECTORY_NOTE, say=lambda text: rank_zero_info(f"{filepath} {text}"))
 
     def _saving_group(self) -> dist.ProcessGroup | None:
         """The host group of all ranks; None if this is the only rank, or others have left after a failure."""
@@ -767,5 +765,5 @@ class AutomodelStrategy(ParallelStrategy):
 
     def describe(self) -> dict[str, Any]:
         """What was decided and why: mesh, units, divisors, modes, dtypes, memory. Before set-up, only the options."""
-        described = self.reported_by_workers.get("description", {}) if self._run is None else self._run.describe()
+        described = {} if self._run is None else self._run.describe()
         return {"options": dict(vars(self._options)), **described}

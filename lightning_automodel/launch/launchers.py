@@ -1,6 +1,5 @@
 """Starting the ranks' processes: Lightning's launchers, with the Trainer's function run by the supervisor."""
 
-import io
 import os
 import shutil
 import signal
@@ -27,7 +26,7 @@ from lightning_automodel.distributed import rendezvous
 from lightning_automodel.failure import supervisor
 from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.launch.results import collect, restore
-from lightning_automodel.launch.workers import describe_exit, share_cores, wait_for_workers, write_failure, write_report
+from lightning_automodel.launch.workers import describe_exit, share_cores, wait_for_workers, write_failure
 from lightning_automodel.resume import rng
 
 _RUN = "run.pt"
@@ -47,14 +46,10 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
         self._supervisor = supervisor
 
     @property
-    def starts_processes(self) -> bool:
-        """Whether further processes are needed, and nothing else has started them."""
-        return self.num_processes * self.num_nodes > 1 and not self.cluster_environment.creates_processes_externally
-
-    @property
     @override
     def is_interactive_compatible(self) -> bool:
-        return not self.starts_processes
+        """Whether no further process is needed, or something else has started them."""
+        return self.num_processes * self.num_nodes == 1 or self.cluster_environment.creates_processes_externally
 
     @override
     def launch(
@@ -62,12 +57,19 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
     ) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         # A single process sets no variables: they would make a later Trainer in it wait for other ranks.
-        if self.starts_processes:
+        if not self.is_interactive_compatible:
             if self.num_nodes == 1:
                 os.environ.update(rendezvous.shared_secret())
             lightning_internals.start_other_ranks(self)
             first_rank = self.cluster_environment.node_rank() * self.num_processes
-            supervisor.watch_processes(partial(_find_ended, dict(enumerate(self.procs, start=first_rank + 1))))
+            running = dict(enumerate(self.procs, first_rank + 1))
+
+            def find_ended() -> list[tuple[int, str]]:
+                """Ranks whose processes have ended since the last call, and how."""
+                ended = [rank for rank, process in running.items() if process.poll() is not None]
+                return [(rank, describe_exit(running.pop(rank).returncode)) for rank in ended]
+
+            supervisor.watch_processes(find_ended)
         share_cores(self.num_processes)
         try:
             return self._supervisor.run(function, *args, **kwargs)
@@ -77,21 +79,12 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
                 self.kill(signal.SIGTERM)
 
 
-def _find_ended(running: dict[int, Any]) -> list[tuple[int, str]]:
-    """Ranks whose processes have ended since the last call, and how."""
-    ended = {rank: process.returncode for rank, process in running.items() if process.poll() is not None}
-    for rank in ended:
-        del running[rank]
-    return [(rank, describe_exit(status)) for rank, status in ended.items()]
-
-
 class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
     """Starts every rank of the node as a worker of this process, waits, and gets the results. It is not a rank itself.
 
     Lightning's launcher gathers no shards, calls no ``on_exception`` hooks in the workers, and terminates all of them
-    when one fails. Here they leave together, each through its own hooks.
-
-    Each rank runs in the supervisor. In a worker, ``folder`` is where it writes what the launching process reads.
+    when one fails. Here they leave together, each through its own hooks. In a worker, ``folder`` is where it writes
+    what the launching process reads.
     """
 
     def __init__(
@@ -129,33 +122,26 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         folder = Path(tempfile.mkdtemp(prefix="lightning_automodel-"))
         try:
             started = self._start(trainer, partial(function, *args, **kwargs), folder)
-            results = wait_for_workers(started, folder, self.environment.node_rank() * self._num_processes)
+            wait_for_workers(started, folder, self.environment.node_rank() * self._num_processes)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         # Raises if the module lacks trained weights, and their file is kept.
-        restore(results, trainer, folder)
+        returned = restore(trainer, folder)
         shutil.rmtree(folder, ignore_errors=True)
         self._already_fit |= trainer.state.fn == TrainerFn.FITTING
-        return results["returned"]
+        return returned
 
     def _run_in_worker(
         self, folder: Path, trainer: "pl.Trainer", function: Callable[..., Any], args: Any, kwargs: Any
     ) -> None:
         @wraps(function)
-        def run_and_collect(*args: Any, **kwargs: Any) -> dict[str, Any] | None:
-            return collect(trainer, function(*args, **kwargs), folder)
+        def run_and_collect(*args: Any, **kwargs: Any) -> None:
+            collect(trainer, function(*args, **kwargs), folder)
 
         try:
-            results = self._supervisor.run(run_and_collect, *args, **kwargs)
-            write_report(folder, trainer.strategy.local_rank, results=results)  # type: ignore[attr-defined]
+            self._supervisor.run(run_and_collect, *args, **kwargs)
         except BaseException as exception:
-            if isinstance(exception, lightning_internals.TunerExitException):
-                exception = RuntimeError(
-                    f"the Tuner ran in workers of start_method={self.method!r}, which do not send its value"
-                    " back: pass start_method='popen', or for a learning rate call fit with the callback"
-                    " LearningRateFinder()."
-                )
             # Now: this process may not live to the end of `on_exception` hooks, or of leaving its groups.
             write_failure(folder, exception, trainer)
             raise
@@ -167,38 +153,23 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
             variables |= rendezvous.shared_secret()
         run: tuple[Any, ...] | None = self, trainer, function, None
         if self.method != "fork":
+            run, random_states = None, rng.global_states(torch.device("cpu"))
             # Global state that affects results, which a process that is not a fork does not inherit.
-            random_states = rng.global_states(torch.device("cpu"))
             global_state = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, random_states
             try:
                 # Multiprocessing would put CPU tensors in memory that all workers share: they would train one
                 # another's weights and add to one another's metrics.
                 torch.save((self, trainer, function, global_state), folder / _RUN)
             except Exception as error:
-                self._explain(trainer, function, error)
-                raise
-            run = None
-        return torch.multiprocessing.start_processes(
-            _run_worker,
-            args=(folder, variables, run),
-            nprocs=self._num_processes,
-            start_method=self.method,
-            join=False,
-        )
-
-    def _explain(self, trainer: "pl.Trainer", function: partial[Any], error: Exception) -> None:
-        """Raise a TypeError that names the part of the run that cannot be pickled, if there is one."""
-        parts = [*function.args, *function.keywords.values(), *trainer.callbacks, *trainer.loggers]  # type: ignore[attr-defined]
-        for part in (*parts, trainer.strategy, trainer):
-            try:
-                torch.save(part, io.BytesIO())
-            except Exception as cause:
                 raise TypeError(
-                    f"start_method={self.method!r} sends the Trainer, the module and its data to new processes, but"
-                    f" {type(part).__name__} cannot be pickled: {str(cause).rstrip('.')}. Define that at the top level"
-                    " of a module that can be imported, make it in setup(), or pass start_method='fork', or 'popen' in"
-                    " a script."
+                    f"start_method={self.method!r} sends the Trainer, the module and its data to new processes, and"
+                    f" something of them cannot be pickled: {str(error).rstrip('.')}. Define that at the top level of a"
+                    " module that can be imported, make it in setup(), or pass start_method='fork', or 'popen' in a"
+                    " script."
                 ) from error
+        return torch.multiprocessing.start_processes(
+            _run_worker, (folder, variables, run), self._num_processes, join=False, start_method=self.method
+        )
 
 
 def _run_worker(local_rank: int, folder: Path, variables: Mapping[str, str], run: tuple[Any, ...] | None) -> None:
@@ -216,12 +187,8 @@ def _run_worker(local_rank: int, folder: Path, variables: Mapping[str, str], run
         torch.set_deterministic_debug_mode(deterministic)
         rng.set_global_states(random_states, torch.device("cpu"))
         share_cores(trainer.strategy.num_processes)
-    try:
-        # Calls the launcher, which runs the function and reports, and then `on_exception` hooks.
-        lightning_internals.call_and_handle_interrupt(trainer, function.func, *function.args, **function.keywords)
-    except Exception as exception:
-        write_failure(folder, exception, trainer)
-        raise
+    # Calls the launcher, which runs the function and reports, and then `on_exception` hooks.
+    lightning_internals.call_and_handle_interrupt(trainer, function.func, *function.args, **function.keywords)
 
 
 def make_launcher(

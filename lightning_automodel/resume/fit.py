@@ -2,26 +2,37 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel import lightning_internals
+from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.distributed.mesh import CONTEXT
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.release_probe import UnsupportedReleaseError
-from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops, other_world_size, rng
-from lightning_automodel.resume.snapshot import ModuleState, Snapshot
+from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops, rng, snapshot
 
 CHECKPOINT_KEY = "lightning_automodel"
-FORMAT = 3
+FORMAT = 4
 _FETCH = "train_dataloader_next"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State of a fit at one moment on this rank: its position, batches that stepped as loggers count them, the rest."""
+
+    at: loops.Position
+    logged: int
+    state: dict[str, Any]
+    callbacks: dict[str, Any]
 
 
 class Resume:
@@ -31,13 +42,8 @@ class Resume:
     written before the window has stepped resumes there; likewise before a validation. Once a window has stepped, the
     state at the save counts. Only :meth:`add_to` communicates, and the reduction of logged means at an epoch's end.
 
-    Args:
-        trainer: The Trainer that runs the fit.
-        device: Device of this rank.
-        own_state: Returns what the strategy keeps from step to step.
-        restore_own_state: Restores it; every rank calls it.
-        holds_gradients: Returns whether a window of manual optimization has begun and not stepped.
-        say: Shows the user a message, on rank 0, once.
+    ``own_state`` returns what the strategy keeps from step to step, and ``restore_own_state`` restores it.
+    ``holds_gradients`` tells whether a window of manual optimization has begun and not stepped. ``say`` warns once.
     """
 
     def __init__(
@@ -49,24 +55,19 @@ class Resume:
         holds_gradients: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
-        self._trainer, self._device, self._say = trainer, device, say
+        self._trainer, self._module, self._device, self._say = trainer, trainer.lightning_module, device, say
         self._own_state, self._restore_own_state = own_state, restore_own_state
         self._holds_gradients = holds_gradients
-        self._is_manual = not trainer.lightning_module.automatic_optimization
-        self._draws_in_step = lightning_internals.draws_its_batches(trainer.lightning_module.training_step)
+        self._is_manual = not self._module.automatic_optimization
         self._loaders = dataloaders.TrainingLoaders(trainer, device, say)
-        self._module = ModuleState(trainer)
+        self._first_flags = snapshot.flags(self._module)
+        self._first_buffers: dict[str, Tensor] = {}
         self._patches = PatchStack()
         self._snapshot: Snapshot | None = None
-        self._final: tuple[Snapshot, str | None] | None = None
+        self._final: Snapshot | None = None
         self._logged = 0
-        self._logged_next: int | None = None
         self._loaded: dict[str, Any] | None = None
-        self._averaging: list[StochasticWeightAveraging] = []
         self._actions_seen: set[str] = set()
-        self._validates_to_stop = False
-
-    # --- Recording ----------------------------------------------------------------------------------------------------
 
     def process_dataloader(self, loader: Any) -> None:
         """Called in ``process_dataloader``, before a loader is iterated; only training loaders are recorded."""
@@ -75,27 +76,23 @@ class Resume:
 
     def on_train_start(self) -> None:
         """Called in ``on_train_start``, after everything is loaded and the other hooks. Every rank calls it."""
-        self._module.start()
+        self._first_buffers = snapshot.buffers(self._module)
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             self._go_on(loaded)
         self._logged = lightning_internals.logging_step(self._trainer)
-        checkpoint_callbacks.save_last(self._trainer, self._patches, self._trainer.global_step if loaded else None)
+        checkpoint_callbacks.save_last(self._trainer, self._patches)
         # Lightning has no hook before a batch is drawn, and none that comes before those of all callbacks. But its
         # loops tell the profiler what they are about to do: the name of a hook, or that they draw a batch.
         profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
         start = profiler.start
-        before = {
-            _FETCH: self._before_fetch,
-            "on_validation_model_zero_grad": self._before_validation,
-            "on_train_epoch_end": self._before_epoch_end,
-        }
+        before = {_FETCH: self._before_fetch, "on_validation_model_zero_grad": self._before_validation}
+        before["on_train_epoch_end"] = self._before_epoch_end
 
         def call_then_start(action_name: str) -> None:
             name = action_name.rsplit(".", 1)[-1]
             self._actions_seen.add(name)
-            if name in before:
-                before[name]()
+            before.get(name, lambda: None)()
             start(action_name)
 
         self._patches.set(profiler, "start", call_then_start)
@@ -105,8 +102,7 @@ class Resume:
         # Restarted after the epoch's last batch, the loop of batches would end the next epoch at once.
         self._trainer.fit_loop.epoch_loop.restarting = False
         at = loops.position(self._trainer)
-        is_window_open = self._snapshot is not None and self._snapshot.at.stage == loops.BATCH
-        if at.stage == loops.BATCH and not is_window_open and not self._validates_to_stop:
+        if at.stage == loops.BATCH and (self._snapshot is None or self._snapshot.at.stage == loops.STEP):
             # The run ends within the epoch, and Lightning resets the epoch's metrics as if it were over.
             self._snapshot = self._take(at, lightning_internals.logging_step(self._trainer))
         # Reduce what was logged over the epoch, on every rank. Otherwise the progress bar, on rank 0 alone, would do it
@@ -116,34 +112,16 @@ class Resume:
     def _before_fetch(self) -> None:
         """Before a training batch is drawn, which may use random numbers: the last point before a window."""
         self._loaders.before_fetch()
-        if self._logged_next is not None:
-            lightning_internals.set_logging_step(self._trainer, self._logged_next)
-            self._logged_next = None
         self._logged = lightning_internals.logging_step(self._trainer)
         fit_loop: Any = self._trainer.fit_loop
         used = fit_loop.epoch_loop.batch_progress.current.processed
         at = loops.Position(loops.BATCH, used, fit_loop.epoch_progress.current.processed)
-        if used == 0:
-            self._module.look_again()
-        if self._begins_window(at):
-            self._snapshot = self._take(at, self._logged, is_fetching=True)
-
-    def _begins_window(self, at: loops.Position) -> bool:
-        if self._snapshot is None or self._snapshot.at.stage == loops.STEP:
-            return True
-        if self._draws_in_step and self._snapshot.at == at:
-            # The step draws more than one batch.
-            return False
-        if self._is_manual:
-            return not self._holds_gradients()
-        return at.batches % self._trainer.accumulate_grad_batches == 0
+        is_within = self._holds_gradients() if self._is_manual else used % self._trainer.accumulate_grad_batches > 0
+        if self._snapshot is None or self._snapshot.at.stage == loops.STEP or not is_within:
+            self._snapshot = self._take(at, self._logged)
 
     def stepped(self) -> None:
-        """An optimizer has stepped: a checkpoint can no longer resume before the step.
-
-        Raises:
-            UnsupportedReleaseError: If the profiler was not told of the batch, or of a hook, by these names.
-        """
+        """An optimizer has stepped: a checkpoint can no longer resume before the step."""
         for name in {_FETCH, "on_train_batch_start"} - self._actions_seen:
             raise UnsupportedReleaseError("lightning", f"the profiler's action {name!r}, to resume exactly")
         self._snapshot = None
@@ -153,7 +131,6 @@ class Resume:
         if self._snapshot is None or (self._is_manual and not self._holds_gradients()):
             at = replace(loops.position(self._trainer), stage=loops.STEP)
             self._snapshot = self._take(at, self._logged + 1)
-            self._validates_to_stop = lightning_internals.validates_to_stop(self._trainer)
 
     def close(self) -> None:
         """Restore what was patched; :meth:`add_to` still adds where the fit ended."""
@@ -162,66 +139,40 @@ class Resume:
         self._patches.restore()
         self._loaders.close()
 
-    # --- Saving -------------------------------------------------------------------------------------------------------
-
-    def add_to(self, checkpoint: dict[str, Any], sizes: dict[str, int], group: dist.ProcessGroup | None) -> str | None:
+    def add_to(self, checkpoint: dict[str, Any], sizes: dict[str, int], group: dist.ProcessGroup | None) -> None:
         """Add the state of every rank to a checkpoint, and set its counters and callbacks to the same moment.
 
-        A collective on ``group``, if given: rank 0 gets the states of all ranks. Without it, as after a failure, only
-        this rank's state is added.
-
-        Args:
-            checkpoint: As Lightning makes it.
-            sizes: Ranks along each dimension of the mesh, by name.
-            group: Group of all ranks, on the host.
-
-        Returns:
-            A remark for the user, to follow the path of the checkpoint once it is written.
+        A collective on ``group``, that of all ranks on the host. Without it, as after a failure, only this rank's state
+        is added. ``sizes`` are the ranks along each dimension of the mesh.
         """
-        remark = None
         if self._loaded is not None:  # a hook saves before the run has started
-            own = rng.savable(self._loaded)
+            own = self._loaded
         else:
-            snapshot, remark = self._final or self._to_save()
-            own = self._savable(snapshot)
+            taken = self._final or self._to_save()
+            own = self._savable(taken)
             progress = checkpoint["loops"]["fit_loop"]
-            checkpoint["loops"]["fit_loop"] = loops.counters_at(progress, snapshot.at, snapshot.logged)
-            if snapshot is self._snapshot:
-                keys = {callback.state_key for callback in self._trainer.callbacks}  # type: ignore[attr-defined]
-                others = {key: state for key, state in checkpoint["callbacks"].items() if key not in keys}
-                checkpoint["callbacks"] = others | snapshot.callbacks
-        ranks = [own]
-        if group is not None:
-            gathered: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
-            dist.gather_object(own, gathered, dst=dist.get_global_rank(group, 0), group=group)
-            ranks = gathered or []
+            checkpoint["loops"]["fit_loop"] = loops.counters_at(progress, taken.at, taken.logged)
+            if taken is self._snapshot:
+                checkpoint["callbacks"] = {**checkpoint["callbacks"], **taken.callbacks}
+        ranks = [own] if group is None else gather_objects(own, group)
         checkpoint[CHECKPOINT_KEY] = {"format": FORMAT, "sizes": dict(sizes), "ranks": ranks}
-        return remark
 
-    def _to_save(self) -> tuple[Snapshot, str | None]:
-        """The snapshot that a checkpoint written now resumes from, and a remark for the user, if any."""
+    def _to_save(self) -> Snapshot:
+        """The snapshot that a checkpoint written now resumes from."""
         at, held = loops.position(self._trainer), self._snapshot
         batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        holds_gradients = self._is_manual and self._holds_gradients()
         if held is not None and held.at.epochs == at.epochs and at.stage != loops.EPOCH:
-            is_window = held.at.stage == loops.BATCH
             is_batch_over = batches.processed == batches.ready
-            if is_window and not (self._is_manual and is_batch_over and not self._holds_gradients()):
-                if batches.ready == held.at.batches:
-                    return held, None
-                return held, (
-                    "was saved in the middle of an accumulation window, whose gradients are not saved. Nothing is lost:"
-                    f" a run that resumes from it begins with that window, at batch {held.at.batches} of epoch"
-                    f" {at.epochs}."
-                )
-            # A run that goes on after all has no validation where it was stopped.
-            if not is_window and (at.stage == loops.STEP or (self._validates_to_stop and at.stage == loops.BATCH)):
-                return held, None
-        remark = None
-        if self._is_manual and self._holds_gradients():
-            remark = (
-                "was saved while an optimizer held gradients that it has not stepped with, and gradients are not saved."
-                " Nothing is lost where each step begins with zero_grad(), as in most GANs. Otherwise a resumed run is"
-                " not exact: save where all optimizers have stepped."
+            if held.at.stage == loops.BATCH and not (self._is_manual and is_batch_over and not holds_gradients):
+                return held
+            if held.at.stage == at.stage == loops.STEP:
+                return held
+        if holds_gradients:
+            self._say(
+                "A checkpoint was saved while an optimizer held gradients that it has not stepped with, and gradients"
+                " are not saved. Nothing is lost where each step begins with zero_grad(), as in most GANs. Otherwise a"
+                " resumed run is not exact: save where all optimizers have stepped."
             )
         is_counted = at.stage not in (loops.STEP, loops.VALIDATION)
         logged = lightning_internals.logging_step(self._trainer) if is_counted else self._logged + 1
@@ -229,67 +180,55 @@ class Resume:
         # At the end of a validation, modules are still in evaluation mode.
         if at.stage == loops.VALIDATION and held is not None:
             now.state["flags"] = held.state["flags"]
-        return now, remark
+        return now
 
-    def _take(self, at: loops.Position, logged: int, is_fetching: bool = False) -> Snapshot:
+    def _take(self, at: loops.Position, logged: int) -> Snapshot:
         state = {
             "random": rng.global_states(self._device),
-            "generators": list(map(rng.state_of, self._module.generators)),
-            "loaders": self._loaders.positions(at, is_fetching),
-            **self._module.state(),
+            "loaders": self._loaders.positions(at),
+            "buffers": snapshot.buffers(self._module),
+            "metrics": snapshot.metrics(self._module),
+            "flags": snapshot.flags(self._module),
             "own": self._own_state(),
         }
-        return Snapshot(at, logged, state, self._module.callbacks())
+        return Snapshot(at, logged, state, snapshot.callbacks(self._trainer))
 
-    def _savable(self, snapshot: Snapshot) -> dict[str, Any]:
-        at, state = snapshot.at, snapshot.state
-        can_skip = all("state" in each or each.get("is_stream") is False for each in state["loaders"])
+    def _savable(self, taken: Snapshot) -> dict[str, Any]:
+        state, first = taken.state, self._first_flags
         seen: dict[str, Any] = {}
         if not self._trainer.interrupted:  # after an exception, it may not be possible to compute metrics
             seen |= self._trainer.callback_metrics
-            if at.stage != loops.EPOCH and loops.is_last_batch(self._trainer):
+            if taken.at.stage != loops.EPOCH and loops.is_last_batch(self._trainer):
                 seen |= lightning_internals.epoch_metrics(self._trainer)
-        return rng.savable(
-            {
-                **state,
-                **vars(at),
-                "is_iterated": bool(state["loaders"]) and (at.stage != loops.EPOCH or at.epochs == 0),
-                "is_drawn": at.stage != loops.EPOCH and at.batches > 0 and not can_skip,
-                "logged": snapshot.logged,
-                "buffers": self._module.unsaved_buffers(state["buffers"]),
-                "metrics": self._without_reset(snapshot),
-                "flags": self._module.switched_flags(state["flags"]),
-                # A DTensor's mesh does not outlive the run. One is logged if torch's clip_grad_norm_ returned it.
-                "seen": {name: value for name, value in seen.items() if not isinstance(value, DTensor)},
-            }
-        )
+        own = {
+            **state,
+            **vars(taken.at),
+            "logged": taken.logged,
+            "buffers": snapshot.unsaved_buffers(self._module, state["buffers"], self._first_buffers),
+            "metrics": self._without_reset(taken),
+            # A resumed run may set the others differently.
+            "flags": {name: value for name, value in state["flags"].items() if value != first.get(name, value)},
+            # A DTensor's mesh does not outlive the run. One is logged if torch's clip_grad_norm_ returned it.
+            "seen": {name: value for name, value in seen.items() if not isinstance(value, DTensor)},
+        }
+        return apply_to_collection(own, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
 
-    def _without_reset(self, snapshot: Snapshot) -> dict[str, Any]:
+    def _without_reset(self, taken: Snapshot) -> dict[str, Any]:
         """States of the metrics, except those that Lightning resets before another batch updates them."""
-        epoch_loop = self._trainer.fit_loop.epoch_loop
+        epoch_loop, stage = self._trainer.fit_loop.epoch_loop, taken.at.stage
         reset: set[int] = set()
-        if snapshot.at.stage == loops.EPOCH or (
-            snapshot.at.stage != loops.BATCH and loops.is_last_batch(self._trainer)
-        ):
+        if stage == loops.EPOCH or (stage != loops.BATCH and loops.is_last_batch(self._trainer)):
             reset |= lightning_internals.logged_metrics(epoch_loop)
-        if snapshot.at.stage == loops.VALIDATION:
+        if stage == loops.VALIDATION:
             reset |= lightning_internals.logged_metrics(epoch_loop.val_loop)
-        kept = {name for name, module in self._trainer.lightning_module.named_modules() if id(module) not in reset}
-        return {name: state for name, state in snapshot.state["metrics"].items() if name in kept}
-
-    # --- Resuming -----------------------------------------------------------------------------------------------------
+        names = {name for name, each in self._module.named_modules() if id(each) in reset}
+        return {name: state for name, state in taken.state["metrics"].items() if name not in names}
 
     def load(self, state: dict[str, Any] | None, checkpoint: dict[str, Any], sizes: dict[str, int], rank: int) -> None:
         """Prepare to resume from a checkpoint; :meth:`on_train_start` does the rest. Not a collective.
 
-        Args:
-            state: What :meth:`add_to` added; None for a checkpoint of another strategy.
-            checkpoint: The rest of the checkpoint; Lightning loads the loops from it after this.
-            sizes: Ranks along each dimension of the mesh, by name.
-            rank: Global rank.
-
-        Raises:
-            ValueError: If another version of this package wrote ``state``, in another format.
+        ``state`` is what :meth:`add_to` added; None for a checkpoint of another strategy. Lightning loads the loops
+        from ``checkpoint`` after this. Raises ValueError if another version of this package wrote ``state``.
         """
         if self._actions_seen:  # the fit runs, and a hook loads weights: it goes on where it is
             return
@@ -299,48 +238,40 @@ class Resume:
                 f" knows format {FORMAT}: resume with the version that wrote it, or take only its weights"
                 " (load_from_checkpoint)."
             )
-        self._averaging = checkpoint_callbacks.load_early(self._trainer, checkpoint.get("callbacks", {}))
+        checkpoint_callbacks.load_early(self._trainer, checkpoint.get("callbacks", {}))
         if state is None:
             return
-        is_alike = len(state["ranks"]) == self._trainer.world_size
         # Each context peer has its own metrics; tensor-parallel peers have the same.
-        is_alike &= state["sizes"].get(CONTEXT, 1) == sizes.get(CONTEXT, 1)
-        if is_alike and state["sizes"]["data_parallel"] == sizes["data_parallel"]:
+        is_alike = all(state["sizes"].get(name, 1) == sizes.get(name, 1) for name in ("data_parallel", CONTEXT))
+        if is_alike and len(state["ranks"]) == self._trainer.world_size:
             own = state["ranks"][rank]
         else:
-            own = other_world_size.carried_over(state, sizes["data_parallel"])
+            own = carried_over(state, sizes["data_parallel"])
             self._say(
                 f"The checkpoint was saved with a different world size ({state['sizes']}, now {sizes}): the data goes"
                 " on where it stopped, and each rank's random states, buffers and metrics of the epoch start afresh."
                 " Without a DistributedSampler, samples of this epoch may be left out or used twice."
             )
-        self._loaded = loaded = rng.loaded(own)
+        self._loaded = own
         # Before optimizers are loaded, as these have no state for frozen parameters.
-        unfrozen = {name for name, value in loaded["flags"].items() if value and name.endswith(".requires_grad")}
-        self._module.restore_flags(dict.fromkeys(unfrozen, True))
-        at = loops.Position(loaded["stage"], loaded["batches"], loaded["epochs"])
-        fit_loop = loops.counters_at(checkpoint["loops"]["fit_loop"], at, loaded["logged"])
+        unfrozen = {name for name, value in own["flags"].items() if value and name.endswith(".requires_grad")}
+        snapshot.restore_flags(self._module, dict.fromkeys(unfrozen, True))
+        fit_loop = loops.counters_at(checkpoint["loops"]["fit_loop"], _position(own), own["logged"])
         checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": fit_loop}
-        self._loaders.set_loaded(loaded)
         # Lightning warns of every loader without a state, and does not know that these resume.
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
     def _go_on(self, loaded: dict[str, Any]) -> None:
-        stage = loaded["stage"]
-        self._loaders.start()
-        if stage != loops.EPOCH:
-            checkpoint_callbacks.start_averaging(self._trainer, self._averaging)
-        self._module.restore(loaded, self._device)
+        at = _position(loaded)
+        self._loaders.start(loaded["loaders"], at)
+        snapshot.restore(self._module, loaded, self._device)
         self._restore_own_state(loaded["own"])
-        if loaded["is_epoch_ending"]:
+        if at.is_epoch_ending:
             self._step_plateau_schedulers()
-        if stage != loops.EPOCH:
-            self._logged_next = loaded["logged"]
-        loops.finish_restart(self._trainer, stage, loaded["logged"])
-        self._loaders.restore_generators(loaded)
+        loops.finish_restart(self._trainer, at.stage, loaded["logged"])
         if loaded["random"] is not None:
             rng.set_global_states(loaded["random"], self._device)
-        if stage == loops.EPOCH and not self._loaders.keep_streams():
+        if at.stage == loops.EPOCH:
             self._trainer.fit_loop.on_iteration_done()
 
     def _step_plateau_schedulers(self) -> None:
@@ -351,3 +282,28 @@ class Resume:
             epochs.completed -= 1
             self._trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
             epochs.completed += 1
+
+
+def _position(loaded: dict[str, Any]) -> loops.Position:
+    return loops.Position(*(loaded[name] for name in ("stage", "batches", "epochs", "is_epoch_ending")))
+
+
+def carried_over(state: dict[str, Any], data_parallel: int) -> dict[str, Any]:
+    """One state for every rank of the present world size, without what was each rank's own.
+
+    Within an epoch, the used samples are counted as batches of the present ranks, rounded down: a few are used again.
+    """
+    carried, then = state["ranks"][0], state["sizes"]["data_parallel"]
+    loaders = []
+    for at in carried["loaders"]:
+        scaled = {name: at[name] for name in ("kind", "seed") if name in at} | {"generators": [], "samplers": []}
+        if "iteration" in at:
+            scaled |= {"iteration": (None, 0), "yielded": at["yielded"] * then // data_parallel, "length": None}
+        if "state" in at:
+            scaled["kind"] = "no position"  # refused within an epoch
+        loaders.append(scaled)
+    own = {**carried["own"], "engine": {}}
+    carried = {**carried, "random": None, "buffers": {}, "metrics": {}, "own": own, "loaders": loaders}
+    if carried["stage"] != loops.EPOCH:
+        carried["batches"] = carried["batches"] * then // data_parallel
+    return carried

@@ -12,31 +12,24 @@ import lightning.pytorch as pl
 
 from lightning_automodel import lightning_internals
 
-EPOCH = "epoch"
-"""Stage: an epoch comes next, its hooks first."""
-BATCH = "batch"
-"""Stage: a batch comes next."""
-STEP = "step"
-"""Stage: a batch was just trained on, and a validation may be due."""
-VALIDATION = "validation"
-"""Stage: the validation after a batch is over."""
+# Stages: an epoch comes next, its hooks first; a batch comes next; a batch was just trained on, and a validation may be
+# due; the validation after a batch is over.
+EPOCH, BATCH, STEP, VALIDATION = "epoch", "batch", "step", "validation"
 
 
 @dataclass(frozen=True)
 class Position:
-    """Position of a fit.
-
-    Attributes:
-        stage: One of the stages above.
-        batches: Batches of the epoch that the loop has used.
-        epochs: Complete epochs.
-        is_epoch_ending: Whether the hooks that end an epoch are running, so that what follows them is still to be done.
-    """
+    """Position of a fit: one of the stages above, batches of the epoch that the loop has used, complete epochs."""
 
     stage: str
     batches: int
     epochs: int
-    is_epoch_ending: bool = False
+    is_epoch_ending: bool = False  # the hooks that end an epoch are running: what follows them is still to be done
+
+    @property
+    def is_iterated(self) -> bool:
+        """Whether the loaders' iterators of the epoch exist: Lightning makes the first ones in set-up."""
+        return self.stage != EPOCH or self.epochs == 0
 
 
 def position(trainer: "pl.Trainer") -> Position:
@@ -66,22 +59,20 @@ def is_last_batch(trainer: "pl.Trainer") -> bool:
 
 
 def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, Any]:
-    """The state of the fit loop with counters from which Lightning's loops resume at ``at``.
-
-    Args:
-        saved: What ``fit_loop.state_dict()`` returned at that position, or in the window after it.
-        at: Position to resume at.
-        logged: What ``logging_step`` returns at that position.
-    """
-    in_epoch = at.stage != EPOCH
-    epochs = dict.fromkeys(("ready", "started"), at.epochs + in_epoch)
-    epochs |= dict.fromkeys(("processed", "completed"), at.epochs)
-    batches = saved["epoch_loop.batch_progress"]
+    """``saved``, a state of the fit loop, with counters from which Lightning's loops resume ``at`` a position."""
+    started = at.epochs + (at.stage != EPOCH)
+    epochs = {"ready": started, "started": started, "processed": at.epochs, "completed": at.epochs}
+    batches, steps = saved["epoch_loop.batch_progress"], saved["epoch_loop.state_dict"]
     validated = saved["epoch_loop.val_loop.batch_progress"]
     before = batches["total"]["processed"] - batches["current"]["processed"]
-    validations = validated["total"]["completed"]
-    counters: dict[str, Any] = {
-        "epoch_progress": {"total": dict(epochs), "current": dict(epochs)},
+    validations = dict.fromkeys(validated["total"], validated["total"]["completed"])
+    if at.stage == STEP:
+        # With these counters, Lightning takes a due validation for an interrupted one, and runs it.
+        validations["ready"] = validations["started"] = validations["completed"] + 1
+    # Within an epoch, a restarted loop finishes a batch before it draws one, and counts its step.
+    counted = logged if at.stage == EPOCH else logged - 1
+    counters = {
+        "epoch_progress": {"total": epochs, "current": dict(epochs)},
         "epoch_loop.batch_progress": {
             **batches,
             "total": dict.fromkeys(batches["total"], before + at.batches),
@@ -89,25 +80,16 @@ def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, A
             "is_last_batch": batches["is_last_batch"] and at.stage != BATCH,
         },
         "epoch_loop.val_loop.batch_progress": {
-            "total": dict.fromkeys(validated["total"], validations),
+            "total": validations,
             "current": dict.fromkeys(validated["current"], 0),
             "is_last_batch": False,
         },
+        "epoch_loop.state_dict": {**steps, lightning_internals.STEPS: counted},
+        # Each rank's loaders have their own states, and Lightning would load those of rank 0 on every rank.
+        "state_dict": {name: value for name, value in saved["state_dict"].items() if name != "combined_loader"},
     }
-    if at.stage == STEP:
-        # With these counters, Lightning takes a due validation for an interrupted one, and runs it.
-        counters["epoch_loop.val_loop.batch_progress"]["total"] |= {
-            "ready": validations + 1,
-            "started": validations + 1,
-        }
-    for name in ("automatic_optimization.optim_progress", "manual_optimization.optim_step_progress"):
-        counters[f"epoch_loop.{name}"] = _all_completed(saved[f"epoch_loop.{name}"])
-    counters["epoch_loop.scheduler_progress"] = _all_completed(saved["epoch_loop.scheduler_progress"])
-    # The loop counts the batch's step after the validation that may be due.
-    counted = logged - 1 if at.stage in (STEP, VALIDATION) else logged
-    counters["epoch_loop.state_dict"] = {**saved["epoch_loop.state_dict"], lightning_internals.STEPS: counted}
-    # Each rank's loaders have their own states, and Lightning would load those of rank 0 on every rank.
-    counters["state_dict"] = {name: value for name, value in saved["state_dict"].items() if name != "combined_loader"}
+    trackers = "automatic_optimization.optim_progress", "manual_optimization.optim_step_progress", "scheduler_progress"
+    counters |= {f"epoch_loop.{name}": _all_completed(saved[f"epoch_loop.{name}"]) for name in trackers}
     return {**saved, **counters}
 
 
@@ -119,10 +101,7 @@ def _all_completed(progress: dict[str, Any]) -> dict[str, Any]:
 
 
 def finish_restart(trainer: "pl.Trainer", stage: str, logged: int) -> None:
-    """Make the loops forget that they were restarted (from :func:`counters_at`) where that would mislead them.
-
-    Call it once the run has started, in ``on_train_start``, before random states are restored.
-    """
+    """Make the loops forget, in ``on_train_start``, that they were restarted where that would mislead them."""
     fit_loop: Any = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
     lightning_internals.forget_restart(fit_loop)
@@ -132,13 +111,13 @@ def finish_restart(trainer: "pl.Trainer", stage: str, logged: int) -> None:
         return
     validated = epoch_loop.val_loop.batch_progress.total
     validated.ready = validated.started = validated.completed
-    if stage == BATCH or lightning_internals.is_validation_due(trainer):
-        return
-    # The restarted loop runs or skips a due validation, then finishes the batch. With none due, it would draw the next
-    # batch at once, so the batch is finished here.
-    epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+    if lightning_internals.is_validation_due(trainer):
+        return  # the restarted loop runs or skips it, and finishes the batch
     lightning_internals.set_logging_step(trainer, logged)
-    lightning_internals.skip_validation(epoch_loop.val_loop)
+    if stage != BATCH:
+        # The restarted loop would draw the next batch at once, so the batch is finished here.
+        epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+        lightning_internals.skip_validation(epoch_loop.val_loop)
 
 
 def prefetches(trainer: "pl.Trainer") -> bool:

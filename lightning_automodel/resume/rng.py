@@ -1,16 +1,15 @@
-"""States of random-number generators: collected cheaply, saved in a form that ``weights_only`` loads, and restored."""
+"""States of random-number generators as plain data, which ``weights_only`` loads, and what a loader draws from."""
 
+import copy
 import random
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch.utils.data import Sampler
 
-Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _FOLLOWED_ATTRIBUTES = ("sampler", "batch_sampler", "dataset", "_inner")
+OwnStates = tuple[list[Any], list[Any]]  # of a loader's generators, and of its samplers that have `state_dict`
 
 
 def global_states(device: torch.device) -> dict[str, Any]:
@@ -18,7 +17,8 @@ def global_states(device: torch.device) -> dict[str, Any]:
 
     Does not synchronise: the state of a CUDA generator is on the host. An accelerator's is that of the current device.
     """
-    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    name, keys, *rest = np.random.get_state(legacy=True)
+    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (name, list(map(int, keys)), *rest)}
     if device.type != "cpu":
         states["device"] = torch.get_device_module(device).get_rng_state()
     return states
@@ -33,79 +33,33 @@ def set_global_states(states: dict[str, Any], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(states["device"])
 
 
-def generators_of(owners: Iterable[Any]) -> list[Generator]:
-    """Generators in the attributes of ``owners`` (modules, or :func:`reachable_from` a loader), each once, in order."""
-    held = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
-    # Asked of each class once: a model has tens of thousands of attributes, and torch answers in Python.
-    kinds = {kind for kind in set(map(type, held)) if issubclass(kind, Generator)}
-    return list({id(value): value for value in held if type(value) in kinds}.values())
+def own_states(loader: Any) -> OwnStates:
+    """States of the generators of torch and of the samplers that a loader holds."""
+    generators, samplers = _sources(loader)
+    return [each.get_state() for each in generators], [copy.deepcopy(each.state_dict()) for each in samplers]
 
 
-def samplers_of(loader: Any) -> list[Any]:
-    """The samplers of a loader that have ``state_dict`` and ``load_state_dict``, in a fixed order."""
-    samplers = [owner for owner in reachable_from(loader) if isinstance(owner, Sampler)]
-    # Asked of the class: a sampler that records another has its attributes.
-    return [sampler for sampler in samplers if hasattr(type(sampler), "load_state_dict")]
+def set_own_states(loader: Any, generators: list[Any], samplers: list[Any]) -> None:
+    """Set what :func:`own_states` returned."""
+    own_generators, own_samplers = _sources(loader)
+    for generator, state in zip(own_generators, generators, strict=False):
+        generator.set_state(state)
+    for sampler, state in zip(own_samplers, samplers, strict=False):
+        sampler.load_state_dict(copy.deepcopy(state))
 
 
-def reachable_from(owner: Any) -> list[Any]:
-    """``owner``, its samplers and datasets, and theirs, each once."""
-    found, waiting = {id(owner): owner}, [owner]
+def _sources(loader: Any) -> tuple[list[torch.Generator], list[Any]]:
+    """Generators, and samplers with a state, of a loader and of the samplers and datasets below it, each once."""
+    owners, generators, waiting = {id(loader): loader}, {}, [loader]
     while waiting:
-        held = getattr(waiting.pop(0), "__dict__", {})
-        new = [value for name, value in held.items() if name in _FOLLOWED_ATTRIBUTES or isinstance(value, Sampler)]
-        waiting += [value for value in new if id(value) not in found]
-        found |= {id(value): value for value in new}
-    return list(found.values())
-
-
-def set_generators(generators: list[Generator], states: list[Any]) -> None:
-    """Set states in the same order; does nothing if their number differs, as the loaders are then others."""
-    if len(generators) != len(states):
-        return
-    for generator, state in zip(generators, states, strict=True):
-        if isinstance(generator, random.Random):
-            generator.setstate(state)
-        elif isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = state
-        else:
-            generator.set_state(state)
-
-
-def state_of(generator: Generator) -> Any:
-    """State of a generator, for :func:`set_generators`."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return generator.bit_generator.state
-
-
-def savable(value: Any) -> Any:
-    """``value`` with arrays as tensors and every tensor as a copy on the host, as ``weights_only`` loads it.
-
-    Unsigned arrays become signed tensors: pickle, by which ranks send them, supports no other (torch 2.13).
-    """
-
-    def plain(found: Any) -> Any:
-        if isinstance(found, torch.Tensor):
-            return found.detach().cpu().clone()
-        if isinstance(found, np.generic):
-            return found.item()
-        signed = found.view(f"i{found.itemsize}") if found.dtype.kind == "u" else found
-        return {"numpy": torch.from_numpy(signed.copy()), "dtype": str(found.dtype)}
-
-    return apply_to_collection(value, (np.ndarray, np.generic, torch.Tensor), plain)
-
-
-def loaded(value: Any) -> Any:
-    """The inverse of :func:`savable`, tensors on the host."""
-    if isinstance(value, dict):
-        if value.keys() == {"numpy", "dtype"}:
-            return value["numpy"].numpy().view(value["dtype"])
-        return {key: loaded(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(loaded, value)) if type(value) in (list, tuple) else value
-    return value
+        for name, value in getattr(waiting.pop(0), "__dict__", {}).items():
+            if isinstance(value, torch.Generator):
+                generators[id(value)] = value
+            elif (name in _FOLLOWED_ATTRIBUTES or isinstance(value, Sampler)) and id(value) not in owners:
+                owners[id(value)] = value
+                waiting.append(value)
+    # Asked of the class: a sampler that records another has its attributes.
+    stateful = [
+        each for each in owners.values() if isinstance(each, Sampler) and hasattr(type(each), "load_state_dict")
+    ]
+    return list(generators.values()), stateful

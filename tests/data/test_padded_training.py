@@ -259,13 +259,12 @@ class Saves(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def _resume(options: dict[str, Any], folder: Path, after: int, is_stream: bool) -> tuple[Any, Any]:
+def _resume(options: dict[str, Any], folder: Path, after: int) -> tuple[Any, Any]:
     counts = [2, 6]
     found = []
     for kwargs in ({}, {"ckpt_path": folder / "checkpoint"}):
         module = Padded()
         batches = [dict(batch) for batch in micro_batches(CASE)[dist.get_rank()][: counts[dist.get_rank()]]]
-        data: Any = Stream(batches) if is_stream else batches
         trainer = make_trainer(
             AutomodelStrategy(uneven_inputs="pad", **options),
             max_epochs=2,
@@ -273,18 +272,18 @@ def _resume(options: dict[str, Any], folder: Path, after: int, is_stream: bool) 
             callbacks=[] if kwargs else [Saves(folder, after)],
             enable_checkpointing=True,
         )
-        trainer.fit(module, DataLoader(data, batch_size=None, collate_fn=dict), **kwargs)
+        trainer.fit(module, DataLoader(batches, batch_size=None, collate_fn=dict), **kwargs)
         found.append({name: tensor.clone() for name, tensor in full_weights(module.model).items()})
         found.append((int(trainer.global_step), int(module.tokens)))
     return found[0], found[2], found[1], found[3]  # type: ignore[return-value]
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(("engine", "is_stream"), [("fsdp2", False), ("ddp", True)], ids=["rows", "stream"])
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
 @pytest.mark.parametrize("after", [*(pytest.param(after, marks=pytest.mark.sweep) for after in (2, 4)), 8])
-def test_resuming(pool2: RankPool, tmp_path: Path, engine: str, is_stream: bool, after: int) -> None:
+def test_resuming(pool2: RankPool, tmp_path: Path, engine: str, after: int) -> None:
     """Also after the end of one rank's data, within an epoch: weights are bit for bit those of a calm run."""
-    for calm, resumed, *counts in pool2.run(_resume, ENGINES[engine][1], tmp_path, after, is_stream):
+    for calm, resumed, *counts in pool2.run(_resume, ENGINES[engine][1], tmp_path, after):
         assert counts[0] == counts[1]
         assert {name: float((calm[name] - resumed[name]).abs().max()) for name in calm} == dict.fromkeys(calm, 0.0)
 

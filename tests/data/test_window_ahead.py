@@ -106,7 +106,7 @@ def _resume(kind: str, folder: Path, after: int) -> tuple[dict[str, Tensor], dic
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     "kind",
-    ["rows", *(pytest.param(k, marks=pytest.mark.sweep) for k in ("stream", "stateful rows", "stateful stream"))],
+    ["rows", *(pytest.param(k, marks=pytest.mark.sweep) for k in ("stateful rows", "stateful stream"))],
 )
 def test_resuming(pool2: RankPool, tmp_path: Path, kind: str) -> None:
     """From a step and from mid-window, batches that were drawn ahead and not trained on are drawn again."""

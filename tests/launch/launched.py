@@ -133,8 +133,6 @@ def train(folder: Path, engines: Iterable[str], tests: bool, **options: Any) -> 
             "weights": full_weights(module.model),
             "loss": float(trainer.callback_metrics["loss"]),
             "micro_batches": float(trainer.callback_metrics["micro_batches"]),
-            "num_label_tokens": float(trainer.strategy.last_step.num_label_tokens),
-            "mesh": trainer.strategy.describe()["mesh"],
             "best_model_path": trainer.checkpoint_callback.best_model_path,
         }
         if tests and index == 0:

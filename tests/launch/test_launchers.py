@@ -87,7 +87,7 @@ def _all(cases: list[dict[str, Any]], name: str) -> list[str]:
     ("method", "engine"), [*TRAINED, *(pytest.param(*case, marks=pytest.mark.sweep) for case in TRAINED_IN_THE_SWEEP)]
 )
 def test_results_of_workers(runs: dict[str, Future], method: str, engine: str) -> None:
-    """Weights, metrics, reports and checkpoint paths are in the launching process; test takes the trained weights."""
+    """Weights, metrics and checkpoint paths are in the launching process; test takes the trained weights."""
     status, folder = runs[method].result()
     assert status == 0, (folder / "log").read_text()
     found = assert_exact(folder, engine)
@@ -97,14 +97,12 @@ def test_results_of_workers(runs: dict[str, Future], method: str, engine: str) -
 
 
 def assert_exact(folder: Path, engine: str = "fsdp2") -> dict[str, Any]:
-    """What the launching process has are the weights of one process, and the reports of both ranks."""
+    """What the launching process has are the weights of one process, and the metrics of both ranks."""
     found, (weights, _) = torch.load(folder / "found.pt")[engine], reference()
     assert found["weights"].keys() == weights.keys()
     assert max(relative_error(found["weights"][name], weight) for name, weight in weights.items()) < TOLERANCE
     assert found["micro_batches"] == 2 * CASE.num_batches
     assert found["best_model_path"].startswith(str(folder / engine / "best"))
-    assert found["num_label_tokens"] == 23
-    assert found["mesh"]["data_parallel"] == 2
     assert found["loss"] > 0
     return found
 

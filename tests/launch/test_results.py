@@ -51,7 +51,7 @@ def test_weights_of_configure_model(tmp_path: Path) -> None:
 def test_weights_without_a_place(tmp_path: Path) -> None:
     """Kept, and an error: the module would seem trained."""
     path, _ = _save(tmp_path)
-    expected = r"LateOnMesh is trained, but .* lacks 2 of the 2 trained tensors \(layer\.weight, layer\.bias\)"
+    expected = r"LateOnMesh is trained, but the module in this process cannot hold the trained weights"
     with pytest.raises(RuntimeError, match=expected) as raised:
         load_trained_weights(LateOnMesh(), path)
     assert str(path) in str(raised.value)
@@ -59,7 +59,7 @@ def test_weights_without_a_place(tmp_path: Path) -> None:
     with torch.device("meta"):
         module = Late()
         module.configure_model()
-    with pytest.raises(RuntimeError, match="lacks 2 of the 2"):
+    with pytest.raises(RuntimeError, match="some of its tensors are on the meta device"):
         load_trained_weights(module, path)
     assert path.exists()
 
@@ -69,6 +69,6 @@ def test_weights_of_another_shape(tmp_path: Path) -> None:
     path, _ = _save(tmp_path)
     module = Late()
     module.layer = nn.Linear(2, 3)
-    with pytest.raises(RuntimeError, match=r"lacks 2 of the 2 trained tensors") as raised:
+    with pytest.raises(RuntimeError, match=r"size mismatch for layer\.weight") as raised:
         load_trained_weights(module, path)
     assert str(path) in str(raised.value)

@@ -17,7 +17,8 @@ import torch
 
 from lightning_automodel.distributed.failures import MISSED_HEARTBEATS, RankFailedError, RankFailure
 from lightning_automodel.launch import workers
-from lightning_automodel.launch.workers import describe_exit, wait_for_workers, write_failure, write_report
+from lightning_automodel.launch.results import RESULTS
+from lightning_automodel.launch.workers import describe_exit, wait_for_workers, write_failure
 from tests.launch.launched import (
     FAILING_RANK,
     assert_gone,
@@ -35,7 +36,7 @@ from tests.launch.launched import (
 FAULTS = {
     "exception": (1, "RankFailedError: rank 1 on ", " failed in training_step: ValueError: no labels here"),
     "exit": (1, "RankFailedError: rank 1 on ", " failed in training_step: SystemExit: exit status 3"),
-    "leave": (1, "RankFailedError: rank 1 on ", "its process ended with exit status 0"),
+    "leave": (1, "RankFailedError: rank 1 on ", " missed heartbeats, last seen in "),
     "SIGKILL": (1, "RankFailedError: rank 1 on ", "its process was ended by SIGKILL"),
     "SIGTERM": (128 + signal.SIGTERM, "SIGTERMException: ", ""),
 }
@@ -135,19 +136,19 @@ def test_second_sigterm(runs: dict[Any, Future], method: str) -> None:
 def test_tuner_is_refused(tmp_path: Path) -> None:
     """What it finds would be lost, and `lr_find` return None."""
     assert run(tune, tmp_path) == 0
-    assert "the Tuner ran in workers of start_method='fork'" in (tmp_path / "error").read_text()
+    assert "_TunerExitException" in (tmp_path / "error").read_text()
 
 
 # --- Waiting, with workers that do nothing else -----------------------------------------------------------------------
 
 
-def wait_for(folder: Path, *functions: Callable[[Path, int], None]) -> Any:
-    """Results of workers that do one of the functions each."""
+def wait_for(folder: Path, *functions: Callable[[Path, int], None]) -> None:
+    """Wait for workers that do one of the functions each."""
     started = torch.multiprocessing.start_processes(
         _do, (folder, functions), len(functions), join=False, start_method="fork"
     )
     try:
-        return wait_for_workers(started, folder, first_rank=4)
+        wait_for_workers(started, folder, first_rank=4)
     finally:
         assert not any(process.is_alive() for process in started.processes)
 
@@ -157,30 +158,33 @@ def _do(local_rank: int, folder: Path, functions: Sequence[Callable[[Path, int],
 
 
 def ends(folder: Path, local_rank: int) -> None:
-    """Report, as a run that is over."""
-    write_report(folder, local_rank, results="results")
+    """Write the results of a run that is over."""
+    (folder / RESULTS).touch()
 
 
 def ends_late(folder: Path, local_rank: int) -> None:
-    """Report, and then hang where the process ends."""
+    """Write results, and then hang where the process ends."""
     ends(folder, local_rank)
     time.sleep(1e6)
 
 
+def leaves(folder: Path, local_rank: int) -> None:
+    """End as if nothing had happened."""
+
+
 def hangs(folder: Path, local_rank: int) -> None:
-    """Never report."""
+    """Never write any."""
     time.sleep(1e6)
 
 
 def test_waiting_has_a_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """A process that does not end after its run costs nothing but the time; one that never comes is named."""
+    """A process that does not end after its run costs nothing but the time; without results it is an error."""
     monkeypatch.setattr(workers, "TIME_TO_END_S", 0.3)
-    assert wait_for(tmp_path, ends, ends_late) == "results"
-    assert "Rank 5 does not end: its process is killed." in caplog.text
-    assert "Rank 5 has finished its run, but its process was ended by SIGKILL." in caplog.text
-    (tmp_path / "1.pt").unlink()
-    with pytest.raises(RankFailedError, match=r"^rank 5 on .*: its process was ended by SIGKILL$"):
-        wait_for(tmp_path, ends, hangs)
+    wait_for(tmp_path, ends, ends_late)
+    assert "Some of the workers have finished, and the others do not end: they are killed." in caplog.text
+    (tmp_path / RESULTS).unlink()
+    with pytest.raises(RankFailedError, match=r"^rank 4 on .*: its process ended with exit status 0$"):
+        wait_for(tmp_path, leaves, hangs)
 
 
 def is_killed(folder: Path, local_rank: int) -> None:
@@ -197,7 +201,7 @@ def waits_for_it(folder: Path, local_rank: int) -> None:
 def raises_and_cannot_leave(folder: Path, local_rank: int) -> None:
     """Report what was raised, and end as a rank does whose groups cannot be destroyed."""
     failure = RankFailure(4, "here", "training_step", "ValueError", "no labels here")
-    write_report(folder, local_rank, failure=failure, traceback="Traceback of rank 4")
+    torch.save((failure, 4, "Traceback of rank 4"), folder / "4.failure")
     os._exit(1)
 
 
@@ -206,7 +210,7 @@ def loses_the_store(folder: Path, local_rank: int) -> None:
     wait_until((folder / "pid").exists)
     wait_until(lambda: not Path("/proc", (folder / "pid").read_text()).exists())
     failure = RankFailure(4, "here", "backward", MISSED_HEARTBEATS, "which holds the store, does not answer")
-    write_report(folder, local_rank, failure=failure, traceback="Traceback of rank 5")
+    torch.save((failure, 5, "Traceback of rank 5"), folder / "5.failure")
     sys.exit(1)
 
 
@@ -234,13 +238,7 @@ def test_the_first_report_counts(tmp_path: Path) -> None:
     for message in ("no labels here", "the hook's own"):
         write_failure(tmp_path, ValueError(message), trainer)
     (report,) = tmp_path.iterdir()
-    assert torch.load(report, weights_only=False)["failure"].message == "no labels here"
-
-
-def test_cause_is_printed_where_it_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No space is left, or the folder is gone with the launching process."""
-    write_failure(tmp_path / "gone", ValueError("no labels here"), make_trainer(tmp_path))
-    assert "ValueError: no labels here" in capsys.readouterr().err
+    assert torch.load(report, weights_only=False)[0].message == "no labels here"
 
 
 @pytest.mark.parametrize(

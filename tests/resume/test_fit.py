@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_automodel.resume import fit, snapshot
 from lightning_automodel.resume.dataloaders import TrainingLoaders
 from tests.rank_pool import RankPool
 from tests.resume.resuming import (
     Learner,
-    Quiet,
     Saver,
     Setting,
-    collate,
     compare,
     compare_chain,
     counting,
@@ -114,7 +109,7 @@ HOOKS = (
     "on_validation_end",
     "on_train_epoch_end",
 )
-LOADERS = ("own generator", "global generator", "distributed", "workers", "stream", "max_size_cycle")
+LOADERS = ("own generator", "global generator", "distributed", "workers", "stateful stream", "max_size_cycle")
 
 
 @pytest.mark.sweep
@@ -131,7 +126,7 @@ def test_random_stops(pool2: RankPool, seed: int, tmp_path: Path) -> None:
         "num_sanity_val_steps": rng.randint(0, 2),
     }
     loader = rng.choice(LOADERS)
-    if loader == "stream":
+    if loader == "stateful stream":
         trainer |= {"val_check_interval": rng.choice([1.0, 3])}
     else:
         trainer |= {"val_check_interval": rng.choice([1.0, 0.5, 1, 2, 5]), "check_val_every_n_epoch": rng.randint(1, 2)}
@@ -148,7 +143,7 @@ def compare_without(folder: Path) -> dict[str, list[str]]:
     setting, path = Setting(FSDP2, DOUBLE, loader="global generator"), folder / "stopped.ckpt"
     expected = run(setting, Saver("on_train_batch_start", 5, path))[1]
     found = {}
-    for owner, name in ((fit.rng, "set_global_states"), (TrainingLoaders, "plan"), (snapshot.ModuleState, "restore")):
+    for owner, name in ((fit.rng, "set_global_states"), (TrainingLoaders, "start"), (snapshot, "restore")):
         kept = getattr(owner, name)
         setattr(owner, name, lambda *_, **__: None)
         try:
@@ -181,11 +176,11 @@ def resume_with(engine: dict[str, Any], folder: Path) -> list[str]:
     """Runs on every rank: how fits end that are resumed from what holds more than tensors, told True or False."""
     setting, path = Setting(engine, {"max_epochs": 1}, module=Keeps), folder / "stopped.ckpt"
     run(setting, Saver("on_train_batch_end", 2, path))
-    validation = training_loader("own generator", 0, 1)
+    training, validation = training_loader("own generator", dist.get_rank(), 2), training_loader("own generator", 0, 1)
     ends = []
     for told in (False, True):
         try:
-            make_trainer(setting, []).fit(Keeps(), validation, validation, ckpt_path=path, weights_only=told)
+            make_trainer(setting, []).fit(Keeps(), training, validation, ckpt_path=path, weights_only=told)
             ends.append("resumed")
         except Exception as error:
             ends.append(str(error))
@@ -257,42 +252,3 @@ def resume_with_used_up_timer(folder: Path) -> int:
 
 def test_used_up_timer(pool1: RankPool, tmp_path: Path) -> None:
     assert pool1.run(resume_with_used_up_timer, tmp_path, timeout_s=120) == [2]
-
-
-class OnePass(IterableDataset):
-    """Every epoch brings the next four rows; what was drawn is gone."""
-
-    def __init__(self) -> None:
-        self.next = 0
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for _ in range(4):
-            self.next += 1
-            yield {**Quiet()[self.next - 1], "number": torch.tensor(self.next - 1)}
-
-
-def numbered(rows: list[Any]) -> dict[str, Tensor]:
-    """Pad, and keep the numbers."""
-    return {**collate(rows), "number": torch.stack([row["number"] for row in rows])}
-
-
-class Sees(Learner):
-    """Notes the numbers of its rows."""
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        self.numbers = [*getattr(self, "numbers", []), *batch.pop("number").tolist()]
-        return super().training_step(batch, batch_idx)
-
-
-def rows_after_epoch(folder: Path) -> list[int]:
-    """Runs on one rank: rows that a stream brings to a fit which resumes at the end of an epoch."""
-    setting = replace(Setting(DDP), trainer={"limit_val_batches": 0})
-    path = folder / "stopped.ckpt"
-    for saver, ckpt_path in ((Saver("on_train_epoch_end", 1, path), None), (None, path)):
-        learner, trainer = Sees(), make_trainer(setting, [saver] if saver else [])
-        trainer.fit(learner, DataLoader(OnePass(), batch_size=1, collate_fn=numbered), ckpt_path=ckpt_path)
-    return learner.numbers
-
-
-def test_no_sample_of_a_stream_is_lost(pool1: RankPool, tmp_path: Path) -> None:
-    assert pool1.run(rows_after_epoch, tmp_path, timeout_s=120) == [[0, 1, 2, 3]]

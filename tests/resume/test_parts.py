@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
-from lightning_automodel.resume import fit, loops, other_world_size, rng
+from lightning_automodel.resume import fit, loops, rng
 
 
 def through_a_file(value: Any) -> Any:
     file = io.BytesIO()
-    torch.save(rng.savable(value), file)
+    torch.save(value, file)
     file.seek(0)
-    return rng.loaded(torch.load(file, weights_only=True))
+    return torch.load(file, weights_only=True)
 
 
 def test_global_states_come_back() -> None:
@@ -32,10 +32,10 @@ def test_global_states_come_back() -> None:
 
 
 class Mixed(Sampler):
-    """Holds a generator of each kind, one of them twice."""
+    """Holds generators, one of them twice, and a sampler with one."""
 
     def __init__(self) -> None:
-        self.first, self.second, self.third = torch.Generator(), random.Random(1), np.random.default_rng(2)
+        self.first, self.second = torch.Generator(), torch.Generator()
         self.again = self.first
         self.inner = RandomSampler(range(3), generator=torch.Generator())
 
@@ -43,29 +43,17 @@ class Mixed(Sampler):
         return 3
 
 
-def draw(generator: rng.Generator) -> float:
-    if isinstance(generator, torch.Generator):
-        return torch.rand((), generator=generator).item()
-    return generator.random()
-
-
 def test_generators_come_back() -> None:
     """Those of the loader and of all samplers below, each once."""
-    loader = DataLoader(range(3), sampler=Mixed(), generator=torch.Generator())
-    generators = rng.generators_of(rng.reachable_from(loader))
-    assert len(generators) == 5
-    noted = list(map(rng.state_of, generators))
-    drawn = [draw(generator) for generator in generators]
-    assert [draw(generator) for generator in generators] != drawn
-    rng.set_generators(generators, through_a_file(noted))
-    assert [draw(generator) for generator in generators] == drawn
-
-
-def test_other_generators_are_left_alone() -> None:
-    generators = [torch.Generator().manual_seed(1)]
-    expected = generators[0].get_state()
-    rng.set_generators(generators, [])
-    assert torch.equal(generators[0].get_state(), expected)
+    sampler, generator = Mixed(), torch.Generator()
+    loader = DataLoader(range(3), sampler=sampler, generator=generator)
+    generators = [generator, sampler.first, sampler.second, sampler.inner.generator]
+    noted, _ = rng.own_states(loader)
+    assert len(noted) == 4
+    drawn = [torch.rand((), generator=each).item() for each in generators]
+    assert [torch.rand((), generator=each).item() for each in generators] != drawn
+    rng.set_own_states(loader, through_a_file(noted), [])
+    assert [torch.rand((), generator=each).item() for each in generators] == drawn
 
 
 @pytest.mark.parametrize(("then", "now", "batches"), [(4, 2, 6), (2, 4, 1), (4, 3, 4), (2, 2, 3)])
@@ -75,13 +63,13 @@ def test_as_many_samples_count_as_used(then: int, now: int, batches: int) -> Non
         "stage": loops.STEP,
         "batches": 3,
         "own": {"engine": {"order": [0]}, "last_step": None},
-        "loaders": [{"iteration": (1, 2, 0), "yielded": 3, "seed": 5}, {"state": {}}],
+        "loaders": [{"kind": "indices", "iteration": (1, 0), "yielded": 3, "seed": 5}, {"kind": "state", "state": {}}],
     }
-    plan = other_world_size.carried_over({"ranks": [saved], "sizes": {"data_parallel": then}}, now)
+    plan = fit.carried_over({"ranks": [saved], "sizes": {"data_parallel": then}}, now)
     assert plan["batches"] == plan["loaders"][0]["yielded"] == batches
     assert plan["loaders"][0]["seed"] == 5
     assert "state" not in plan["loaders"][1]
-    assert plan["is_drawn"]
+    assert plan["loaders"][1]["kind"] == "no position"
 
 
 def test_counters_are_consistent() -> None:
@@ -106,17 +94,17 @@ def test_counters_are_consistent() -> None:
         "epoch_loop.manual_optimization.optim_step_progress": steps,
         "epoch_loop.scheduler_progress": steps,
     }
-    counters = loops.counters_at(saved, loops.Position(loops.BATCH, 2, 1), 9)
+    counters = loops.counters_at(saved, loops.Position(loops.BATCH, 2, 1), 10)
     assert set(counters["epoch_loop.batch_progress"]["current"].values()) == {2}
     assert set(counters["epoch_loop.batch_progress"]["total"].values()) == {9}
     assert not counters["epoch_loop.batch_progress"]["is_last_batch"]
     assert counters["epoch_progress"]["total"] == {"ready": 2, "started": 2, "processed": 1, "completed": 1}
     assert counters["epoch_loop.scheduler_progress"]["total"] == {"ready": 2, "completed": 2}
     assert counters["state_dict"] == {"own": 1}
-    assert loops.counters_at(counters, loops.Position(loops.BATCH, 2, 1), 9) == counters
+    assert loops.counters_at(counters, loops.Position(loops.BATCH, 2, 1), 10) == counters
 
 
 def test_another_format_is_refused() -> None:
     resume: Any = SimpleNamespace(_actions_seen=set(), _trainer=SimpleNamespace(callbacks=[]))
-    with pytest.raises(ValueError, match="has format 1, and this version of lightning_automodel knows format 3"):
+    with pytest.raises(ValueError, match="has format 1, and this version of lightning_automodel knows format 4"):
         fit.Resume.load(resume, {"format": 1}, {}, {}, 0)

@@ -1,9 +1,8 @@
-"""What is said of a checkpoint that does not resume where it was saved."""
+"""What is said of a checkpoint that does not resume exactly, and of saving and loading at odd moments."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, destroy_global_state
 from lightning_automodel.release_probe import UnsupportedReleaseError
 from lightning_automodel.resume import fit
 
-MIDDLE = "was saved in the middle of an accumulation window"
-HELD = "was saved while an optimizer held gradients that it has not stepped with"
+HELD = "A checkpoint was saved while an optimizer held gradients that it has not stepped with"
 
 
 class Saves(pl.LightningModule):
@@ -66,13 +63,9 @@ class Adversaries(Saves):
 
 def _said(
     module: Saves,
-    caplog: pytest.LogCaptureFixture,
     saves: ModelCheckpoint | None = None,
     ckpt_path: Path | None = None,
-    loader: Any = None,
 ) -> list[str]:
-    if loader is None:
-        loader = DataLoader(torch.randn(6, 1, 2), batch_size=None)
     trainer = pl.Trainer(
         callbacks=saves,
         accelerator="cpu",
@@ -85,70 +78,27 @@ def _said(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    with caplog.at_level(logging.INFO):
-        trainer.fit(module, loader, ckpt_path=ckpt_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(torch.randn(6, 1, 2), batch_size=None), ckpt_path=ckpt_path)
     destroy_global_state()
-    return [message for message in caplog.messages if MIDDLE in message or HELD in message]
+    return [str(warning.message) for warning in caught if HELD in str(warning.message)]
 
 
-def test_mid_window(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The file is named once it is there. Nothing is said where a window has ended."""
-    (said,) = _said(Saves(tmp_path, {2, 4, 5}), caplog)
-    assert said.startswith(f"{tmp_path / '4.ckpt'} {MIDDLE}")
-    assert "at batch 3 of epoch 0" in said
-    assert (tmp_path / "4.ckpt").exists()
-
-
-def test_resumed_step_is_not_saved_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Lightning does not store which step a ModelCheckpoint has saved, and would save it in mid-window."""
-    path = tmp_path / "step=1.ckpt"
-    for ckpt_path in (None, path):
-        saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-        assert _said(Saves(tmp_path, set()), caplog, saves, ckpt_path) == []
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["step=1.ckpt", "step=2-v1.ckpt", "step=2.ckpt"]
-
-
-def test_silent_profiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_silent_profiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """If Lightning tells it of drawing in other words, no fit goes on without snapshots."""
     monkeypatch.setattr(fit, "_FETCH", "renamed")
     with pytest.raises(UnsupportedReleaseError, match="needs the profiler's action 'renamed', to resume exactly"):
-        _said(Saves(tmp_path, set()), caplog)
+        _said(Saves(tmp_path, set()))
     destroy_global_state()
 
 
-def test_renamed_attribute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_renamed_attribute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Lightning's private attributes are looked for before a run."""
     monkeypatch.delattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
     with pytest.raises(UnsupportedReleaseError, match=r"needs _TrainingEpochLoop\._broadcast_sigterm_tensor, which"):
-        _said(Saves(tmp_path, set()), caplog)
+        _said(Saves(tmp_path, set()))
     destroy_global_state()
-
-
-class SaysBatches(Saves):
-    """Takes its batches from a stream and a list."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch["stream"] + batch["few"], batch_idx)
-
-
-def test_loader_that_started_over_beside_a_stream(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It cannot go on exactly, and the run says so."""
-    for after, ckpt_path in (({2}, None), (set(), tmp_path / "2.ckpt")):
-        assert "had started over within the epoch" not in caplog.text
-        stream = (torch.randn(1, 2) for _ in range(6))
-        loaders = {"stream": DataLoader(Stream(stream), batch_size=None), "few": DataLoader(torch.randn(2, 2))}
-        _said(SaysBatches(tmp_path, after), caplog, None, ckpt_path, CombinedLoader(loaders, "max_size_cycle"))
-    assert "had started over within the epoch" in caplog.text
-
-
-class Stream(IterableDataset):
-    """Has no length."""
-
-    def __init__(self, rows: Iterator[torch.Tensor]) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return self.rows
 
 
 class Rolls(Saves):
@@ -160,9 +110,9 @@ class Rolls(Saves):
             self.trainer.strategy.load_model_state_dict(self.trainer.strategy.load_checkpoint(self.folder / "2.ckpt"))
 
 
-def test_weights_loaded_within_a_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_loaded_within_a_fit(tmp_path: Path) -> None:
     """What is saved later resumes where the fit is, not where that checkpoint would."""
-    _said(Rolls(tmp_path, {2, 5}), caplog)
+    _said(Rolls(tmp_path, {2, 5}))
     state = torch.load(tmp_path / "5.ckpt" / "meta.pt", weights_only=True)["lightning_automodel"]
     assert state["ranks"][0]["batches"] == 6
 
@@ -174,10 +124,10 @@ class SavesEarly(Saves):
         self.trainer.save_checkpoint(self.folder / "early.ckpt")
 
 
-def test_saved_before_a_resumed_fit_starts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saved_before_a_resumed_fit_starts(tmp_path: Path) -> None:
     """It holds what it would have resumed from, as plain data."""
-    _said(Saves(tmp_path, {2}), caplog)
-    _said(SavesEarly(tmp_path, set()), caplog, ckpt_path=tmp_path / "2.ckpt")
+    _said(Saves(tmp_path, {2}))
+    _said(SavesEarly(tmp_path, set()), ckpt_path=tmp_path / "2.ckpt")
     first, second = (
         torch.load(tmp_path / name / "meta.pt", weights_only=True)["lightning_automodel"]
         for name in ("2.ckpt", "early.ckpt")
@@ -186,7 +136,7 @@ def test_saved_before_a_resumed_fit_starts(tmp_path: Path, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("zeroes", [False, True])
-def test_gradients_of_another_optimizer(zeroes: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_gradients_of_another_optimizer(zeroes: bool, tmp_path: Path) -> None:
     """Said once, and not where no gradient is left."""
-    said = _said(Adversaries(tmp_path, {1, 2}, zeroes), caplog)
-    assert [message.startswith(f"{tmp_path / '1.ckpt'} {HELD}") for message in said] == [True] * (not zeroes)
+    said = _said(Adversaries(tmp_path, {1, 2}, zeroes))
+    assert len(said) == (not zeroes)

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning_automodel import AutomodelStrategy
 from tests.launch import launched
 from tests.rank_pool import RankPool
-from tests.resume.resuming import Learner, Recorder, Saver, Setting, Stop, differences, run, training_loader
+from tests.resume.resuming import Learner, Recorder, Setting, Stop, differences, run, training_loader
 from tests.resume.test_stops import Writes
 
 DDP, FSDP2 = {"data_parallel": "ddp"}, {"data_parallel": "fsdp2"}
@@ -101,26 +101,6 @@ def test_within_the_first_window_again(pool2: RankPool, engine: dict[str, Any], 
     setting = Setting(engine, trainer, loader="global generator")
     for differing in pool2.run(stopped_again_and_again, setting, tmp_path, IN_A_WINDOW, timeout_s=300):
         assert differing == []
-
-
-def resumed_without_position(folder: Path) -> list[str]:
-    """Runs on one rank: what differs where the first of two checkpoints lacks the loader's position."""
-    setting = Setting(DDP, {"precision": "64-true", "max_epochs": 1}, loader="distributed")
-    expected = run(setting)[1]
-    first, second = folder / "first.ckpt", folder / "second.ckpt"
-    run(setting, Saver("on_train_batch_end", 5, first))
-    checkpoint = torch.load(first, weights_only=True)
-    (state,) = checkpoint["lightning_automodel"]["ranks"]
-    del state["loaders"][0]["iteration"]
-    state["is_drawn"] = True
-    torch.save(checkpoint, first)
-    run(setting, Saver("on_train_batch_end", 3, second), seed=2, ckpt_path=first)
-    return differences(expected, run(setting, seed=3, ckpt_path=second)[1])
-
-
-def test_drawn_and_dropped_then_skipped(pool1: RankPool, tmp_path: Path) -> None:
-    """Earlier versions wrote such checkpoints: batches are drawn and dropped, and count as used the next time."""
-    assert pool1.run(resumed_without_position, tmp_path, timeout_s=120) == [[]]
 
 
 @pytest.mark.sweep

@@ -27,12 +27,11 @@ LATER = (("on_train_batch_end", 11), ("on_train_epoch_end", 2))
 CASES = [
     ("fsdp2", "distributed", {"max_epochs": 3, "accumulate_grad_batches": 2}),
     ("ddp", "global generator", {"max_epochs": 3}),
-    ("ddp", "stream", {"max_epochs": 3, "max_steps": 20, "accumulate_grad_batches": 2}),
+    ("ddp", "stateful stream", {"max_epochs": 3, "max_steps": 20, "accumulate_grad_batches": 2}),
 ]
 MORE = [
     ("fsdp2", "workers", {"max_epochs": 3}),
     ("fsdp2", "stateful", {"max_epochs": 3}),
-    ("ddp", "stateful stream", {"max_epochs": 3, "max_steps": 30}),
 ]
 
 

@@ -76,8 +76,6 @@ def stopped_by(end: str, engine: dict[str, Any], hook: str, when: int, folder: P
         pytest.param(DDP, "error", "on_validation_batch_end", 3, marks=pytest.mark.sweep),
         (FSDP2, "SIGTERM", "on_train_batch_start", 3),
         pytest.param(DDP, "SIGTERM", "on_train_batch_start", 4, marks=pytest.mark.sweep),
-        pytest.param(FSDP2, "should_stop", "on_train_batch_end", 3, marks=pytest.mark.sweep),
-        pytest.param(FSDP2, "should_stop", "on_train_batch_end", 10, marks=pytest.mark.sweep),
     ],
 )
 @pytest.mark.timeout(400)

@@ -315,6 +315,8 @@ _RULES: list[Rule] = [
     (lambda c, out: has(c, "detect_anomaly"), {"hooks": _without("hooks", "penalty_before_step")}),
     # A checkpoint holds no gradients, so that those which are zero instead of None are None after resuming.
     (lambda c, out: c.stops, {"hooks": _without("hooks", "zero_set_to_zero")}),
+    # Nor where a stream without a state is.
+    (lambda c, out: c.stream, {"stops": ()}),
     (lambda c, out: c.penalty and c.aux, {"penalty": None}),
     (lambda c, out: c.weighted and c.tell not in ("returned", "returned_tensor"), {"tell": "returned"}),
     (lambda c, out: c.tell == "equal", {"gap": None, "loss_reduction": "mean", "weighted": False}),
