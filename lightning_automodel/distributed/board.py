@@ -14,6 +14,7 @@ heartbeat a rank writes its record and reads a few keys: two operations. Only on
 import contextlib
 import json
 import logging
+import os
 import queue
 import socket
 import threading
@@ -28,7 +29,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed import connections, rendezvous
 from lightning_automodel.distributed.failures import LAUNCHER, MISSED_HEARTBEATS, STUCK, RankFailedError, RankFailure
 
 log = logging.getLogger(__name__)
@@ -125,21 +125,53 @@ class Sighting:
         return has_missed and not self.known.has_ended
 
 
+def launcher_hosts_store() -> bool:
+    """Whether ``torchrun`` keeps the store at MASTER_ADDR and MASTER_PORT, so that no rank has to."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def bottom_store(store: dist.Store) -> dist.Store:
+    """``store`` without the prefixes around it."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def connect_again(prefix: str, timeout_s: float) -> Callable[[], dist.Store]:
+    """What opens another connection to the default group's store, for keys that begin with ``prefix``."""
+    world = dist.group.WORLD
+    assert world is not None
+    store = world.get_group_store()
+
+    def connect() -> dist.Store:
+        bottom = bottom_store(store)
+        if isinstance(bottom, dist.TCPStore):
+            # Raises at once if the host is gone; a client would retry for the whole timeout and more.
+            socket.create_connection((bottom.host, bottom.port), timeout=timeout_s).close()
+        connection = store.clone()  # type: ignore[attr-defined]
+        connection.set_timeout(timedelta(seconds=timeout_s))
+        return dist.PrefixStore(prefix, connection)
+
+    return connect
+
+
 class Board:
-    """A connection to the store of the default group, and the one thread that uses it; :meth:`close` ends both.
+    """A connection to a store, and the one thread that uses it; :meth:`close` ends both.
 
     Only the thread uses the connection: a call to a store whose host is stopped may block forever, and a ``TCPStore``
     client is blocked for all threads while one of them waits in it. The thread also reads verdicts ahead, since the
     store may be gone by the time that the rank asks for them.
 
     Args:
-        prefix: Prefix of all keys; the same on all ranks of the board.
+        rank: This rank.
+        connect: Called by the thread: opens the connection. All ranks of a board have the same prefix of keys.
         path: Where a silent rank is posted; further paths may be added to ``verdicts``.
         members: Ranks that use the board. Each watches the one before it that has not ended.
         timeout_s: How long the store, or a rank, may be silent.
         describe: Returns what this rank's record is to say; called by the thread.
         keys: Keys that are read with each heartbeat.
         exchange: Called by the thread after each heartbeat, with the values of ``keys``.
+        check: Called now and then while this rank waits; may raise.
 
     Attributes:
         interval_s: Seconds between two heartbeats.
@@ -155,24 +187,21 @@ class Board:
 
     def __init__(
         self,
-        prefix: str,
+        rank: int,
+        connect: Callable[[], dist.Store],
         path: str,
         members: Sequence[int],
         timeout_s: float,
         describe: Callable[[], Mapping[str, Any]],
         keys: Sequence[str] = (),
         exchange: Callable[[dist.Store, Sequence[bytes]], None] = lambda store, values: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        world = dist.group.WORLD
-        assert world is not None
-        self.rank, self.host, self.members = dist.get_rank(), socket.gethostname(), list(members)
+        self.rank, self.host, self.members = rank, socket.gethostname(), list(members)
         self.path, self.timeout_s = path, timeout_s
-        self._describe, self._keys, self._exchange = describe, list(keys), exchange
-        self._prefix, self._group_store = prefix, world.get_group_store()
-        # A file keeps all that was ever written to it, so heartbeats in one are rare.
-        in_a_file = isinstance(connections.bottom_store(self._group_store), dist.FileStore)
-        seldom_s = max(len(members) / RANKS_PER_SECOND, timeout_s / BEATS_IN_A_FILE if in_a_file else 0.0)
-        self.interval_s = min(max(BEAT_S, seldom_s), timeout_s / MISSED_BEATS)
+        self._connect, self._describe, self._keys, self._exchange = connect, describe, list(keys), exchange
+        self._check = check
+        self.interval_s = min(max(BEAT_S, len(members) / RANKS_PER_SECOND), timeout_s / MISSED_BEATS)
         self.beats, self.own = 0, Record(host=self.host)
         self.is_open, self.has_ended, self.is_decided = threading.Event(), threading.Event(), threading.Event()
         self.watched = self.rank
@@ -205,6 +234,7 @@ class Board:
         self._calls.put((function, answer))
         clock, patience_s = AwakeClock(), min(patience_s, self.timeout_s)
         while self.lost is None and not self.has_ended.is_set() and clock() <= patience_s:
+            self._check()
             # In short waits, so that the clock can tell a silent store from a process that was suspended.
             with contextlib.suppress(TimeoutError, CancelledError):
                 return answer.result(min(patience_s, LONGEST_PAUSE_S))
@@ -372,7 +402,7 @@ class Board:
     def lost_store(self, what: str) -> RankFailure:
         """The failure to report if the store does not answer: of the process that holds it."""
         message = f"which holds the store of the process group, {what}"
-        if rendezvous.launcher_hosts_store():
+        if launcher_hosts_store():
             return RankFailure(LAUNCHER, self.host, "", MISSED_HEARTBEATS, message)
         known = self.seen[0].known if 0 in self.seen else Record()
         return RankFailure(0, known.host, known.where, MISSED_HEARTBEATS, f"its process, {message}")
@@ -382,6 +412,9 @@ class Board:
     def _serve(self) -> None:
         try:
             store = self._connect()
+            if isinstance(bottom_store(store), dist.FileStore):
+                # A file keeps all that was ever written to it.
+                self.interval_s = max(self.interval_s, self.timeout_s / BEATS_IN_A_FILE)
             next_beat_at = time.monotonic()
             while True:
                 self.clock()
@@ -408,14 +441,6 @@ class Board:
             while not self._calls.empty():
                 if (call := self._calls.get()) is not None:
                     call[1].cancel()
-
-    def _connect(self) -> dist.Store:
-        if (address := connections.store_address(self._group_store)) is not None:
-            # Raises at once if the host is gone; a client would retry for the whole timeout and more.
-            socket.create_connection(address, timeout=self.timeout_s).close()
-        store = self._group_store.clone()  # type: ignore[attr-defined]
-        store.set_timeout(timedelta(seconds=self.timeout_s))
-        return dist.PrefixStore(self._prefix, store)
 
 
 def missed_heartbeats(rank: int, record: Record, reader: int, silent_s: float, more: str = "") -> RankFailure:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_automodel.distributed import process_group
 from lightning_automodel.distributed.mesh import (
     DATA,
     REPLICATE,
@@ -13,7 +14,6 @@ from lightning_automodel.distributed.mesh import (
     TENSOR,
     MeshSizes,
     RunMesh,
-    forget_former_world,
     refuse_tensor_parallel_ddp,
     view_mesh,
 )
@@ -45,7 +45,7 @@ def adopt_mesh(
         ValueError: If the mesh does not fit this run, or contradicts ``told``, the sizes that the user passed by
             keyword; the message says what is valid.
     """
-    forget_former_world()
+    process_group.kept_with_world()
     if mesh.device_type != device_type:
         raise ValueError(
             f"device_mesh is for devices of type {mesh.device_type!r}, but this run's are of type {device_type!r}:"

@@ -1,7 +1,6 @@
 """Collectives outside the training step: barriers, object broadcasts, reductions."""
 
 import logging
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -18,9 +17,6 @@ from lightning_automodel.distributed.process_group import group_rank, group_size
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-process_group.at_leaving(_host_groups.clear)
 
 
 def barrier_and_log(message: str = "", *, string: str = "") -> None:
@@ -69,9 +65,11 @@ def host_group(timeout: timedelta) -> dist.ProcessGroup:
     assert world is not None
     if dist.get_backend() == dist.Backend.GLOO and dist.get_debug_level() != dist.DebugLevel.DETAIL:
         return world
-    if world not in _host_groups:
-        _host_groups[world] = new_host_group(timeout)
-    return _host_groups[world]
+    kept = process_group.kept_with_world()
+    if "host" not in kept:
+        kept["host"] = new_host_group(timeout)
+    group: dist.ProcessGroup = kept["host"]
+    return group
 
 
 def new_host_group(timeout: timedelta) -> dist.ProcessGroup:

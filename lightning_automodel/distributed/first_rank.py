@@ -22,8 +22,8 @@ from typing import Literal, get_args
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed import process_group, rendezvous
-from lightning_automodel.distributed.board import LINGER_S, Board
+from lightning_automodel.distributed import join, process_group
+from lightning_automodel.distributed.board import LINGER_S, Board, connect_again
 from lightning_automodel.distributed.failures import RankFailedError, failure_of
 from lightning_automodel.distributed.process_group import parse_timeout
 
@@ -153,7 +153,7 @@ def _make_group_from_environment(timeout: timedelta) -> bool:
     """Join a gloo default group if there is none and the environment has several ranks; return whether it did."""
     if dist.is_initialized() or not all(os.environ.get(name) for name in ENVIRONMENT):
         return False
-    if rendezvous.number_in_environment("WORLD_SIZE", at_least=1) == 1:
+    if join.number_in_environment("WORLD_SIZE", at_least=1) == 1:
         return False
     process_group.initialize_distributed("gloo", timeout)
     return True
@@ -177,7 +177,7 @@ def _active_blocks() -> "list[_Block | None]":
 
 def node_of(rank: int) -> str:
     """Name of this process's node: its host, and the rank of its first process, as ranks of a node are consecutive."""
-    local_rank = rendezvous.number_in_environment("LOCAL_RANK")
+    local_rank = join.number_in_environment("LOCAL_RANK")
     return socket.gethostname() + ("" if local_rank is None else f" from rank {rank - local_rank}")
 
 
@@ -209,8 +209,9 @@ class _Block:
         self._path = f"first_rank/{group.group_name}.{min(self.members)}/{_num_blocks[group]}"
         self._own_board = None
         if run_board is None or run_board.has_ended.is_set():
-            prefix, describe = f"lightning_automodel/{self._path}", {"where": self._where}
-            self._own_board = Board(prefix, self._path, self.members, timeout_s, lambda: describe)
+            connect = connect_again(f"lightning_automodel/{self._path}", timeout_s)
+            where = {"where": self._where}
+            self._own_board = Board(dist.get_rank(), connect, self._path, self.members, timeout_s, lambda: where)
             self._own_board.start()
         board = self._own_board or run_board
         assert board is not None

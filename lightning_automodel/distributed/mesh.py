@@ -134,30 +134,6 @@ class RunMesh:
         return dict(zip(names, self.mesh.shape, strict=True)) | {DATA: self.sizes.data_parallel}
 
 
-_built: dict[tuple[str, MeshSizes], RunMesh] = {}
-_built_over: dist.ProcessGroup | None = None
-
-
-@process_group.at_leaving
-def _forget() -> None:
-    global _built_over
-    _built_over = None
-    _built.clear()
-
-
-def forget_former_world() -> None:
-    """If the default group has changed, drop the meshes over the old one and DTensor's caches of them.
-
-    To those caches a mesh over the new group equals the old mesh, so they would return destroyed groups. Not a
-    collective.
-    """
-    global _built_over
-    if _built_over is not dist.group.WORLD:
-        _forget()
-        torch_internals.forget_meshes()
-        _built_over = dist.group.WORLD
-
-
 def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMesh:
     """Build the mesh over the default group, or return the equal one that was built before.
 
@@ -167,15 +143,15 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
     Tensor-parallel peers are neighbours, then context peers, then the shards of one replica. There is a dimension for
     context peers only if there are any. ``timeout`` is for collectives on the mesh's groups.
     """
-    forget_former_world()
-    if (device_type, sizes) not in _built:
+    kept = process_group.kept_with_world()
+    if (device_type, sizes) not in kept:
         dimensions = {REPLICATE: sizes.replicate, SHARD: sizes.shard, CONTEXT: sizes.context, TENSOR: sizes.tensor}
         if sizes.context == 1:
             del dimensions[CONTEXT]
         mesh = init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
-        _built[device_type, sizes] = view_mesh(mesh, sizes, (REPLICATE, SHARD), TENSOR)
-    built = _built[device_type, sizes]
-    for group in {*built.mesh.get_all_groups(), *built.fsdp.get_all_groups(), built.group} - {_built_over}:
+        kept[device_type, sizes] = view_mesh(mesh, sizes, (REPLICATE, SHARD), TENSOR)
+    built: RunMesh = kept[device_type, sizes]
+    for group in {*built.mesh.get_all_groups(), *built.fsdp.get_all_groups(), built.group} - {dist.group.WORLD}:
         group.set_timeout(timeout)
     return built
 

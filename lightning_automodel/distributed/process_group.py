@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_automodel import lightning_internals, torch_internals
-from lightning_automodel.distributed import connections, join, rendezvous
+from lightning_automodel.distributed import join
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def get_local_world_size_preinit() -> int:
 
 
 def _first_number(*names: str, default: int = 0) -> int:
-    numbers = (rendezvous.number_in_environment(name, at_least=default) for name in names)
+    numbers = (join.number_in_environment(name, at_least=default) for name in names)
     return next((number for number in numbers if number is not None), default)
 
 
@@ -126,24 +126,6 @@ def choose_backend(device: torch.device, requested: str | None, cpu_offload: boo
         return requested
     backend = dist.get_default_backend_for_device(device)
     return f"cpu:gloo,{device.type}:{backend}" if cpu_offload and device.type != "cpu" else backend
-
-
-def check_backend(backend: str) -> None:
-    """Raise ValueError for a backend that this build of torch cannot run; the message lists those that it can."""
-    pairs = [pair.split(":") for pair in backend.lower().split(",")]
-    devices = [pair[0] for pair in pairs]
-    if ":" in backend and (any(len(pair) != 2 for pair in pairs) or len(set(devices)) != len(pairs)):
-        raise ValueError(
-            f"backend={backend!r}: write one name, or one name for each device type, e.g. 'cpu:gloo,cuda:nccl'."
-        )
-    missing = [pair[-1] for pair in pairs if not dist.is_backend_available(pair[-1])]
-    if missing:
-        known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
-        available = ", ".join(name for name in known if dist.is_backend_available(name))
-        raise ValueError(
-            f"backend={backend!r}: {missing[0]!r} is not built into this torch ({torch.__version__}); available are "
-            f"{available}: choose one of them, or import the package that registers {missing[0]!r} first."
-        )
 
 
 def choose_device(backend: str, local_rank: int) -> torch.device:
@@ -180,13 +162,15 @@ class _Membership:
     """The default group that this package made, and what is needed to leave it."""
 
     process_id: int
-    join_round: join.JoinRound
+    found: join.Rendezvous
+    store: dist.Store
     group: weakref.ref[dist.ProcessGroup]
 
 
 _membership: _Membership | None = None
 _leaves_at_exit: int | None = None
-_leaving_hooks: list[Callable[[], None]] = []
+_kept: dict[object, Any] = {}
+_kept_for: dist.ProcessGroup | None = None
 
 
 def initialize_distributed(
@@ -220,16 +204,16 @@ def initialize_distributed(
         Rank and device of this process. The current accelerator device is set to its device.
 
     Raises:
-        ValueError: If an argument or environment variable is missing or out of range, or a backend is not available.
+        ValueError: If an argument or environment variable is missing or out of range.
         RuntimeError: On every rank that has joined, if others are missing, two have the same rank, or the address
-            cannot be used. The message names ranks, address and waiting time.
+            cannot be used: a ``RankFailedError`` that names ranks, address and waiting time. Also if the backend is not
+            available.
     """
     timeout = parse_timeout(timeout_minutes)
-    check_backend(backend)
     device = choose_device(backend, get_local_rank_preinit())
     if dist.is_initialized():
         return _use_existing(backend, device)
-    found = rendezvous.locate(init_method, store, rank, world_size)
+    found = join.locate(init_method, store, rank, world_size)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
     _join(found, backend, timeout, device if device_id else None)
@@ -250,14 +234,13 @@ def join_process_group(
     Lightning's cluster environment. ``check`` is called now and then meanwhile, and may raise.
     """
     lightning_internals.reset_seed()
-    check_backend(backend)
     if dist.is_initialized():
         _use_existing(backend, device)
         return
     address, port = cluster_environment.main_address, cluster_environment.main_port
     url = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
     rank, world_size = cluster_environment.global_rank(), cluster_environment.world_size()
-    _join(rendezvous.locate(init_method or url, None, rank, world_size), backend, timeout, device, check)
+    _join(join.locate(init_method or url, None, rank, world_size), backend, timeout, device, check)
 
 
 def _use_existing(backend: str, device: torch.device) -> DistInfo:
@@ -274,7 +257,7 @@ def _use_existing(backend: str, device: torch.device) -> DistInfo:
 
 
 def _join(
-    found: rendezvous.Rendezvous,
+    found: join.Rendezvous,
     backend: str,
     timeout: timedelta,
     device: torch.device | None,
@@ -287,23 +270,22 @@ def _join(
         _leaves_at_exit = os.getpid()
         at_exit = {"is_exiting": True}
         multiprocessing.util.Finalize(None, _leave, kwargs=at_exit, exitpriority=BEFORE_CHILDREN_ARE_JOINED)
-    join_round = join.meet(found, backend, timeout, check)
+    store = join.meet(found, backend, timeout, check)
     try:
         dist.init_process_group(
             backend,
-            store=join_round.group_store,
+            store=dist.PrefixStore("group", store),
             rank=found.rank,
             world_size=found.world_size,
             timeout=timeout,
             device_id=device if device is not None and is_bindable(backend, device) else None,
         )
     except BaseException:
-        connections.abort_connections()
-        join_round.leave()
+        join.leave(found, store)
         raise
     group = dist.group.WORLD
     assert group is not None
-    _membership = _Membership(os.getpid(), join_round, weakref.ref(group))
+    _membership = _Membership(os.getpid(), found, store, weakref.ref(group))
     if found.rank == 0:
         log.info("%d ranks have joined at %s (backend %s).", found.world_size, found.place, backend)
 
@@ -321,19 +303,28 @@ def is_bindable(backend: str, device: torch.device) -> bool:
 # --- Leaving ----------------------------------------------------------------------------------------------------------
 
 
-def at_leaving(hook: Callable[[], None]) -> Callable[[], None]:
-    """Have ``hook`` called before this package destroys a group, to drop references to the group and its meshes.
+def kept_with_world() -> dict[object, Any]:
+    """Meshes and groups that last as long as the default group, by what they are for. Not a collective.
 
-    Also a decorator. A group that is still referred to keeps its threads and connections.
+    If the default group has changed, those of the old one are dropped, and DTensor's caches of its meshes: to these a
+    mesh over the new group equals the old mesh, so they would return destroyed groups.
     """
-    _leaving_hooks.append(hook)
-    return hook
+    global _kept_for
+    if _kept_for is not dist.group.WORLD:
+        forget_world()
+        torch_internals.forget_meshes()
+        _kept_for = dist.group.WORLD
+    return _kept
 
 
-def call_leaving_hooks() -> None:
-    """Drop references to the default group and its meshes; also called after a failure, when they are unusable."""
-    for hook in _leaving_hooks:
-        hook()
+def forget_world() -> None:
+    """Drop references to the default group and its meshes: a group that is referred to keeps threads and connections.
+
+    Also called after a failure, when they are unusable.
+    """
+    global _kept_for
+    _kept_for = None
+    _kept.clear()
 
 
 def destroy_global_state(linger_s: float = join.LINGER_S) -> None:
@@ -356,7 +347,7 @@ def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False) -> None:
     with patched_signal(signal.SIGINT, signal.SIG_IGN):
         try:
             if membership.group() is not None and dist.group.WORLD is membership.group():
-                call_leaving_hooks()
+                forget_world()
                 if not is_exiting:
                     # Dropped models and meshes refer to each other in cycles. Now, as collecting them fills the caches
                     # again; not at exit, which frees them sooner: in a forked process, collecting copies the heap.
@@ -370,7 +361,7 @@ def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False) -> None:
                 # A mesh that was in use until now refers to the group, in a cycle with other meshes.
                 gc.collect()
         finally:
-            membership.join_round.leave(linger_s)
+            join.leave(membership.found, membership.store, linger_s)
 
 
 @contextlib.contextmanager

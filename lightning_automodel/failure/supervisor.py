@@ -151,7 +151,7 @@ class Supervisor:
             self.board.conclude(RUN, process_group.group_size(), LINGER_AFTER_FAILURE_S)
         self._end()
         if self.has_failed and process_group.group_size() > 1:
-            process_group.call_leaving_hooks()
+            process_group.forget_world()
             cause = sys.exc_info()[1]
             why = f"{type(cause).__name__}: {cause}; destroying its process groups took over {LONGEST_LEAVING_S:g} s"
             last_resort = threading.Timer(LONGEST_LEAVING_S, end_process, (process_group.group_rank(), why))

@@ -15,9 +15,23 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed import connections
-from lightning_automodel.distributed.board import BEAT_S, LINGER_S, LONGEST_PAUSE_S, NONE, AwakeClock, Board, Sighting
-from lightning_automodel.distributed.failures import PROCESS_ENDED, RankFailedError, RankFailure, is_communication_error
+from lightning_automodel.distributed.board import (
+    BEAT_S,
+    LINGER_S,
+    LONGEST_PAUSE_S,
+    NONE,
+    AwakeClock,
+    Board,
+    Sighting,
+    connect_again,
+)
+from lightning_automodel.distributed.failures import (
+    MISSED_HEARTBEATS,
+    PROCESS_ENDED,
+    RankFailedError,
+    RankFailure,
+    is_communication_error,
+)
 from lightning_automodel.failure.coordinated_stop import STEPS, STOP, StopAgreement
 from lightning_automodel.failure.position import main_thread_position
 from lightning_automodel.failure.verdict import decide, left_behind, standstill
@@ -27,8 +41,8 @@ log = logging.getLogger(__name__)
 TIME_TO_LEAVE_S = 5.0
 STANDSTILL_S = 60.0
 LONGEST_SEARCH_BEATS = 120
-INTERRUPT_AFTER_S = 2.0
-KILL_AFTER_S = 4.0
+TIME_TO_RAISE_S = 2.0
+TIME_TO_RAISE_AFTER_SILENCE_S = 0.6
 
 RUN, END, LEASE = "run", "end", "lease"
 
@@ -45,8 +59,8 @@ class Watchdog:
     lease, reads all records with each heartbeat, and posts the verdict as soon as it can be told. If it falls silent,
     another one takes the lease.
 
-    After another rank's failure a second thread aborts this rank's gloo connections, so that a waiting collective
-    raises. If that does not help, it interrupts the main thread, and at last it ends the process.
+    After another rank's failure a second thread gives the main thread time to raise, since the collective in which it
+    waits has failed. Else it interrupts the main thread, and at last it ends the process.
 
     Args:
         timeout: Time within which this rank leaves when another misses its heartbeats, for at least half of it.
@@ -87,8 +101,8 @@ class Watchdog:
         _runs[world] = _runs.get(world, 0) + 1
         prefix, keys = f"lightning_automodel/run/{_runs[world]}", (STOP, STEPS, LEASE)
         silence_s = max(self._timeout_s / 2, self._timeout_s - TIME_TO_LEAVE_S)
-        self.board = Board(prefix, RUN, self._ranks, silence_s, self._describe, keys, self._exchange)
-        self._longest_search_s = LONGEST_SEARCH_BEATS * max(self.board.interval_s, BEAT_S)
+        connect = connect_again(prefix, silence_s)
+        self.board = Board(self._rank, connect, RUN, self._ranks, silence_s, self._describe, keys, self._exchange)
         self._thread = threading.Thread(target=self._watch, name="lightning_automodel watchdog", daemon=True)
 
     def start(self) -> None:
@@ -113,6 +127,10 @@ class Watchdog:
         self._is_closed.set()
         self.board.close()
         self._thread.join(1 + 2 * self.board.interval_s)
+
+    @property
+    def _longest_search_s(self) -> float:
+        return LONGEST_SEARCH_BEATS * max(self.board.interval_s, BEAT_S)
 
     @property
     def failure(self) -> RankFailure | None:
@@ -283,13 +301,15 @@ class Watchdog:
         """Make the main thread leave: gently, then by a signal, then by ending the process."""
         if self._is_noticed.is_set():
             return
-        connections.abort_connections()
-        if self._is_noticed.wait(INTERRUPT_AFTER_S) or self._is_closed.is_set():
+        # A rank that raised closes its connections as its process ends, which frees this one; a silent rank does not.
+        is_silent = failure.error == MISSED_HEARTBEATS
+        patience_s = TIME_TO_RAISE_AFTER_SILENCE_S if is_silent else TIME_TO_RAISE_S
+        if self._is_noticed.wait(patience_s) or self._is_closed.is_set():
             return
         if self._raises_on_sigterm and hasattr(signal, "pthread_kill"):
             # Sent to the main thread itself, the signal also interrupts a system call in which it sleeps.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-        if self._is_noticed.wait(KILL_AFTER_S - INTERRUPT_AFTER_S) or self._is_closed.is_set():
+        if self._is_noticed.wait(patience_s) or self._is_closed.is_set():
             return
         end_process(self._rank, str(failure))
 
