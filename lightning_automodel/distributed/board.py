@@ -1,11 +1,11 @@
-"""The board between ranks: one record a rank in the process group's store, kept and read by one thread on each rank.
+"""The board between ranks: one record a rank in a store, kept and read by one thread on each rank.
 
 Below the board's prefix the store holds
 
-    record/<rank>       the newest :class:`Record` of a rank, which is also its heartbeat
-    <path>/verdict      the first failure of the run, or of one first-rank block
+    record/<rank>       the newest `Record` of a rank, which is also its heartbeat
+    <path>/verdict      the first failure of the run, of joining, or of one first-rank block
+    <path>/known        how many ranks know how that ended
     <at>/<rank>, <at>/arrived, <at>/result, <at>/lease    ranks that wait for each other, and which one reads for all
-    <path>/known        how many ranks know how the run or a block ended
 
 and, for a run, `lease` (`failure.watchdog`), `stop` and what lies below it (`failure.coordinated_stop`). With each
 heartbeat a rank writes its record and reads a few keys: two operations. Only one rank ever reads all records.
@@ -20,16 +20,27 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import Future
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed.failures import LAUNCHER, MISSED_HEARTBEATS, STUCK, RankFailedError, RankFailure
+from lightning_automodel.distributed.failures import (
+    LAUNCHER,
+    LONGEST_LIST,
+    MISSED_BEATS,
+    MISSED_HEARTBEATS,
+    STUCK,
+    RankFailedError,
+    RankFailure,
+    Record,
+    Sighting,
+    list_ranks,
+    missed_heartbeats,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,13 +48,11 @@ T = TypeVar("T")
 BEAT_S = 0.25
 RANKS_PER_SECOND = 1000
 BEATS_IN_A_FILE = 40
-MISSED_BEATS = 8
 SHORTEST_PAUSE_S = 0.002
 LONGEST_PAUSE_S = 0.25
 JOIN_S = 1.0
 LINGER_S = 5.0
 LONGEST_GAP_S = 2.0
-LONGEST_LIST = 16
 NONE = b"-"
 
 
@@ -51,12 +60,6 @@ def pause_s(waited_s: float, num_ranks: int) -> float:
     """Seconds until the store is asked again: the longer a wait takes, and the more ranks wait, the less often."""
     share_s = num_ranks / RANKS_PER_SECOND
     return max(SHORTEST_PAUSE_S, share_s / 4, min(max(LONGEST_PAUSE_S, share_s), waited_s / 10))
-
-
-def list_ranks(ranks: Sequence[int], notes: Mapping[int, str] = MappingProxyType({})) -> str:
-    """The first of ``ranks``, each with its note, and how many more there are."""
-    more = f" and {len(ranks) - LONGEST_LIST} more" if len(ranks) > LONGEST_LIST else ""
-    return ", ".join(f"{rank}{notes.get(rank, '')}" for rank in ranks[:LONGEST_LIST]) + more
 
 
 class AwakeClock:
@@ -78,60 +81,12 @@ class AwakeClock:
         return self._awake_s
 
 
-@dataclass(frozen=True)
-class Record:
-    """What a rank tells of itself."""
-
-    beat: int = 0  # number of the heartbeat
-    host: str = "an unknown host"
-    where: str = "set-up"  # the hook or block that it is in
-    step: int = 0  # the newest training step that it began
-    position: str = ""  # lines of user code that its main thread is at, or that called the collective that failed
-    waits: bool = False  # whether the main thread is in a collective there
-    stood_s: float = 0.0  # for how long it has been there
-    has_failed: bool = False  # whether its collective failed, so that it waits for the verdict
-    has_ended: bool = False  # whether it has come to the end of its run, where it waits for the others
-    has_left: bool = False  # whether it needs the board no more
-
-
-@dataclass(frozen=True)
-class Sighting:
-    """What a reader has seen of a rank."""
-
-    record: Record | None  # its newest one; None if it has written none
-    changed_at: float  # when the reader first saw that, on the reader's clock
-    missed: int = 0  # how often the reader has found it unchanged since
-    beats: int = 0  # how many records the reader has seen after the first
-    busy: int = 0  # how many of them in a row, up to the newest, showed the rank outside of a collective
-    gap_s: float = 0.0  # the longest time between two of them
-
-    def then(self, record: Record | None, now: float) -> "Sighting":
-        """What is seen after ``record`` was read."""
-        if record is None or record == self.record:
-            return replace(self, missed=self.missed + 1)
-        busy = 0 if record.waits or record.has_failed or record.has_ended else self.busy + 1
-        gap_s = max(self.gap_s, now - self.changed_at)
-        return Sighting(record, now, 0, self.beats + 1, busy, gap_s)
-
-    @property
-    def known(self) -> Record:
-        """The record, or one that says that nothing is known."""
-        return self.record or Record()
-
-    def is_silent(self, now: float, limit_s: float) -> bool:
-        """Whether the rank has sent no heartbeat for ``limit_s`` seconds, nor for several of the reader's."""
-        # Where the machine is so busy that the reader itself hardly gets its turn, seconds say little.
-        has_missed = self.missed >= MISSED_BEATS and now - self.changed_at > limit_s
-        return has_missed and not self.known.has_ended
-
-
 def launcher_hosts_store() -> bool:
     """Whether ``torchrun`` keeps the store at MASTER_ADDR and MASTER_PORT, so that no rank has to."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def bottom_store(store: dist.Store) -> dist.Store:
-    """``store`` without the prefixes around it."""
+def _bottom(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
@@ -144,7 +99,7 @@ def connect_again(prefix: str, timeout_s: float) -> Callable[[], dist.Store]:
     store = world.get_group_store()
 
     def connect() -> dist.Store:
-        bottom = bottom_store(store)
+        bottom = _bottom(store)
         if isinstance(bottom, dist.TCPStore):
             # Raises at once if the host is gone; a client would retry for the whole timeout and more.
             socket.create_connection((bottom.host, bottom.port), timeout=timeout_s).close()
@@ -164,7 +119,7 @@ class Board:
 
     Args:
         rank: This rank.
-        connect: Called by the thread: opens the connection. All ranks of a board have the same prefix of keys.
+        connect: Called by the thread: opens the connection, with the same prefix of keys on all ranks.
         path: Where a silent rank is posted; further paths may be added to ``verdicts``.
         members: Ranks that use the board. Each watches the one before it that has not ended.
         timeout_s: How long the store, or a rank, may be silent.
@@ -177,8 +132,6 @@ class Board:
         interval_s: Seconds between two heartbeats.
         own: The newest record of this rank; ``beats`` is how many it has written.
         is_open: Set once the store has answered.
-        has_ended: Set once the thread has ended.
-        is_decided: Set once a failure was read at ``path``, or the thread has ended.
         verdicts: For each path that this rank reads, the failure that was posted there, or None.
         watched: A rank whose record is read with each heartbeat, beside the neighbour's.
         seen: What was seen of other ranks, as far as their records were read.
@@ -203,7 +156,7 @@ class Board:
         self._check = check
         self.interval_s = min(max(BEAT_S, len(members) / RANKS_PER_SECOND), timeout_s / MISSED_BEATS)
         self.beats, self.own = 0, Record(host=self.host)
-        self.is_open, self.has_ended, self.is_decided = threading.Event(), threading.Event(), threading.Event()
+        self.is_open = threading.Event()
         self.watched = self.rank
         self.seen: dict[int, Sighting] = {}
         self.lost: RankFailure | None = None
@@ -216,6 +169,11 @@ class Board:
     def start(self) -> None:
         """Start the thread. Not a collective."""
         self._thread.start()
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the thread is running."""
+        return self._thread.is_alive()
 
     def close(self) -> None:
         """Write that this rank has left, unless the run failed, and end the thread, unless it is stuck."""
@@ -233,10 +191,10 @@ class Board:
         answer: Future[T] = Future()
         self._calls.put((function, answer))
         clock, patience_s = AwakeClock(), min(patience_s, self.timeout_s)
-        while self.lost is None and not self.has_ended.is_set() and clock() <= patience_s:
+        while self.lost is None and self.is_served and clock() <= patience_s:
             self._check()
             # In short waits, so that the clock can tell a silent store from a process that was suspended.
-            with contextlib.suppress(TimeoutError, CancelledError):
+            with contextlib.suppress(TimeoutError):
                 return answer.result(min(patience_s, LONGEST_PAUSE_S))
         if self.lost is None:
             self.lost = self.lost_store(f"has not answered for {patience_s:g} s")
@@ -306,13 +264,10 @@ class Board:
         # Another thread may add a path meanwhile.
         paths = [path for path, verdict in list(self.verdicts.items()) if verdict is None]
         wanted = [*(f"{path}/verdict" for path in paths), *keys]
-        self._make(store, wanted)
-        values = store.multi_get(wanted) if wanted else []
+        values = self._values(store, wanted) if wanted else []
         for path, value in zip(paths, values, strict=False):
             if value != NONE:
                 self.verdicts[path] = RankFailure.from_bytes(value)
-                if path == self.path:
-                    self.is_decided.set()
                 store.add(f"{path}/known", 1)
         return values[len(paths) :]
 
@@ -325,13 +280,13 @@ class Board:
 
     def post(self, store: dist.Store, path: str, failure: RankFailure) -> RankFailure:
         """Post ``failure`` at ``path`` unless there is one already; returns the first one."""
-        self._make(store, [f"{path}/verdict"])
+        self._values(store, [f"{path}/verdict"])
         posted = store.compare_set(f"{path}/verdict", NONE.decode(), failure.to_bytes().decode())
         return RankFailure.from_bytes(posted)
 
     def beat(self, store: dist.Store) -> None:
         """Write this rank's record, and read what other ranks have to say to it."""
-        self.write(store)
+        self._write(store)
         neighbour = self._neighbour()
         # All read rank 0's, which may hold the store: if that is lost, it has to be named.
         ranks = sorted({neighbour, 0, self.watched} & set(self.members) - {self.rank})
@@ -346,25 +301,32 @@ class Board:
                 self.post(store, self.path, silent)
         self.is_open.set()
 
-    def write(self, store: dist.Store, **changes: Any) -> None:
-        """Write this rank's record, with ``changes``."""
+    def read_records(self, store: dist.Store, ranks: Sequence[int], seen: dict[int, Sighting]) -> None:
+        """Add the records of ``ranks`` to what was ``seen``."""
+        self._see(seen, ranks, self._values(store, [f"record/{rank}" for rank in ranks]))
+
+    def lost_store(self, what: str) -> RankFailure:
+        """The failure to report if the store does not answer: of the process that holds it."""
+        message = f"which holds the store of the process group, {what}"
+        if launcher_hosts_store():
+            return RankFailure(LAUNCHER, self.host, "", MISSED_HEARTBEATS, message)
+        known = self.seen[0].known if 0 in self.seen else Record()
+        return RankFailure(0, known.host, known.where, MISSED_HEARTBEATS, f"its process, {message}")
+
+    def _write(self, store: dist.Store, **changes: Any) -> None:
         self.own = Record(self.beats, self.host, **{**self._describe(), **changes})
         store.set(f"record/{self.rank}", json.dumps(asdict(self.own)))
         self.beats += 1
 
-    def read_records(self, store: dist.Store, ranks: Sequence[int], seen: dict[int, Sighting]) -> None:
-        """Add the records of ``ranks`` to what was ``seen``."""
-        keys = [f"record/{rank}" for rank in ranks]
-        self._make(store, keys)
-        self._see(seen, ranks, store.multi_get(keys))
-
-    def _make(self, store: dist.Store, keys: Sequence[str]) -> None:
-        """Let all ``keys`` exist: reading a missing one would wait for it."""
+    def _values(self, store: dist.Store, keys: Sequence[str]) -> Sequence[bytes]:
+        """The values of ``keys``, which are made first: reading a missing one would wait for it."""
         if new := [key for key in keys if key not in self._existing]:
             if not store.check(new):
                 for key in new:
                     store.compare_set(key, "", NONE.decode())
             self._existing.update(new)
+        values: Sequence[bytes] = store.multi_get(list(keys))
+        return values
 
     def _see(self, seen: dict[int, Sighting], ranks: Sequence[int], values: Sequence[bytes]) -> None:
         now = self.clock()
@@ -399,20 +361,12 @@ class Board:
         where = first.known.where if first.record else f"code before {self.own.where}"
         return RankFailure(rank, first.known.host, where, STUCK if is_alive else MISSED_HEARTBEATS, message)
 
-    def lost_store(self, what: str) -> RankFailure:
-        """The failure to report if the store does not answer: of the process that holds it."""
-        message = f"which holds the store of the process group, {what}"
-        if launcher_hosts_store():
-            return RankFailure(LAUNCHER, self.host, "", MISSED_HEARTBEATS, message)
-        known = self.seen[0].known if 0 in self.seen else Record()
-        return RankFailure(0, known.host, known.where, MISSED_HEARTBEATS, f"its process, {message}")
-
     # --- The thread ---------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
             store = self._connect()
-            if isinstance(bottom_store(store), dist.FileStore):
+            if isinstance(_bottom(store), dist.FileStore):
                 # A file keeps all that was ever written to it.
                 self.interval_s = max(self.interval_s, self.timeout_s / BEATS_IN_A_FILE)
             next_beat_at = time.monotonic()
@@ -429,21 +383,9 @@ class Board:
                     function, answer = call
                     answer.set_result(function(store))
             if self.verdicts.get(self.path) is None:
-                self.write(store, has_ended=True, has_left=True)
+                self._write(store, has_ended=True, has_left=True)
         except Exception as error:
             if not isinstance(error, (dist.DistError, OSError)):
                 log.exception("The board between ranks has failed.")
             first_line = next(iter(str(error).splitlines()), "")
             self.lost = self.lost or self.lost_store(f"ended or is out of reach ({type(error).__name__}: {first_line})")
-        finally:
-            self.has_ended.set()
-            self.is_decided.set()
-            while not self._calls.empty():
-                if (call := self._calls.get()) is not None:
-                    call[1].cancel()
-
-
-def missed_heartbeats(rank: int, record: Record, reader: int, silent_s: float, more: str = "") -> RankFailure:
-    """The failure to report for a rank of which ``reader`` has heard nothing for ``silent_s`` seconds."""
-    message = f"rank {reader} has heard nothing of it{more} for {silent_s:.1f} s: stopped, killed or cut off"
-    return RankFailure(rank, record.host, record.where, MISSED_HEARTBEATS, message)

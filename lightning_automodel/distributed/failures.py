@@ -1,12 +1,16 @@
-"""What one rank reports of its failure, and how that is written to the process group's store for the other ranks."""
+"""What ranks tell of themselves and of their failures, and what others see of that."""
 
 import json
 import socket
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 
 import torch.distributed as dist
 
 MAX_MESSAGE_CHARACTERS = 4000
+MISSED_BEATS = 8
+LONGEST_LIST = 16
 LAUNCHER = -1
 PROCESS_ENDED = "process ended"
 MISSED_HEARTBEATS = "missed heartbeats"
@@ -17,6 +21,53 @@ RUN_ON_ALL_RANKS = (
     " be trainable on all ranks."
 )
 COMMUNICATION = ("gloo", "NCCL", "XCCL", "monitoredBarrier")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank tells of itself."""
+
+    beat: int = 0  # number of the heartbeat
+    host: str = "an unknown host"
+    where: str = "set-up"  # the hook or block that it is in
+    step: int = 0  # the newest training step that it began
+    position: str = ""  # lines of user code that its main thread is at, or that called the collective that failed
+    waits: bool = False  # whether the main thread is in a collective there
+    stood_s: float = 0.0  # for how long it has been there
+    has_failed: bool = False  # whether its collective failed, so that it waits for the verdict
+    has_ended: bool = False  # whether it has come to the end of its run, where it waits for the others
+    has_left: bool = False  # whether it needs the board no more
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What a reader has seen of a rank."""
+
+    record: Record | None  # its newest one; None if it has written none
+    changed_at: float  # when the reader first saw that, on the reader's clock
+    missed: int = 0  # how often the reader has found it unchanged since
+    beats: int = 0  # how many records the reader has seen after the first
+    busy: int = 0  # how many of them in a row, up to the newest, showed the rank outside of a collective
+    gap_s: float = 0.0  # the longest time between two of them
+
+    def then(self, record: Record | None, now: float) -> "Sighting":
+        """What is seen after ``record`` was read."""
+        if record is None or record == self.record:
+            return replace(self, missed=self.missed + 1)
+        busy = 0 if record.waits or record.has_failed or record.has_ended else self.busy + 1
+        gap_s = max(self.gap_s, now - self.changed_at)
+        return Sighting(record, now, 0, self.beats + 1, busy, gap_s)
+
+    @property
+    def known(self) -> Record:
+        """The record, or one that says that nothing is known."""
+        return self.record or Record()
+
+    def is_silent(self, now: float, limit_s: float) -> bool:
+        """Whether the rank has sent no heartbeat for ``limit_s`` seconds, nor for several of the reader's."""
+        # Where the machine is so busy that the reader itself hardly gets its turn, seconds say little.
+        has_missed = self.missed >= MISSED_BEATS and now - self.changed_at > limit_s
+        return has_missed and not self.known.has_ended
 
 
 @dataclass(frozen=True)
@@ -96,6 +147,18 @@ def is_communication_error(exception: BaseException) -> bool:
             return True
         current = current.__cause__ or current.__context__
     return False
+
+
+def list_ranks(ranks: Sequence[int], notes: Mapping[int, str] = MappingProxyType({})) -> str:
+    """The first of ``ranks``, each with its note, and how many more there are."""
+    more = f" and {len(ranks) - LONGEST_LIST} more" if len(ranks) > LONGEST_LIST else ""
+    return ", ".join(f"{rank}{notes.get(rank, '')}" for rank in ranks[:LONGEST_LIST]) + more
+
+
+def missed_heartbeats(rank: int, record: Record, reader: int, silent_s: float, more: str = "") -> RankFailure:
+    """The failure to report for a rank of which ``reader`` has heard nothing for ``silent_s`` seconds."""
+    message = f"rank {reader} has heard nothing of it{more} for {silent_s:.1f} s: stopped, killed or cut off"
+    return RankFailure(rank, record.host, record.where, MISSED_HEARTBEATS, message)
 
 
 def _text(exception: BaseException) -> str:

@@ -208,7 +208,7 @@ class _Block:
         _num_blocks[group] = _num_blocks.get(group, 0) + 1
         self._path = f"first_rank/{group.group_name}.{min(self.members)}/{_num_blocks[group]}"
         self._own_board = None
-        if run_board is None or run_board.has_ended.is_set():
+        if run_board is None or not run_board.is_served:
             connect = connect_again(f"lightning_automodel/{self._path}", timeout_s)
             where = {"where": self._where}
             self._own_board = Board(dist.get_rank(), connect, self._path, self.members, timeout_s, lambda: where)

@@ -31,8 +31,8 @@ LONGEST_LEAVING_S = 30.0
 class Supervisor:
     """Makes one ``fit``, ``validate``, ``test`` or ``predict`` of all ranks end together.
 
-    An exception on this rank is posted for the others. If it only follows from the failure of another rank, that
-    failure is raised instead. SIGTERM on any rank ends the run of all ranks after the same step.
+    An exception on this rank is posted for the others. If it only follows from another rank's failure, that is raised
+    instead. SIGTERM on any rank ends the run of all ranks after the same step.
 
     Args:
         join: Joins the other ranks, and calls :meth:`watch`.
@@ -67,6 +67,8 @@ class Supervisor:
             self._join()
             result = function(*args, **kwargs)
             self._raise_what_came_late()
+            self._end()
+            return result
         except lightning_internals.TunerExitException:
             self._end()
             raise
@@ -77,9 +79,6 @@ class Supervisor:
                 self._before_telling()
             self._raise_cause(exception)
             raise
-        else:
-            self._end()
-            return result
         finally:
             self._is_running = False
 
@@ -102,14 +101,12 @@ class Supervisor:
         self._watchdog.start()
 
     def begin_step(self, step: int, is_training: bool) -> bool:
-        """Begin a step that every rank takes; return whether all stop after it, since one received SIGTERM.
+        """Begin a step that every rank takes, numbered from 1; return whether all stop after it.
 
-        Args:
-            step: Its number, the same on all ranks, from 1.
-            is_training: Whether it is a training step: a rank that ends its run before this step is then at fault.
+        A rank that ends its run before a training step that others take is at fault.
 
         Raises:
-            RankFailedError: If another rank failed before that was decided.
+            RankFailedError: If another rank failed before it was decided where to stop.
         """
         if self._watchdog is None:
             return False

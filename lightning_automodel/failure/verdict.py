@@ -4,8 +4,15 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lightning_automodel.distributed.board import Record, Sighting, list_ranks, missed_heartbeats
-from lightning_automodel.distributed.failures import RUN_ON_ALL_RANKS, STUCK, RankFailure
+from lightning_automodel.distributed.failures import (
+    RUN_ON_ALL_RANKS,
+    STUCK,
+    RankFailure,
+    Record,
+    Sighting,
+    list_ranks,
+    missed_heartbeats,
+)
 
 SILENT_S = 3.0
 SILENT_GAPS = 3

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,11 +19,9 @@ import torch.distributed as dist
 from lightning_automodel.distributed.board import (
     BEAT_S,
     LINGER_S,
-    LONGEST_PAUSE_S,
     NONE,
     AwakeClock,
     Board,
-    Sighting,
     connect_again,
 )
 from lightning_automodel.distributed.failures import (
@@ -30,6 +29,7 @@ from lightning_automodel.distributed.failures import (
     PROCESS_ENDED,
     RankFailedError,
     RankFailure,
+    Sighting,
     is_communication_error,
 )
 from lightning_automodel.failure.coordinated_stop import STEPS, STOP, StopAgreement
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 TIME_TO_LEAVE_S = 5.0
 STANDSTILL_S = 60.0
+POLL_S = 0.05
 LONGEST_SEARCH_BEATS = 120
 TIME_TO_RAISE_S = 2.0
 TIME_TO_RAISE_AFTER_SILENCE_S = 0.6
@@ -52,15 +53,12 @@ _runs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictio
 class Watchdog:
     """Posts this rank's failure for the others, and leaves with the cause when another rank fails.
 
-    The board's thread exchanges a few bytes with the store several times a second: this rank's record, that of the
-    neighbour that it watches, and the verdict. The training itself neither communicates nor waits for this.
-
     A rank whose collective fails says so in its record, and waits for the verdict. The first of these ranks takes the
     lease, reads all records with each heartbeat, and posts the verdict as soon as it can be told. If it falls silent,
     another one takes the lease.
 
-    After another rank's failure a second thread gives the main thread time to raise, since the collective in which it
-    waits has failed. Else it interrupts the main thread, and at last it ends the process.
+    After another rank's failure a second thread gives the main thread time to raise, as the collective in which it
+    waits may fail. Then it interrupts the main thread, and at last it ends the process.
 
     Args:
         timeout: Time within which this rank leaves when another misses its heartbeats, for at least half of it.
@@ -69,8 +67,6 @@ class Watchdog:
         find_ended: Called by a thread; returns ranks whose processes have ended since the last call, and how.
 
     Attributes:
-        board: The run's board.
-        stop: Decides after which step all ranks stop.
         training_step: Number of the newest training step that this rank began; all ranks take the same ones.
         raised_at: Where this rank raised an exception: from then on, its main thread is in this package.
     """
@@ -201,10 +197,8 @@ class Watchdog:
         clock, self._own = AwakeClock(), own
         with contextlib.suppress(RankFailedError):
             self.board.call(self.board.beat)
-        while clock() < 3 * self._longest_search_s and self._failure is None:
-            # In short waits, for the clock.
-            if self.board.is_decided.wait(LONGEST_PAUSE_S):
-                break
+        while clock() < 3 * self._longest_search_s and self.failure is None and self.board.lost is None:
+            time.sleep(POLL_S)
         return self.failure or self.board.lost or self._post(own)
 
     # --- The board's thread -------------------------------------------------------------------------------------------
