@@ -52,7 +52,6 @@ SHORTEST_PAUSE_S = 0.002
 LONGEST_PAUSE_S = 0.25
 JOIN_S = 1.0
 LINGER_S = 5.0
-LONGEST_GAP_S = 2.0
 NONE = b"-"
 
 
@@ -60,25 +59,6 @@ def pause_s(waited_s: float, num_ranks: int) -> float:
     """Seconds until the store is asked again: the longer a wait takes, and the more ranks wait, the less often."""
     share_s = num_ranks / RANKS_PER_SECOND
     return max(SHORTEST_PAUSE_S, share_s / 4, min(max(LONGEST_PAUSE_S, share_s), waited_s / 10))
-
-
-class AwakeClock:
-    """Seconds that this process has been running; must be read at least every second or so.
-
-    A longer gap means that the process was suspended (SIGSTOP, a laptop's lid): ranks that were suspended together must
-    go on together.
-    """
-
-    def __init__(self) -> None:
-        self._asked_at = time.monotonic()
-        self._awake_s = 0.0
-
-    def __call__(self) -> float:
-        """Seconds since the clock was made."""
-        now = time.monotonic()
-        self._awake_s += min(now - self._asked_at, LONGEST_GAP_S)
-        self._asked_at = now
-        return self._awake_s
 
 
 def launcher_hosts_store() -> bool:
@@ -161,7 +141,7 @@ class Board:
         self.seen: dict[int, Sighting] = {}
         self.lost: RankFailure | None = None
         self.verdicts: dict[str, RankFailure | None] = {path: None}
-        self.clock = AwakeClock()
+        self.clock: Callable[[], float] = time.monotonic
         self._existing: set[str] = set()
         self._calls: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="lightning_automodel board", daemon=True)
@@ -190,10 +170,10 @@ class Board:
         """
         answer: Future[T] = Future()
         self._calls.put((function, answer))
-        clock, patience_s = AwakeClock(), min(patience_s, self.timeout_s)
-        while self.lost is None and self.is_served and clock() <= patience_s:
+        patience_s = min(patience_s, self.timeout_s)
+        give_up_at = time.monotonic() + patience_s
+        while self.lost is None and self.is_served and time.monotonic() <= give_up_at:
             self._check()
-            # In short waits, so that the clock can tell a silent store from a process that was suspended.
             with contextlib.suppress(TimeoutError):
                 return answer.result(min(patience_s, LONGEST_PAUSE_S))
         if self.lost is None:
@@ -209,7 +189,7 @@ class Board:
         Raises:
             RankFailedError: If a failure was posted at ``path`` or for the whole board, or the store is lost.
         """
-        clock, late_s = AwakeClock(), limit_s
+        began_at, late_s = time.monotonic(), limit_s
         while True:
             (value,) = self.call(lambda store: self.read(store, [key]))
             for failure in (self.verdicts.get(path), self.verdicts[self.path]):
@@ -217,7 +197,7 @@ class Board:
                     raise RankFailedError(failure)
             if value != NONE:
                 return value
-            if (waited_s := clock()) > late_s:
+            if (waited_s := time.monotonic() - began_at) > late_s:
                 late_s += LINGER_S
                 explain(waited_s)
             time.sleep(pause_s(waited_s, len(self.members)))
@@ -243,7 +223,8 @@ class Board:
 
     def conclude(self, path: str, num_ranks: int, limit_s: float = LINGER_S) -> None:
         """Note that this rank knows how ``path`` ended. Rank 0, the store's host, waits until ``num_ranks`` know."""
-        clock, limit_s = AwakeClock(), min(limit_s, self.timeout_s)
+        limit_s = min(limit_s, self.timeout_s)
+        began_at = time.monotonic()
 
         def acknowledge(store: dist.Store) -> None:
             self.read(store)
@@ -252,10 +233,10 @@ class Board:
 
         with contextlib.suppress(RankFailedError):
             self.call(acknowledge, limit_s)
-            if self.rank != 0:
-                return
-            while clock() < limit_s and self.call(lambda store: store.add(f"{path}/known", 0), limit_s) < num_ranks:
-                time.sleep(pause_s(clock(), num_ranks))
+            while self.rank == 0 and (waited_s := time.monotonic() - began_at) < limit_s:
+                if self.call(lambda store: store.add(f"{path}/known", 0), limit_s) >= num_ranks:
+                    return
+                time.sleep(pause_s(waited_s, num_ranks))
 
     # --- For functions that the thread runs ---------------------------------------------------------------------------
 
@@ -371,7 +352,6 @@ class Board:
                 self.interval_s = max(self.interval_s, self.timeout_s / BEATS_IN_A_FILE)
             next_beat_at = time.monotonic()
             while True:
-                self.clock()
                 if time.monotonic() >= next_beat_at:
                     self.beat(store)
                     next_beat_at = time.monotonic() + self.interval_s

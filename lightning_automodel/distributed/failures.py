@@ -87,7 +87,7 @@ class RankFailure:
     @classmethod
     def from_exception(cls, exception: BaseException, rank: int, where: str) -> "RankFailure":
         """Describe ``exception``, which this process, rank ``rank``, raised in ``where``."""
-        message = f"exit status {exception.code}" if isinstance(exception, SystemExit) else _text(exception)
+        message = f"exit status {exception.code}" if isinstance(exception, SystemExit) else str(exception)
         return cls(rank, socket.gethostname(), where, type(exception).__name__, message[:MAX_MESSAGE_CHARACTERS])
 
     @classmethod
@@ -143,7 +143,7 @@ def is_communication_error(exception: BaseException) -> bool:
         seen.add(id(current))
         if isinstance(current, dist.DistError):
             return True
-        if isinstance(current, RuntimeError) and any(name in _text(current) for name in COMMUNICATION):
+        if isinstance(current, RuntimeError) and any(name in str(current) for name in COMMUNICATION):
             return True
         current = current.__cause__ or current.__context__
     return False
@@ -159,11 +159,3 @@ def missed_heartbeats(rank: int, record: Record, reader: int, silent_s: float, m
     """The failure to report for a rank of which ``reader`` has heard nothing for ``silent_s`` seconds."""
     message = f"rank {reader} has heard nothing of it{more} for {silent_s:.1f} s: stopped, killed or cut off"
     return RankFailure(rank, record.host, record.where, MISSED_HEARTBEATS, message)
-
-
-def _text(exception: BaseException) -> str:
-    # An exception whose own `__str__` raises must reach the other ranks all the same.
-    try:
-        return str(exception)
-    except Exception as error:
-        return f"(its __str__ raised {type(error).__name__})"

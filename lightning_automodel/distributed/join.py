@@ -1,17 +1,11 @@
 """Joining: where the ranks of a world meet, and what they are told if not all come.
 
 They meet on a board of their own, in the store that then serves the process group. A store serves several rounds, one
-after the other; below the round's number stand, beside what every board has,
-
-    join/<rank>      the process of each rank that came
-    join/terms       world size and backend of the first one
-    join/arrived     how many came
-    join/result      "joined", once all have
-    left/<rank>      those that no longer need the store
+after the other; below the round's number stand, beside what every board has, `join/terms`, the world size and backend
+of the first rank, and `left/<rank>` of each rank that no longer needs the store.
 """
 
 import contextlib
-import ipaddress
 import os
 import socket
 import time
@@ -33,17 +27,13 @@ JOIN, KEYS = "join", "lightning_automodel/joining"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Rank and world size of this process, and where it meets the others.
-
-    ``method`` is ``env://``, ``tcp://address:port``, ``file:///path`` or another registered scheme; "" if the caller
-    passed a ``store``. ``address`` is the ``TCPStore``'s, None if none is made.
-    """
+    """Rank and world size of this process, and where it meets the others."""
 
     rank: int
     world_size: int
-    method: str = ""
-    address: tuple[str, int] | None = None
-    store: dist.Store | None = None
+    method: str = ""  # env://, tcp://address:port, file:///path or another registered scheme
+    address: tuple[str, int] | None = None  # of the ``TCPStore``; None if none is made
+    store: dist.Store | None = None  # what the caller passed in place of a method
 
     @property
     def place(self) -> str:
@@ -140,20 +130,14 @@ def open_store(found: Rendezvous, timeout: timedelta, deadline: float) -> dist.S
         store: dist.Store = next(dist.rendezvous(url, timeout=timeout))[0]
         return store
     host, port = found.address
-    if not found.hosts_store:
+    if found.hosts_store:
+        # A pod's own name may be new; a ``TCPStore`` would try for its whole timeout.
+        _try_until(time.monotonic() + RESOLVING_S, lambda: socket.getaddrinfo(host, port))
+    else:
         # A ``TCPStore`` would try for more than twice the timeout, and flood the log.
         _try_until(deadline, lambda: socket.create_connection((host, port), timeout=RESOLVING_S).close())
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    # A pod's own name may be new; a ``TCPStore`` would try for its whole timeout.
-    _try_until(time.monotonic() + RESOLVING_S, lambda: socket.getaddrinfo(host, port))
     return dist.TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timeout,
-        multi_tenant=True,
-        master_listen_fd=_listener(host, port),
+        host, port, is_master=found.hosts_store, wait_for_workers=False, timeout=timeout, multi_tenant=found.hosts_store
     )
 
 
@@ -166,19 +150,6 @@ def _try_until(deadline: float, function: Callable[[], object]) -> None:
             if time.monotonic() > deadline:
                 raise
         time.sleep(POLL_S)
-
-
-def _listener(address: str, port: int) -> int | None:
-    """A socket that listens only on the interface of ``address``, if that is an IP address of this machine.
-
-    Else the store listens on all of them: a name may mean another interface on other machines (Debian maps a machine's
-    own name to 127.0.1.1). So it does on a port in use: it may be that of another store of this process.
-    """
-    with contextlib.suppress(ValueError, OSError):
-        ip = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
-        family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
-        return socket.create_server((address, port), family=family).detach()
-    return None
 
 
 # --- Meeting ----------------------------------------------------------------------------------------------------------
@@ -240,8 +211,7 @@ class _Round:
         board.start()
         try:
             if problem := board.call(self._enter):
-                failed = RankFailure(board.rank, board.host, "joining", "ValueError", problem)
-                raise RankFailedError(failed)
+                raise RankFailedError(RankFailure(board.rank, board.host, "joining", "ValueError", problem))
             remaining_s = self._deadline - time.monotonic()
             board.wait_for(f"{JOIN}/result", JOIN, remaining_s, lambda s: board.explain_missing(JOIN, ranks, s))
             return self._store

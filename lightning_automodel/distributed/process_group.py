@@ -44,9 +44,6 @@ class DistInfo:
     is_main: bool
 
 
-# --- Rank and world size ----------------------------------------------------------------------------------------------
-
-
 def get_rank_safe() -> int:
     """Rank of this process in the default group; before joining, from RANK, SLURM_PROCID or LOCAL_RANK, else 0.
 
@@ -97,16 +94,11 @@ def _first_number(*names: str, default: int = 0) -> int:
     return next((number for number in numbers if number is not None), default)
 
 
-# --- Options ----------------------------------------------------------------------------------------------------------
+# --- Joining ----------------------------------------------------------------------------------------------------------
 
 
 def parse_timeout(timeout: timedelta | float) -> timedelta:
-    """Read a timeout given as ``timedelta`` or as minutes.
-
-    Raises:
-        ValueError: If it is not positive.
-        TypeError: If it is neither a ``timedelta`` nor a number.
-    """
+    """Read a timeout given as ``timedelta`` or as minutes; TypeError for other types, ValueError unless positive."""
     if isinstance(timeout, bool) or not isinstance(timeout, (timedelta, int, float)):
         raise TypeError(f"timeout must be a timedelta or a number of minutes, got {timeout!r}.")
     try:
@@ -154,9 +146,6 @@ def choose_device(backend: str, local_rank: int) -> torch.device:
     return torch.device(kind, index)
 
 
-# --- Joining ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Membership:
     """The default group that this package made, and what is needed to leave it."""
@@ -168,7 +157,6 @@ class _Membership:
 
 
 _membership: _Membership | None = None
-_leaves_at_exit: int | None = None
 _kept: dict[object, Any] = {}
 _kept_for: dist.ProcessGroup | None = None
 
@@ -244,13 +232,10 @@ def join_process_group(
 
 
 def _use_existing(backend: str, device: torch.device) -> DistInfo:
-    def names(config: str) -> set[str]:
-        return {pair.rpartition(":")[2] for pair in config.lower().split(",")}
-
-    actual = str(dist.distributed_c10d.get_backend_config())
-    if len(names(actual)) == 1:
-        actual = names(actual).pop()
-    if not names(backend) <= names(actual):
+    config = str(dist.distributed_c10d.get_backend_config())
+    names = {pair.rpartition(":")[2] for pair in config.split(",")}
+    actual = config if len(names) > 1 else next(iter(names))
+    if not {pair.rpartition(":")[2] for pair in backend.lower().split(",")} <= names:
         log.warning("The default process group exists already, with backend %s: %s has no effect.", actual, backend)
     rank = dist.get_rank()
     return DistInfo(actual, rank, dist.get_world_size(), device, rank == 0)
@@ -263,13 +248,8 @@ def _join(
     device: torch.device | None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    global _membership, _leaves_at_exit
+    global _membership
     destroy_global_state()
-    if _leaves_at_exit != os.getpid():
-        # Unlike `atexit`, this also runs in children of `multiprocessing`.
-        _leaves_at_exit = os.getpid()
-        at_exit = {"is_exiting": True}
-        multiprocessing.util.Finalize(None, _leave, kwargs=at_exit, exitpriority=BEFORE_CHILDREN_ARE_JOINED)
     store = join.meet(found, backend, timeout, check)
     try:
         dist.init_process_group(
@@ -286,6 +266,8 @@ def _join(
     group = dist.group.WORLD
     assert group is not None
     _membership = _Membership(os.getpid(), found, store, weakref.ref(group))
+    # Unlike `atexit`, this also runs in children of `multiprocessing`.
+    multiprocessing.util.Finalize(None, _leave, kwargs={"is_exiting": True}, exitpriority=BEFORE_CHILDREN_ARE_JOINED)
     if found.rank == 0:
         log.info("%d ranks have joined at %s (backend %s).", found.world_size, found.place, backend)
 

@@ -20,7 +20,6 @@ from lightning_automodel.distributed.board import (
     BEAT_S,
     LINGER_S,
     NONE,
-    AwakeClock,
     Board,
     connect_again,
 )
@@ -194,10 +193,10 @@ class Watchdog:
 
     def _await_verdict(self, own: RankFailure) -> RankFailure:
         """The verdict, which another rank may have to find; ``own`` if there is none in time."""
-        clock, self._own = AwakeClock(), own
+        self._own, give_up_at = own, time.monotonic() + 3 * self._longest_search_s
         with contextlib.suppress(RankFailedError):
             self.board.call(self.board.beat)
-        while clock() < 3 * self._longest_search_s and self.failure is None and self.board.lost is None:
+        while time.monotonic() < give_up_at and self.failure is None and self.board.lost is None:
             time.sleep(POLL_S)
         return self.failure or self.board.lost or self._post(own)
 
@@ -275,15 +274,14 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Make this rank leave once there is a failure, or no answer from the store."""
-        board, clock = self.board, AwakeClock()
-        beats, answered_s = 0, 0.0
+        board, beats, answered_at = self.board, 0, time.monotonic()
         while not self._is_closed.wait(min(board.interval_s, 1.0)) and self.failure is None:
             if board.beats != beats:
-                beats, answered_s = board.beats, clock()
+                beats, answered_at = board.beats, time.monotonic()
             host_is_done = 0 in board.seen and board.seen[0].known.has_left
             if board.lost is not None and not host_is_done:
                 self._failure = board.lost
-            elif clock() - answered_s > board.timeout_s:
+            elif time.monotonic() - answered_at > board.timeout_s:
                 self._failure = board.lost_store("does not answer")
         self.stop.release()
         failure = self.failure

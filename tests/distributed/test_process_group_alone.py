@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +25,6 @@ from lightning_automodel.distributed.process_group import (
     get_world_size_safe,
     initialize_distributed,
 )
-from tests.rank_pool import _free_port
 
 NAMES = (
     "RANK",
@@ -200,27 +198,6 @@ def test_address_of_rank_0_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(join, "RESOLVING_S", 0.1)
     with pytest.raises(RankFailedError, match=r"\(gaierror: .* at tcp://no-such-host\.invalid:29500"):
         initialize_distributed("gloo", 0.5, init_method="tcp://no-such-host.invalid:29500", rank=0, world_size=2)
-
-
-def _listens_on(port: int) -> list[str]:
-    """Local addresses, as Linux writes them, of the listening sockets at ``port``."""
-    lines = [line.split() for file in ("tcp", "tcp6") for line in Path("/proc/net", file).read_text().splitlines()[1:]]
-    return [f[1].partition(":")[0] for f in lines if f[3] == "0A" and int(f[1].rpartition(":")[2], 16) == port]
-
-
-@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="listening sockets are listed in /proc")
-@pytest.mark.parametrize(
-    ("address", "is_bound"), [("127.0.0.1", True), ("localhost", True), (socket.gethostname(), False)]
-)
-def test_store_listens_on_the_address_alone_where_that_is_certain(address: str, is_bound: bool) -> None:
-    """The name of a machine may mean another interface elsewhere."""
-    found = join.locate(f"tcp://{address}:{_free_port()}", None, 0, 2)
-    assert found.address is not None
-    store = join.open_store(found, timedelta(seconds=10), 0.0)
-    loopback = ["0100007F"]
-    assert (_listens_on(found.address[1]) == loopback) is is_bound
-    store.set("key", "value")
-    assert store.get("key") == b"value"
 
 
 # --- A world of one ---------------------------------------------------------------------------------------------------
