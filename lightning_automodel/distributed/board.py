@@ -107,15 +107,6 @@ class Board:
         keys: Keys that are read with each heartbeat.
         exchange: Called by the thread after each heartbeat, with the values of ``keys``.
         check: Called now and then while this rank waits; may raise.
-
-    Attributes:
-        interval_s: Seconds between two heartbeats.
-        own: The newest record of this rank; ``beats`` is how many it has written.
-        is_open: Set once the store has answered.
-        verdicts: For each path that this rank reads, the failure that was posted there, or None.
-        watched: A rank whose record is read with each heartbeat, beside the neighbour's.
-        seen: What was seen of other ranks, as far as their records were read.
-        lost: Why the store cannot be used any more, or None.
     """
 
     def __init__(
@@ -135,19 +126,19 @@ class Board:
         self._connect, self._describe, self._keys, self._exchange = connect, describe, list(keys), exchange
         self._check = check
         self.interval_s = min(max(BEAT_S, len(members) / RANKS_PER_SECOND), timeout_s / MISSED_BEATS)
-        self.beats, self.own = 0, Record(host=self.host)
-        self.is_open = threading.Event()
-        self.watched = self.rank
-        self.seen: dict[int, Sighting] = {}
-        self.lost: RankFailure | None = None
-        self.verdicts: dict[str, RankFailure | None] = {path: None}
+        self.beats, self.own = 0, Record(host=self.host)  # how many records it has written, and the newest
+        self.is_open = threading.Event()  # once the store has answered
+        self.watched = self.rank  # whose record is read with each heartbeat, beside the neighbour's
+        self.seen: dict[int, Sighting] = {}  # other ranks, as far as their records were read
+        self.lost: RankFailure | None = None  # why the store cannot be used any more
+        self.verdicts: dict[str, RankFailure | None] = {path: None}  # what was posted at each path that is read
         self.clock: Callable[[], float] = time.monotonic
         self._existing: set[str] = set()
         self._calls: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="lightning_automodel board", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Not a collective."""
+        """Start the thread."""
         self._thread.start()
 
     @property
@@ -163,7 +154,7 @@ class Board:
     # --- Waiting ------------------------------------------------------------------------------------------------------
 
     def call(self, function: Callable[[dist.Store], T], patience_s: float = float("inf")) -> T:
-        """Run ``function`` on the thread and return its result. The function must not wait for a key.
+        """Run ``function``, which must not wait for a key, on the thread, and return its result.
 
         Raises:
             RankFailedError: If the store is lost, or silent for the timeout or for ``patience_s`` seconds.
@@ -182,9 +173,7 @@ class Board:
         raise RankFailedError(next((failure for failure in self.verdicts.values() if failure), self.lost))
 
     def wait_for(self, key: str, path: str, limit_s: float, explain: Callable[[float], None]) -> bytes:
-        """Wait for the value of ``key``.
-
-        After ``limit_s`` seconds it calls ``explain`` now and then, with the seconds waited, which raises why.
+        """Wait for the value of ``key``; after ``limit_s`` seconds ``explain`` is called now and then, to raise why.
 
         Raises:
             RankFailedError: If a failure was posted at ``path`` or for the whole board, or the store is lost.

@@ -20,14 +20,10 @@ T = TypeVar("T")
 
 
 def barrier_and_log(message: str = "", *, string: str = "") -> None:
-    """Wait for every rank, then log ``message`` on rank 0.
+    """Wait for every rank, then log ``message``, at level INFO, on rank 0; ``string`` is NeMo Automodel's name for it.
 
-    A collective on the default group: every rank must call it. If a rank does not call it, the others raise when the
-    group's timeout ends. Without an initialised process group it only logs.
-
-    Args:
-        message: What rank 0 logs, at level INFO, once every rank has arrived.
-        string: NeMo Automodel's name for ``message``.
+    A collective on the default group. If a rank does not call it, the others raise when the group's timeout ends.
+    Without an initialised process group it only logs.
     """
     if group_size() > 1:
         dist.barrier()
@@ -115,21 +111,18 @@ def log_full(log: Callable[..., None], name: str, value: Any, *args: Any, **kwar
 def reduce_tensor(
     tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.ReduceOp | str | None, device: torch.device
 ) -> Tensor:
-    """Reduce ``tensor`` over ``group`` into a new tensor. A collective on the group: one all-reduce.
+    """Reduce ``tensor`` over ``group`` into a new tensor. A collective on the group: one all-reduce on ``device``.
 
-    ``reduce_op`` is ``"mean"``, ``"avg"``, ``"sum"`` or a ``ReduceOp``; the mean of integers is taken in float64. The
-    group's backend must support ``device``; the result is on the device of ``tensor``.
+    ``reduce_op`` is ``"mean"``, ``"avg"``, ``"sum"`` or a ``ReduceOp``; the mean of integers is taken in float64.
     """
-    op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
-    averages = is_mean(op)
     reduced = tensor.detach().to(device, copy=True).contiguous()
-    if averages and not reduced.is_floating_point():
-        reduced = reduced.double()
-    if isinstance(op, str) and not averages:
-        op = getattr(dist.ReduceOp, op.upper())
-    dist.all_reduce(reduced, op=dist.ReduceOp.SUM if averages else op, group=group)
-    if averages:
+    if is_mean(reduce_op):
+        reduced = reduced if reduced.is_floating_point() else reduced.double()
+        dist.all_reduce(reduced, group=group)
         reduced /= group.size()
+    else:
+        op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+        dist.all_reduce(reduced, op=op, group=group)
     return reduced.to(tensor.device)
 
 

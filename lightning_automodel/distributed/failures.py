@@ -72,16 +72,12 @@ class Sighting:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What went wrong on one rank, as every other rank reports it.
-
-    ``error`` is the type of an exception; ``PROCESS_ENDED`` if another process saw this one end; ``MISSED_HEARTBEATS``;
-    or ``STUCK`` for a rank that is alive but does not go on.
-    """
+    """What went wrong on one rank, as every other rank reports it."""
 
     rank: int  # in the default group; LAUNCHER for the process that started the ranks
     host: str
     where: str  # the hook or block that the rank was in
-    error: str
+    error: str  # the type of an exception, PROCESS_ENDED (another process saw it end), MISSED_HEARTBEATS or STUCK
     message: str  # that of the exception, cut after some thousand characters
 
     @classmethod
@@ -103,24 +99,18 @@ class RankFailure:
         ending = f": {self.message}" if self.message else ""
         if self.rank == LAUNCHER:
             return f"the launcher, {self.message}"
-        if self.error == PROCESS_ENDED:
-            seen = f" was last seen in {self.where}" if self.where else ""
-            return f"rank {self.rank} on {self.host}{seen}{ending}"
-        if self.error == MISSED_HEARTBEATS:
-            return f"rank {self.rank} on {self.host} missed heartbeats, last seen in {self.where}{ending}"
-        if self.error == STUCK:
-            return f"rank {self.rank} on {self.host} is stuck in {self.where}{ending}"
-        if self.error == KeyboardInterrupt.__name__:
-            return f"rank {self.rank} on {self.host} was interrupted in {self.where}"
-        return f"rank {self.rank} on {self.host} failed in {self.where}: {self.error}{ending}"
+        said = {
+            PROCESS_ENDED: f" was last seen in {self.where}" if self.where else "",
+            MISSED_HEARTBEATS: f" missed heartbeats, last seen in {self.where}",
+            STUCK: f" is stuck in {self.where}",
+            KeyboardInterrupt.__name__: f" was interrupted in {self.where}",
+        }
+        what = said.get(self.error, f" failed in {self.where}: {self.error}")
+        return f"rank {self.rank} on {self.host}{what}{ending}"
 
 
 class RankFailedError(RuntimeError):
-    """Raised on every rank that has to stop because another rank failed.
-
-    Attributes:
-        failure: What happened, and where.
-    """
+    """Raised on every rank that has to stop because another rank failed; ``failure`` says where, and how."""
 
     def __init__(self, failure: RankFailure) -> None:
         super().__init__(str(failure))

@@ -59,8 +59,7 @@ def locate(
 ) -> Rendezvous:
     """Find rank, world size and meeting place: from the arguments, else from the environment, else a world of one.
 
-    Raises:
-        ValueError: If a value is missing, out of range or not a number; the message names it.
+    ValueError names a value that is missing, out of range or not a number.
     """
     if init_method is not None and store is not None:
         raise ValueError(f"Pass either init_method={init_method!r} or store={store!r}, not both.")
@@ -101,11 +100,7 @@ def _address(method: str) -> tuple[str, int] | None:
 
 
 def number_in_environment(name: str, at_least: int = 0) -> int | None:
-    """The environment variable ``name`` as a number; None where it is unset or empty.
-
-    Raises:
-        ValueError: If it is not a whole number of at least ``at_least``.
-    """
+    """The environment variable ``name`` as a number, None where it is empty; ValueError unless ``at_least`` that."""
     value = os.environ.get(name, "")
     if value and (not value.strip().isdecimal() or int(value) < at_least):
         raise ValueError(
@@ -158,8 +153,6 @@ def _try_until(deadline: float, function: Callable[[], object]) -> None:
 def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[], None]) -> dist.Store:
     """Wait until every rank has joined; returns the store of this round. A collective, through the store alone.
 
-    ``check`` is called now and then, and may raise.
-
     Raises:
         RankFailedError: The same on every rank that has arrived: if ranks did not arrive within ``timeout``, two
             processes have the same rank, or ranks disagree about world size or backend. Also if the store cannot be
@@ -169,7 +162,7 @@ def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[]
         return found.store if found.store is not None else dist.HashStore()
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
-        attempt = _Round(found, f"world size {found.world_size} and backend {backend}", timeout, deadline, check)
+        attempt = _Round(found, backend, timeout, deadline, check)
         try:
             return attempt.join()
         except RankFailedError:
@@ -184,9 +177,10 @@ class _Round:
     """One attempt of all ranks to join."""
 
     def __init__(
-        self, found: Rendezvous, terms: str, timeout: timedelta, deadline: float, check: Callable[[], None]
+        self, found: Rendezvous, backend: str, timeout: timedelta, deadline: float, check: Callable[[], None]
     ) -> None:
-        self._found, self._terms, self._timeout, self._deadline = found, terms, timeout, deadline
+        self._found, self._timeout, self._deadline = found, timeout, deadline
+        self._terms = f"world size {found.world_size} and backend {backend}"
         self._me = f"{socket.gethostname()} pid {os.getpid()}"
         # Longer than connecting may take, which tells more when it fails.
         patience_s = timeout.total_seconds() + 1.0

@@ -1,8 +1,9 @@
-"""Sizes and "auto" become a validated device mesh with named dimensions."""
+"""Sizes and "auto", or a mesh that the caller built, become a validated device mesh with named dimensions."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,6 +18,14 @@ TENSOR = "tensor_parallel"
 DATA = "data_parallel"
 SHARD_CONTEXT = "data_parallel_shard_context"
 TOKENS = "data_parallel_context"
+
+NAMES = {
+    REPLICATE: (REPLICATE, "dp_replicate", "replicate"),
+    SHARD: (SHARD, "dp_shard", "fsdp", "shard"),
+    DATA: (DATA, "dp", "data"),
+    TENSOR: (TENSOR, "tp", "tensor"),
+}
+"""Names of each role in a mesh that the caller built."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +57,10 @@ def resolve_sizes(
     num_nodes: int,
     context_parallel_size: int = 1,
 ) -> MeshSizes:
-    """Resolve ``"auto"`` and check the sizes, once the world size is known.
+    """Resolve ``"auto"``, once the world size is known; ValueError if the sizes do not multiply to that.
 
     ``data_parallel_size`` includes replicas; ``"auto"`` is the world size over the tensor and context sizes. For
     replicas ``"auto"`` is the number of nodes; under DDP all data-parallel ranks are replicas.
-
-    Raises:
-        ValueError: If the sizes do not multiply to the world size; the message gives values that do.
     """
     tensor, context = tensor_parallel_size, context_parallel_size
     told = {"tensor_parallel_size": tensor, "context_parallel_size": context}
@@ -72,7 +78,7 @@ def resolve_sizes(
             f" {size * tensor * context} processes."
         )
     if data_parallel == "ddp":
-        refuse_tensor_parallel_ddp(tensor)
+        _refuse_tensor_parallel_ddp(tensor)
         return MeshSizes(replicate=size, shard=1, context=context)
     replicate = num_nodes if data_parallel_replicate_size == "auto" else data_parallel_replicate_size
     if size % replicate:
@@ -83,8 +89,7 @@ def resolve_sizes(
     return MeshSizes(replicate=replicate, shard=size // replicate, tensor=tensor, context=context)
 
 
-def refuse_tensor_parallel_ddp(tensor_parallel_size: int) -> None:
-    """Raise ValueError for more than one tensor-parallel rank."""
+def _refuse_tensor_parallel_ddp(tensor_parallel_size: int) -> None:
     if tensor_parallel_size > 1:
         raise ValueError(
             f"Tensor parallelism (size {tensor_parallel_size}) does not work with data_parallel='ddp', which copies"
@@ -177,3 +182,74 @@ def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor:
             fsdp = view(data[0], SHARD_CONTEXT)
     tensor_parallel = None if tensor is None else view(tensor)
     return RunMesh(mesh, sizes, data_parallel, tokens, fsdp, tensor_parallel, context_parallel)
+
+
+def adopt_mesh(
+    mesh: DeviceMesh, device_type: str, data_parallel: Literal["fsdp2", "ddp"], told: Mapping[str, Any]
+) -> RunMesh:
+    """Check a mesh that the caller built, and find the role of each dimension by its name.
+
+    A mesh has ``data_parallel_replicate`` and ``data_parallel_shard``, or one of them, or only ``data_parallel``, and
+    may have ``tensor_parallel``; :data:`NAMES` lists the other names of each. A 1-D mesh needs no names. Dimensions of
+    other names must have size 1. FSDP2 shards over the last data-parallel dimension; under DDP all of them replicate.
+    The mesh's groups keep their timeouts, and are neither destroyed nor aborted.
+
+    A collective over the world where there are two data-parallel dimensions: flattening them makes a group.
+
+    Raises:
+        ValueError: If the mesh does not fit this run, or contradicts ``told``, the sizes that the user passed by
+            keyword; the message says what is valid.
+    """
+    process_group.kept_with_world()
+    if mesh.device_type != device_type:
+        raise ValueError(
+            f"device_mesh is for devices of type {mesh.device_type!r}, but this run's are of type {device_type!r}:"
+            f" build it with init_device_mesh({device_type!r}, ...)."
+        )
+    ranks = mesh.mesh
+    ascend = all(bool((ranks.diff(dim=dimension) > 0).all()) for dimension in range(ranks.ndim))
+    if not ascend or sorted(ranks.flatten().tolist()) != list(range(dist.get_world_size())):
+        # Torch sorts the ranks of each group: in another order, a rank would not have its coordinate in the mesh.
+        raise ValueError(
+            f"device_mesh holds the ranks {ranks.tolist()}, but must hold each of the {dist.get_world_size()} ranks of"
+            " the world once, ascending along each dimension: init_device_mesh lays them out so."
+        )
+    names = _names_by_role(mesh, data_parallel)
+    size = {role: mesh.shape[(mesh.mesh_dim_names or ("",)).index(name)] for role, name in names.items()}
+    replicate, shard, tensor = size.get(REPLICATE, 1), size.get(SHARD) or size.get(DATA, 1), size.get(TENSOR, 1)
+    sizes = MeshSizes(replicate, shard, tensor)
+    if data_parallel == "ddp":
+        _refuse_tensor_parallel_ddp(tensor)
+        sizes = MeshSizes(replicate * shard, 1)
+    actual = {
+        "data_parallel_size": sizes.data_parallel,
+        "data_parallel_replicate_size": sizes.replicate,
+        "tensor_parallel_size": sizes.tensor,
+        "context_parallel_size": sizes.context,
+    }
+    for keyword, value in told.items():
+        if value not in ("auto", actual[keyword]):
+            raise ValueError(f"{keyword}={value} contradicts device_mesh, where it is {actual[keyword]}: leave it out.")
+    data = tuple(name for role, name in names.items() if role != TENSOR)
+    return view_mesh(mesh, sizes, data, names.get(TENSOR))
+
+
+def _names_by_role(mesh: DeviceMesh, data_parallel: str) -> dict[str, str]:
+    """The mesh's name of each dimension by role, in the mesh's order."""
+    if mesh.mesh_dim_names is None and mesh.ndim == 1:
+        return {DATA: ""}
+    dimensions = list(zip(mesh.mesh_dim_names or ["no name"] * mesh.ndim, mesh.shape, strict=True))
+    roles = {name: role for role, known in NAMES.items() for name in known}
+    found = [(roles.get(name, ""), name) for name, size in dimensions if name in roles or size > 1]
+    data = [role for role, _ in found]
+    if data[-1:] == [TENSOR]:
+        del data[-1]
+    if data not in ([REPLICATE, SHARD], [SHARD], [DATA], *([[REPLICATE]] if data_parallel == "ddp" else [])):
+        shown = ", ".join(f"{name!r} ({size})" for name, size in dimensions)
+        others = ", ".join(other for known in NAMES.values() for other in known[1:])
+        raise ValueError(
+            f"device_mesh has the dimensions {shown}, but needs {REPLICATE!r} and {SHARD!r}, or {SHARD!r}, or {DATA!r},"
+            f" or under data_parallel='ddp' {REPLICATE!r} alone, and after them may have {TENSOR!r} (other names are"
+            f" {others}): pass such mesh_dim_names, in this order; other dimensions must have size 1."
+        )
+    return dict(found)

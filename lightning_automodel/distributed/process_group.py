@@ -27,66 +27,49 @@ BEFORE_CHILDREN_ARE_JOINED = 0
 
 @dataclass(frozen=True)
 class DistInfo:
-    """Rank, device and backend of this process in the default process group.
+    """This process in the default process group."""
 
-    Attributes:
-        backend: Backend or mixed backends, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
-        rank: Rank of this process.
-        world_size: Number of ranks.
-        device: Device of this process, by its local rank.
-        is_main: Whether this is rank 0.
-    """
-
-    backend: str
+    backend: str  # or mixed backends: "gloo", "cpu:gloo,cuda:nccl"
     rank: int
     world_size: int
-    device: torch.device
-    is_main: bool
+    device: torch.device  # by the local rank
+    is_main: bool  # rank 0
 
 
 def get_rank_safe() -> int:
     """Rank of this process in the default group; before joining, from RANK, SLURM_PROCID or LOCAL_RANK, else 0.
 
-    Not a collective. Raises ValueError if the variable is not a whole number.
+    Not a collective, nor are the three below. Raises ValueError if the variable is not a whole number.
     """
     return group_rank() if dist.is_initialized() else _first_number("RANK", "SLURM_PROCID", "LOCAL_RANK")
 
 
 def get_world_size_safe() -> int:
-    """Number of ranks of the default group; before joining, from WORLD_SIZE or, in a SLURM step, SLURM_NTASKS, else 1.
-
-    Not a collective. Raises ValueError if the variable is not a whole number.
-    """
+    """Ranks of the default group; before joining, from WORLD_SIZE or, in a SLURM step, SLURM_NTASKS, else 1."""
     if dist.is_initialized():
         return group_size()
     # An interactive allocation sets SLURM_NTASKS too, but a process that runs there outside of a step is not a task.
     return _first_number("WORLD_SIZE", *(["SLURM_NTASKS"] if "SLURM_PROCID" in os.environ else []), default=1)
 
 
-def group_rank() -> int:
-    """Rank of this process in the default group; 0 without one. Not a collective."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def group_size() -> int:
-    """Number of ranks in the default group; 1 without one. Not a collective."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def get_local_rank_preinit() -> int:
-    """Rank of this process on its machine, with or without a process group: LOCAL_RANK, else SLURM_LOCALID, else 0.
-
-    Not a collective. Raises ValueError if the variable is not a whole number.
-    """
+    """Rank of this process on its machine, with or without a process group: LOCAL_RANK, else SLURM_LOCALID, else 0."""
     return _first_number("LOCAL_RANK", "SLURM_LOCALID")
 
 
 def get_local_world_size_preinit() -> int:
-    """Ranks on this machine, with or without a process group: LOCAL_WORLD_SIZE, else SLURM_NTASKS_PER_NODE, else 1.
-
-    Not a collective. Raises ValueError if the variable is not a whole number.
-    """
+    """Ranks on this machine, with or without a process group: LOCAL_WORLD_SIZE, else SLURM_NTASKS_PER_NODE, else 1."""
     return _first_number("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", default=1)
+
+
+def group_rank() -> int:
+    """Rank of this process in the default group; 0 without one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def group_size() -> int:
+    """Number of ranks in the default group; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _first_number(*names: str, default: int = 0) -> int:
@@ -121,11 +104,7 @@ def choose_backend(device: torch.device, requested: str | None, cpu_offload: boo
 
 
 def choose_device(backend: str, local_rank: int) -> torch.device:
-    """This process's device that ``backend`` communicates for: the CPU, the only accelerator, or one by local rank.
-
-    Raises:
-        ValueError: If there is no device for this local rank.
-    """
+    """This process's device that ``backend`` communicates for: the CPU, the only accelerator, or one by local rank."""
     if ":" in backend:
         kinds = [pair.split(":")[0] for pair in backend.lower().split(",")]
     else:
@@ -148,7 +127,7 @@ def choose_device(backend: str, local_rank: int) -> torch.device:
 
 @dataclass(frozen=True)
 class _Membership:
-    """The default group that this package made, and what is needed to leave it."""
+    """The default group that this package made."""
 
     process_id: int
     found: join.Rendezvous
@@ -171,7 +150,7 @@ def initialize_distributed(
     world_size: int | None = None,
     device_id: bool = False,
 ) -> DistInfo:
-    """Join the default process group, or use the one that exists. A collective over the whole world.
+    """Join the default process group, and set the current accelerator device. A collective over the whole world.
 
     Without arguments or environment variables this is a world of one, which needs no network. A group that exists
     already is used as it is, and ``destroy_global_state`` will not destroy it.
@@ -180,22 +159,17 @@ def initialize_distributed(
         backend: ``"gloo"`` for the CPU, ``"nccl"`` for CUDA, ``"xccl"`` for XPU, ``"cpu:gloo,cuda:nccl"`` for both, or
             any that is registered with torch.
         timeout_minutes: How long joining may take, and a collective on the group may wait: ``timedelta`` or minutes.
-        init_method: ``env://``, ``tcp://address:port`` or ``file:///path``. None: ``env://``, that is, MASTER_ADDR and
-            MASTER_PORT.
+        init_method: ``env://``, ``tcp://address:port`` or ``file:///path``. None: MASTER_ADDR and MASTER_PORT.
         store: Where the ranks meet, instead of ``init_method``. The same store can serve several joins.
         rank: Rank of this process. None: RANK.
         world_size: Number of ranks. None: WORLD_SIZE.
         device_id: Bind the group to this rank's accelerator now, which connects NCCL eagerly; without effect on other
             backends. Some systems hang with it and some without.
 
-    Returns:
-        Rank and device of this process. The current accelerator device is set to its device.
-
     Raises:
         ValueError: If an argument or environment variable is missing or out of range.
-        RuntimeError: On every rank that has joined, if others are missing, two have the same rank, or the address
-            cannot be used: a ``RankFailedError`` that names ranks, address and waiting time. Also if the backend is not
-            available.
+        RankFailedError: On every rank that has joined, if others are missing, two have the same rank, or the address
+            cannot be used. The message names ranks, address and waiting time.
     """
     timeout = parse_timeout(timeout_minutes)
     device = choose_device(backend, get_local_rank_preinit())
@@ -216,10 +190,9 @@ def join_process_group(
     init_method: str | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Join the default process group, or use the one that exists; bind ``device`` to it where it communicates by NCCL.
+    """Like :func:`initialize_distributed`, with rank, world size and address from Lightning's cluster environment.
 
-    Like :func:`initialize_distributed`, but rank, world size and, without ``init_method``, the address come from
-    Lightning's cluster environment. ``check`` is called now and then meanwhile, and may raise.
+    ``check`` is called now and then meanwhile, and may raise.
     """
     lightning_internals.reset_seed()
     if dist.is_initialized():
@@ -273,11 +246,9 @@ def _join(
 
 
 def is_bindable(backend: str, device: torch.device) -> bool:
-    """Whether ``device`` communicates by NCCL, the one backend for which binding the group to a device pays.
-
-    Groups made later inherit a bound device: gloo serves no accelerator but CUDA, and `init_device_mesh` would split a
-    group whose backend may have no such thing.
-    """
+    """Whether ``device`` communicates by NCCL, the one backend for which binding the group to a device pays."""
+    # Groups made later inherit a bound device: gloo serves no accelerator but CUDA, and `init_device_mesh` would split
+    # a group whose backend may have no such thing.
     pairs = dict(pair.split(":") for pair in backend.lower().split(",")) if ":" in backend else {}
     return device.type != "cpu" and pairs.get(device.type, backend.lower()) == dist.Backend.NCCL
 
