@@ -28,19 +28,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed.failures import (
-    LAUNCHER,
-    LONGEST_LIST,
-    MISSED_BEATS,
-    MISSED_HEARTBEATS,
-    STUCK,
-    RankFailedError,
-    RankFailure,
-    Record,
-    Sighting,
-    list_ranks,
-    missed_heartbeats,
-)
+from lightning_automodel.distributed import failures
+from lightning_automodel.distributed.failures import MISSED_HEARTBEATS, RankFailedError, RankFailure, Record, Sighting
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -125,7 +114,7 @@ class Board:
         self.path, self.timeout_s = path, timeout_s
         self._connect, self._describe, self._keys, self._exchange = connect, describe, list(keys), exchange
         self._check = check
-        self.interval_s = min(max(BEAT_S, len(members) / RANKS_PER_SECOND), timeout_s / MISSED_BEATS)
+        self.interval_s = min(max(BEAT_S, len(members) / RANKS_PER_SECOND), timeout_s / failures.MISSED_BEATS)
         self.beats, self.own = 0, Record(host=self.host)  # how many records it has written, and the newest
         self.is_open = threading.Event()  # once the store has answered
         self.watched = self.rank  # whose record is read with each heartbeat, beside the neighbour's
@@ -135,23 +124,16 @@ class Board:
         self.clock: Callable[[], float] = time.monotonic
         self._existing: set[str] = set()
         self._calls: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="lightning_automodel board", daemon=True)
+        self.thread = threading.Thread(target=self._serve, name="lightning_automodel board", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
-
-    @property
-    def is_served(self) -> bool:
-        """Whether the thread is running."""
-        return self._thread.is_alive()
+        self.thread.start()
 
     def close(self) -> None:
         """Write that this rank has left, unless the run failed, and end the thread, unless it is stuck."""
         self._calls.put(None)
-        self._thread.join(JOIN_S + 2 * self.interval_s)
-
-    # --- Waiting ------------------------------------------------------------------------------------------------------
+        self.thread.join(JOIN_S + 2 * self.interval_s)
 
     def call(self, function: Callable[[dist.Store], T], patience_s: float = float("inf")) -> T:
         """Run ``function``, which must not wait for a key, on the thread, and return its result.
@@ -163,7 +145,7 @@ class Board:
         self._calls.put((function, answer))
         patience_s = min(patience_s, self.timeout_s)
         give_up_at = time.monotonic() + patience_s
-        while self.lost is None and self.is_served and time.monotonic() <= give_up_at:
+        while self.lost is None and self.thread.is_alive() and time.monotonic() <= give_up_at:
             self._check()
             with contextlib.suppress(TimeoutError):
                 return answer.result(min(patience_s, LONGEST_PAUSE_S))
@@ -191,18 +173,10 @@ class Board:
                 explain(waited_s)
             time.sleep(pause_s(waited_s, len(self.members)))
 
-    def gather(
-        self,
-        at: str,
-        ranks: Sequence[int],
-        value: str,
-        path: str,
-        limit_s: float,
-        explain: Callable[[float], None] | None = None,
-    ) -> list[str]:
+    def gather(self, at: str, ranks: Sequence[int], value: str, path: str, limit_s: float) -> list[str]:
         """Wait like :meth:`wait_for` until all of ``ranks`` have posted below ``at``; returns all their values."""
         self.call(lambda store: self.arrive(store, at, ranks, value))
-        explain = explain or partial(self.explain_missing, at, ranks)
+        explain = partial(self.explain_missing, at, ranks)
         return list(json.loads(self.wait_for(f"{at}/result", path, limit_s, explain)))
 
     def explain_missing(self, at: str, ranks: Sequence[int], waited_s: float) -> None:
@@ -267,7 +241,7 @@ class Board:
         if neighbour != self.rank and self.seen[neighbour].record:
             seen, now = self.seen[neighbour], self.clock()
             if seen.is_silent(now, self.timeout_s):
-                silent = missed_heartbeats(neighbour, seen.known, self.rank, now - seen.changed_at)
+                silent = failures.missed_heartbeats(neighbour, seen.known, self.rank, now - seen.changed_at)
                 self.post(store, self.path, silent)
         self.is_open.set()
 
@@ -279,7 +253,7 @@ class Board:
         """The failure to report if the store does not answer: of the process that holds it."""
         message = f"which holds the store of the process group, {what}"
         if launcher_hosts_store():
-            return RankFailure(LAUNCHER, self.host, "", MISSED_HEARTBEATS, message)
+            return RankFailure(failures.LAUNCHER, self.host, "", MISSED_HEARTBEATS, message)
         known = self.seen[0].known if 0 in self.seen else Record()
         return RankFailure(0, known.host, known.where, MISSED_HEARTBEATS, f"its process, {message}")
 
@@ -321,17 +295,17 @@ class Board:
         missing = [rank for rank, key in keys.items() if not store.check([key]) or store.get(key) == NONE]
         if not missing:
             return None
-        self.read_records(store, missing[:LONGEST_LIST], self.seen)
-        known = {rank: self.seen[rank].known for rank in missing[:LONGEST_LIST]}
-        listed = list_ranks(missing, {rank: f" ({record.host}, in {record.where})" for rank, record in known.items()})
+        self.read_records(store, missing[: failures.LONGEST_LIST], self.seen)
+        known = {rank: self.seen[rank].known for rank in missing[: failures.LONGEST_LIST]}
+        listed = failures.list_ranks(
+            missing, {rank: f" ({record.host}, in {record.where})" for rank, record in known.items()}
+        )
         rank, first = missing[0], self.seen[missing[0]]
         is_alive = first.record is not None and not first.is_silent(self.clock(), self.timeout_s)
         why = "alive, but did not arrive" if is_alive else "stopped, dead, cut off, or not arrived yet"
         message = f"rank {self.rank} waited {waited_s:.1f} s for ranks {listed}: {why}"
         where = first.known.where if first.record else f"code before {self.own.where}"
-        return RankFailure(rank, first.known.host, where, STUCK if is_alive else MISSED_HEARTBEATS, message)
-
-    # --- The thread ---------------------------------------------------------------------------------------------------
+        return RankFailure(rank, first.known.host, where, failures.STUCK if is_alive else MISSED_HEARTBEATS, message)
 
     def _serve(self) -> None:
         try:

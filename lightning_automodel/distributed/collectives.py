@@ -34,10 +34,7 @@ def barrier_and_log(message: str = "", *, string: str = "") -> None:
 def named_barrier(name: str, timeout: timedelta) -> None:
     """Wait for every rank of the default group, if there is one. A collective, on the host and not the device.
 
-    If a rank does not call it, the others raise when the timeout ends; rank 0's error names the missing ranks.
-
-    Raises:
-        RuntimeError: If ranks are missing, or one failed meanwhile.
+    If a rank does not call it, the others raise RuntimeError when the timeout ends; rank 0's names the missing ranks.
     """
     if group_size() == 1:
         return
@@ -51,12 +48,9 @@ def named_barrier(name: str, timeout: timedelta) -> None:
 
 
 def host_group(timeout: timedelta) -> dist.ProcessGroup:
-    """The default group if its backend is gloo, else a separate gloo group.
-
-    The first call after joining is a collective over the world. With TORCH_DISTRIBUTED_DEBUG=DETAIL it is always a
-    separate group: a monitored barrier counts as more operations on rank 0 than on the others, so that with more than
-    two ranks the group's next collective would be refused for its sequence number (torch 2.13).
-    """
+    """The default group if its backend is gloo, else a separate one: the first call is a collective over the world."""
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL always a separate one: a monitored barrier counts as more operations on rank 0
+    # than on the others, and the group's next collective would be refused for its sequence number (torch 2.13).
     world = dist.group.WORLD
     assert world is not None
     if dist.get_backend() == dist.Backend.GLOO and dist.get_debug_level() != dist.DebugLevel.DETAIL:
@@ -111,10 +105,7 @@ def log_full(log: Callable[..., None], name: str, value: Any, *args: Any, **kwar
 def reduce_tensor(
     tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.ReduceOp | str | None, device: torch.device
 ) -> Tensor:
-    """Reduce ``tensor`` over ``group`` into a new tensor. A collective on the group: one all-reduce on ``device``.
-
-    ``reduce_op`` is ``"mean"``, ``"avg"``, ``"sum"`` or a ``ReduceOp``; the mean of integers is taken in float64.
-    """
+    """Reduce ``tensor`` over ``group`` into a new one; a collective. The mean of integers is taken in float64."""
     reduced = tensor.detach().to(device, copy=True).contiguous()
     if is_mean(reduce_op):
         reduced = reduced if reduced.is_floating_point() else reduced.double()

@@ -1,18 +1,13 @@
 """First-rank blocks: the first rank of each node runs a block before the others, and a failure reaches every rank.
 
-The ranks communicate through the board: no group is made and no collective is called, so nothing is created late and
-no collective's timeout applies. Within a run it is the run's board, else one made for the block. Below
-``first_rank/<group>/<number of the block>`` the store holds
-
-    node/...          the node of each rank
-    left/...          the ranks that left the block without an error, for which others wait at the entry
-    verdict, known    the first failure that left the block, and how many ranks know of it or of the good end
+The ranks communicate through the board, the run's or one made for the block: no collective's timeout applies. Below
+``first_rank/<group>/<number of the block>`` the store holds `node/...`, the node of each rank; `left/...`, the ranks
+that left the block without an error, for which others wait at the entry; and how it ended.
 """
 
 import contextlib
 import os
 import socket
-import threading
 import weakref
 from contextlib import ContextDecorator
 from datetime import timedelta
@@ -53,9 +48,6 @@ class FirstRankPerNode(ContextDecorator):
             the group, ``"global"`` (for a shared file system).
         timeout: Within which all ranks must enter a block, and how long a rank that others wait for may miss
             heartbeats: a ``timedelta`` or minutes. It does not limit the work, for which the others wait up to a day.
-
-    Raises:
-        ValueError: If ``scope`` is neither value, ``timeout`` is not positive, or this rank is not in ``group``.
     """
 
     def __init__(
@@ -75,17 +67,13 @@ class FirstRankPerNode(ContextDecorator):
         self._group = None if group is None else weakref.ref(group)
 
     def __enter__(self) -> bool:
-        """Wait until this rank may run the block.
-
-        Returns:
-            Whether this rank is the first of its node, or of the group for scope ``"global"``.
+        """Wait until this rank may run the block, and return whether it goes first.
 
         Raises:
             RankFailedError: If another rank failed, did not join, or was silent, or the store was lost.
             ValueError: If the group was destroyed, or the block around this one has another group or scope.
         """
-        stack = _active_blocks()
-        outer = next((block for block in stack if block is not None), None)
+        outer = next((block for block in _active if block is not None), None)
         if outer is None:
             block = self._open()
         elif self._find_group() is outer.group and self._scope == outer.scope:
@@ -96,13 +84,13 @@ class FirstRankPerNode(ContextDecorator):
                 "A FirstRankPerNode block cannot be inside a block of another group or scope, here of ranks"
                 f" {outer.members} with scope={outer.scope!r}: leave that one first, or give both the same."
             )
-        stack.append(block)
+        _active.append(block)
         if block is None:
             return outer is None or outer.is_first
         try:
             return block.enter()
         except BaseException as error:
-            stack.pop()
+            _active.pop()
             block.end(error)
             raise
 
@@ -110,7 +98,7 @@ class FirstRankPerNode(ContextDecorator):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Report how the block ended, and wait until it has ended on all ranks, or one failed."""
-        block = _active_blocks().pop()
+        block = _active.pop()
         if block is not None:
             block.leave(error)
 
@@ -143,13 +131,8 @@ run_board: Board | None = None
 """Board of the run that this process is in; the run's supervisor sets it."""
 
 _num_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-_this_thread = threading.local()
-
-
-def _active_blocks() -> "list[_Block | None]":
-    """Blocks that this thread is in, outermost first."""
-    blocks: list[_Block | None] = _this_thread.__dict__.setdefault("blocks", [])
-    return blocks
+_active: "list[_Block | None]" = []
+"""Blocks that this process is in, outermost first; None for a part of another one."""
 
 
 def node_of(rank: int) -> str:
@@ -175,7 +158,7 @@ class _Block:
         _num_blocks[group] = _num_blocks.get(group, 0) + 1
         self._path = f"first_rank/{group.group_name}.{min(self.members)}/{_num_blocks[group]}"
         self._own_board = None
-        if run_board is None or not run_board.is_served:
+        if run_board is None or not run_board.thread.is_alive():
             connect = connect_again(f"lightning_automodel/{self._path}", timeout_s)
             where = {"where": self._where}
             self._own_board = Board(dist.get_rank(), connect, self._path, self.members, timeout_s, lambda: where)

@@ -48,9 +48,6 @@ class Rendezvous:
         return self.rank == 0 and self.address is not None and not launcher_hosts_store()
 
 
-# --- Rank, world size and address -------------------------------------------------------------------------------------
-
-
 def locate(
     init_method: str | None = None,
     store: dist.Store | None = None,
@@ -68,11 +65,9 @@ def locate(
     if rank is None and world_size is None and init_method is None and store is None:
         rank, world_size = 0, 1
     if rank is None or world_size is None:
-        told = {"RANK": rank, "WORLD_SIZE": world_size}
-        known = ", ".join(f"{name} is {'not set' if value is None else value}" for name, value in told.items())
         raise ValueError(
-            f"{known}: start this process with torchrun, or set both (or pass rank= and world_size=); to run as a "
-            "single process, unset both, and pass neither init_method nor store."
+            f"RANK is {rank} and WORLD_SIZE is {world_size}: start this process with torchrun, or set both (or pass"
+            " rank= and world_size=); to run as a single process, unset both, and pass neither init_method nor store."
         )
     if not 0 <= rank < world_size:
         raise ValueError(
@@ -107,9 +102,6 @@ def number_in_environment(name: str, at_least: int = 0) -> int | None:
             f"The environment variable {name} is {value!r}: it must be a whole number, {at_least} or more."
         )
     return int(value) if value else None
-
-
-# --- The store --------------------------------------------------------------------------------------------------------
 
 
 def open_store(found: Rendezvous, timeout: timedelta, deadline: float) -> dist.Store:
@@ -147,16 +139,11 @@ def _try_until(deadline: float, function: Callable[[], object]) -> None:
         time.sleep(POLL_S)
 
 
-# --- Meeting ----------------------------------------------------------------------------------------------------------
-
-
 def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[], None]) -> dist.Store:
     """Wait until every rank has joined; returns the store of this round. A collective, through the store alone.
 
-    Raises:
-        RankFailedError: The same on every rank that has arrived: if ranks did not arrive within ``timeout``, two
-            processes have the same rank, or ranks disagree about world size or backend. Also if the store cannot be
-            used.
+    RankFailedError, the same on every rank that has arrived, if ranks do not arrive within ``timeout``, two processes
+    have the same rank, ranks disagree about world size or backend, or the store cannot be used.
     """
     if found.world_size == 1:
         return found.store if found.store is not None else dist.HashStore()
@@ -184,15 +171,8 @@ class _Round:
         self._me = f"{socket.gethostname()} pid {os.getpid()}"
         # Longer than connecting may take, which tells more when it fails.
         patience_s = timeout.total_seconds() + 1.0
-        self.board = Board(
-            found.rank,
-            self._connect,
-            JOIN,
-            range(found.world_size),
-            patience_s,
-            lambda: {"where": "joining"},
-            check=check,
-        )
+        ranks, own = range(found.world_size), {"where": "joining"}
+        self.board = Board(found.rank, self._connect, JOIN, ranks, patience_s, lambda: own, check=check)
 
     def _connect(self) -> dist.Store:
         self._rounds = dist.PrefixStore(KEYS, open_store(self._found, self._timeout, self._deadline))
@@ -234,7 +214,7 @@ class _Round:
         return ""
 
     def _post(self, failure: RankFailure) -> RankFailedError:
-        """Post the ``failure``, with what to do, and end the round; returns what is to be raised."""
+        """Post the ``failure``, with what to do, and end the round; returns what to raise."""
         hint = (
             f"all ranks must join at {self._found.place} within {self._timeout.total_seconds():g} s: check that each"
             " process runs, with this address, the same WORLD_SIZE and a RANK of its own"

@@ -103,17 +103,13 @@ def _divisors(size: int) -> str:
 
 @dataclass(frozen=True)
 class RunMesh:
-    """The mesh of a run and the views of it that other modules use.
-
-    ``fsdp`` is what ``fully_shard`` takes: 1-D, or 2-D (replicate, shard) where there are replicas. Parameters are
-    sharded over context peers too. All other views are 1-D.
-    """
+    """The mesh of a run and the views of it that other modules use, 1-D but for ``fsdp``."""
 
     mesh: DeviceMesh  # all dimensions
     sizes: MeshSizes
     data_parallel: DeviceMesh  # ranks that are given different batches
     tokens: DeviceMesh  # ranks that hold different tokens: data-parallel ranks times context peers
-    fsdp: DeviceMesh
+    fsdp: DeviceMesh  # for ``fully_shard``, with context peers: 2-D (replicate, shard) where there are replicas
     tensor_parallel: DeviceMesh | None  # ranks that compute one micro-batch together; None without that dimension
     context_parallel: DeviceMesh | None = None  # ranks that share a batch; None where each has batches of its own
 
@@ -142,11 +138,9 @@ class RunMesh:
 def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMesh:
     """Build the mesh over the default group, or return the equal one that was built before.
 
-    Every mesh has process groups of its own, which last as long as the default group: a process that fits often must
-    not pile them up. A collective over the world, with the same arguments and after the same earlier calls.
-
-    Tensor-parallel peers are neighbours, then context peers, then the shards of one replica. There is a dimension for
-    context peers only if there are any. ``timeout`` is for collectives on the mesh's groups.
+    A collective over the world. Every mesh has process groups of its own, which last as long as the default group: a
+    process that fits often must not pile them up. Tensor-parallel peers are neighbours, then context peers, then the
+    shards of one replica. ``timeout`` is for collectives on the mesh's groups.
     """
     kept = process_group.kept_with_world()
     if (device_type, sizes) not in kept:
@@ -189,16 +183,10 @@ def adopt_mesh(
 ) -> RunMesh:
     """Check a mesh that the caller built, and find the role of each dimension by its name.
 
-    A mesh has ``data_parallel_replicate`` and ``data_parallel_shard``, or one of them, or only ``data_parallel``, and
-    may have ``tensor_parallel``; :data:`NAMES` lists the other names of each. A 1-D mesh needs no names. Dimensions of
-    other names must have size 1. FSDP2 shards over the last data-parallel dimension; under DDP all of them replicate.
-    The mesh's groups keep their timeouts, and are neither destroyed nor aborted.
+    FSDP2 shards over the last data-parallel dimension; under DDP all of them replicate. The mesh's groups keep their
+    timeouts. A collective over the world where there are two data-parallel dimensions: flattening them makes a group.
 
-    A collective over the world where there are two data-parallel dimensions: flattening them makes a group.
-
-    Raises:
-        ValueError: If the mesh does not fit this run, or contradicts ``told``, the sizes that the user passed by
-            keyword; the message says what is valid.
+    ValueError says what is valid if the mesh does not fit this run, or contradicts ``told``, the sizes by keyword.
     """
     process_group.kept_with_world()
     if mesh.device_type != device_type:

@@ -77,9 +77,6 @@ def _first_number(*names: str, default: int = 0) -> int:
     return next((number for number in numbers if number is not None), default)
 
 
-# --- Joining ----------------------------------------------------------------------------------------------------------
-
-
 def parse_timeout(timeout: timedelta | float) -> timedelta:
     """Read a timeout given as ``timedelta`` or as minutes; TypeError for other types, ValueError unless positive."""
     if isinstance(timeout, bool) or not isinstance(timeout, (timedelta, int, float)):
@@ -104,25 +101,19 @@ def choose_backend(device: torch.device, requested: str | None, cpu_offload: boo
 
 
 def choose_device(backend: str, local_rank: int) -> torch.device:
-    """This process's device that ``backend`` communicates for: the CPU, the only accelerator, or one by local rank."""
-    if ":" in backend:
-        kinds = [pair.split(":")[0] for pair in backend.lower().split(",")]
-    else:
-        # Gloo can copy from an accelerator, but is for the CPU.
-        kinds = ["cpu"] if backend == "gloo" else dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
-    accelerators = [kind for kind in kinds if kind != "cpu"]
+    """The CPU for gloo alone, or without an accelerator; else the only accelerator, or one by local rank."""
     current = torch.accelerator.current_accelerator()
-    kind = current.type if current is not None and current.type in accelerators else None
-    if kind is None and (not accelerators or "cpu" in kinds):
+    # Gloo can copy from an accelerator, but is for the CPU.
+    if current is None or backend.lower() in ("gloo", "cpu:gloo"):
         return torch.device("cpu")
-    count = 0 if kind is None else torch.accelerator.device_count()
+    count = torch.accelerator.device_count()
     index = 0 if count == 1 else local_rank
-    if kind is None or index >= count:
+    if index >= count:
         raise ValueError(
-            f"Local rank {local_rank} has no {kind or accelerators[0]} device: this process sees {count}; start at "
-            f"most {count} processes on this machine, or choose backend='gloo' for the CPU."
+            f"Local rank {local_rank} has no {current.type} device: this process sees {count}; start at most {count}"
+            " processes on this machine, or choose backend='gloo' for the CPU."
         )
-    return torch.device(kind, index)
+    return torch.device(current.type, index)
 
 
 @dataclass(frozen=True)
@@ -190,10 +181,7 @@ def join_process_group(
     init_method: str | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Like :func:`initialize_distributed`, with rank, world size and address from Lightning's cluster environment.
-
-    ``check`` is called now and then meanwhile, and may raise.
-    """
+    """Like :func:`initialize_distributed`, by Lightning's cluster environment; ``check`` is called meanwhile."""
     lightning_internals.reset_seed()
     if dist.is_initialized():
         _use_existing(backend, device)
@@ -223,6 +211,9 @@ def _join(
 ) -> None:
     global _membership
     destroy_global_state()
+    # Groups made later inherit a bound device: gloo serves no accelerator but CUDA, and `init_device_mesh` would split
+    # a group whose backend may have no such thing.
+    binds = device is not None and device.type == "cuda" and dist.Backend.NCCL in backend.lower()
     store = join.meet(found, backend, timeout, check)
     try:
         dist.init_process_group(
@@ -231,7 +222,7 @@ def _join(
             rank=found.rank,
             world_size=found.world_size,
             timeout=timeout,
-            device_id=device if device is not None and is_bindable(backend, device) else None,
+            device_id=device if binds else None,
         )
     except BaseException:
         join.leave(found, store)
@@ -243,17 +234,6 @@ def _join(
     multiprocessing.util.Finalize(None, _leave, kwargs={"is_exiting": True}, exitpriority=BEFORE_CHILDREN_ARE_JOINED)
     if found.rank == 0:
         log.info("%d ranks have joined at %s (backend %s).", found.world_size, found.place, backend)
-
-
-def is_bindable(backend: str, device: torch.device) -> bool:
-    """Whether ``device`` communicates by NCCL, the one backend for which binding the group to a device pays."""
-    # Groups made later inherit a bound device: gloo serves no accelerator but CUDA, and `init_device_mesh` would split
-    # a group whose backend may have no such thing.
-    pairs = dict(pair.split(":") for pair in backend.lower().split(",")) if ":" in backend else {}
-    return device.type != "cpu" and pairs.get(device.type, backend.lower()) == dist.Backend.NCCL
-
-
-# --- Leaving ----------------------------------------------------------------------------------------------------------
 
 
 def kept_with_world() -> dict[object, Any]:
@@ -271,10 +251,7 @@ def kept_with_world() -> dict[object, Any]:
 
 
 def forget_world() -> None:
-    """Drop references to the default group and its meshes: a group that is referred to keeps threads and connections.
-
-    Also called after a failure, when they are unusable.
-    """
+    """Drop references to the default group and its meshes: a group that is referred to keeps threads and connections."""
     global _kept_for
     _kept_for = None
     _kept.clear()
@@ -283,11 +260,9 @@ def forget_world() -> None:
 def destroy_global_state(linger_s: float = join.LINGER_S) -> None:
     """Destroy the process group that this package made, subgroups first; nothing if it made none.
 
-    Not a collective, though every rank should call it. Safe to call twice, in an exception handler and at exit, where
-    it runs anyway. Threads and sockets of groups that the caller refers to remain.
-
-    Args:
-        linger_s: Seconds for which the rank that hosts the store waits for the others' last reads at most.
+    Not a collective, though every rank should call it: the one that hosts the store waits ``linger_s`` seconds at most
+    for the others' last reads. Safe to call twice, in an exception handler and at exit, where it runs anyway. Threads
+    and sockets of groups that the caller refers to remain.
     """
     _leave(linger_s)
 

@@ -20,8 +20,7 @@ class StopAgreement:
     pass its current step, and waits at the start of the next. Once all have promised, all stop one step after the
     farthest promised one, which none can have passed. Without a request no rank communicates or waits.
 
-    The key :data:`STOP` holds the request, ``rank|reason``. ``arrive`` posts a promised step below it; the last rank to
-    do so posts :data:`STEPS`, all promised steps.
+    :data:`STOP` holds the request, ``rank|reason``, and :data:`STEPS` all steps that ranks promised by ``arrive``.
     """
 
     def __init__(self, rank: int, arrive: Callable[[dist.Store, str], None]) -> None:

@@ -58,8 +58,8 @@ PLACE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 @pytest.mark.parametrize(
     ("environment", "parts"),
     [
-        ({"RANK": "1"}, ["RANK is 1, WORLD_SIZE is not set", "torchrun"]),
-        ({"WORLD_SIZE": "2"}, ["RANK is not set, WORLD_SIZE is 2", "torchrun"]),
+        ({"RANK": "1"}, ["RANK is 1 and WORLD_SIZE is None", "torchrun"]),
+        ({"WORLD_SIZE": "2"}, ["RANK is None and WORLD_SIZE is 2", "torchrun"]),
         ({"RANK": "0", "WORLD_SIZE": "2"}, ["MASTER_ADDR and MASTER_PORT", "has no address and no port"]),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}, ["has 10.0.0.1 and no port"]),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}, ["has no address and 29500"]),
@@ -85,14 +85,14 @@ def test_mistakes_in_the_environment(
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ({"init_method": "env://"}, "RANK is not set, WORLD_SIZE is not set"),
+        ({"init_method": "env://"}, "RANK is None and WORLD_SIZE is None"),
         ({"init_method": "tcp://10.0.0.1", "rank": 0, "world_size": 2}, "has 10.0.0.1 and no port"),
         ({"init_method": "tcp://10.0.0.1:70000", "rank": 0, "world_size": 2}, "0-65535"),
         ({"init_method": "tcp://10.0.0.1:1?rank=0&world_size=2"}, "pass rank= and world_size="),
         ({"init_method": "env://", "store": dist.HashStore()}, "not both"),
-        ({"store": dist.HashStore()}, "RANK is not set, WORLD_SIZE is not set"),
+        ({"store": dist.HashStore()}, "RANK is None and WORLD_SIZE is None"),
         ({"store": dist.HashStore(), "rank": 3, "world_size": 2}, "Rank 3 does not exist"),
-        ({"rank": 0}, "WORLD_SIZE is not set"),
+        ({"rank": 0}, "WORLD_SIZE is None"),
     ],
 )
 def test_mistakes_in_the_arguments(arguments: dict[str, Any], part: str) -> None:
