@@ -99,14 +99,15 @@ class RankFailure:
         ending = f": {self.message}" if self.message else ""
         if self.rank == LAUNCHER:
             return f"the launcher, {self.message}"
+        seen = f" was last seen in {self.where}" if self.where else ""
         said = {
-            PROCESS_ENDED: f" was last seen in {self.where}" if self.where else "",
-            MISSED_HEARTBEATS: f" missed heartbeats, last seen in {self.where}",
-            STUCK: f" is stuck in {self.where}",
-            KeyboardInterrupt.__name__: f" was interrupted in {self.where}",
+            PROCESS_ENDED: f"rank {self.rank} on {self.host}{seen}",
+            MISSED_HEARTBEATS: f"rank {self.rank} on {self.host} missed heartbeats, last seen in {self.where}",
+            STUCK: f"rank {self.rank} on {self.host} is stuck in {self.where}",
+            KeyboardInterrupt.__name__: f"rank {self.rank} on {self.host} was interrupted in {self.where}",
         }
-        what = said.get(self.error, f" failed in {self.where}: {self.error}")
-        return f"rank {self.rank} on {self.host}{what}{ending}"
+        failed = f"rank {self.rank} on {self.host} failed in {self.where}: {self.error}"
+        return said.get(self.error, failed) + ending
 
 
 class RankFailedError(RuntimeError):

@@ -251,7 +251,7 @@ def kept_with_world() -> dict[object, Any]:
 
 
 def forget_world() -> None:
-    """Drop references to the default group and its meshes: a group that is referred to keeps threads and connections."""
+    """Drop references to the default group and its meshes: a group that is referred to keeps its connections."""
     global _kept_for
     _kept_for = None
     _kept.clear()
