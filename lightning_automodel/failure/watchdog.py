@@ -250,7 +250,7 @@ class Watchdog:
             host_is_done = 0 in board.seen and board.seen[0].known.has_left
             if board.lost is not None and not host_is_done:
                 self._failure = board.lost
-            elif time.monotonic() - answered_at > board.timeout_s:
+            elif time.monotonic() - answered_at > (board.timeout_s if beats else self.timeout_s):  # connecting is slow
                 self._failure = board.lost_store("does not answer")
         self.stop.release()
         failure = self.failure
