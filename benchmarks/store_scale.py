@@ -29,7 +29,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed import board as board_module
 from lightning_automodel.distributed.failures import MISSED_HEARTBEATS, STUCK, RankFailure
 from lightning_automodel.failure import watchdog as watchdog_module
 from lightning_automodel.failure.watchdog import RUN, Watchdog
@@ -109,14 +108,15 @@ class Rank:
 
     def __init__(self, rank: int, size: int, world: World) -> None:
         self.rank, self.is_dead = rank, False
-        group = SimpleNamespace(WORLD=_Group(world.store))
-        played = SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: size, group=group, FileStore=())
-        real = board_module.dist
-        board_module.dist = watchdog_module.dist = played  # type: ignore[assignment]
+        played = SimpleNamespace(
+            get_rank=lambda: rank, get_world_size=lambda: size, group=SimpleNamespace(WORLD=_Group())
+        )
+        real = watchdog_module.dist, watchdog_module.connect_again
+        watchdog_module.dist, watchdog_module.connect_again = played, lambda *_: None  # type: ignore[assignment]
         try:
             self.watchdog = Watchdog(TIMEOUT, lambda: "training_step", raises_on_sigterm=False)
         finally:
-            board_module.dist = watchdog_module.dist = real  # type: ignore[assignment]
+            watchdog_module.dist, watchdog_module.connect_again = real
         self.board, self._store = self.watchdog.board, _Counting(world.store, world.counted)
         self.board.clock = lambda: world.now  # type: ignore[assignment]
         self.watchdog.training_step = 3
@@ -146,13 +146,7 @@ class Rank:
 
 
 class _Group:
-    """What the board asks of a process group."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-
-    def get_group_store(self) -> dist.Store:
-        return self._store
+    """A process group, to count the runs of."""
 
 
 class _Counting:

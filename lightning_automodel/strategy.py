@@ -37,9 +37,8 @@ from lightning_automodel.checkpoint import (
     whole,
 )
 from lightning_automodel.distributed import collectives, process_group
-from lightning_automodel.distributed.caller_mesh import adopt_mesh
 from lightning_automodel.distributed.first_rank import FirstRankPerNode
-from lightning_automodel.distributed.mesh import RunMesh, build_mesh, resolve_sizes
+from lightning_automodel.distributed.mesh import RunMesh, adopt_mesh, build_mesh, resolve_sizes
 from lightning_automodel.failure.supervisor import Supervisor, check_processes
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.gradients.windows import unwrap

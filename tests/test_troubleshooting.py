@@ -41,8 +41,6 @@ NOT_MESSAGES = {
     "undefined, but still allreduced by DDP": "torch's own message, which ours replaces",
     # Parts of messages whose whole is explained.
     "an import (…)": "of `lightning_automodel needs …`",
-    "nowhere (a single process)": "a place to join at",
-    "at … within … s: …; check that": "of `could not use the store`",
     "world size … and backend …": "of `give every rank the same WORLD_SIZE and backend`",
     "was told to save and requeue": "of `all ranks stop after this step`",
     "(… frozen since set-up, or not toggled)": "of `took no part in its last micro-batch`",

@@ -1,11 +1,11 @@
-"""The board between ranks: one record a rank in the process group's store, kept and read by one thread on each rank.
+"""The board between ranks: one record a rank in a store, kept and read by one thread on each rank.
 
 Below the board's prefix the store holds
 
-    record/<rank>       the newest :class:`Record` of a rank, which is also its heartbeat
-    <path>/verdict      the first failure of the run, or of one first-rank block
+    record/<rank>       the newest `Record` of a rank, which is also its heartbeat
+    <path>/verdict      the first failure of the run, of joining, or of one first-rank block
+    <path>/known        how many ranks know how that ended
     <at>/<rank>, <at>/arrived, <at>/result, <at>/lease    ranks that wait for each other, and which one reads for all
-    <path>/known        how many ranks know how the run or a block ended
 
 and, for a run, `lease` (`failure.watchdog`), `stop` and what lies below it (`failure.coordinated_stop`). With each
 heartbeat a rank writes its record and reads a few keys: two operations. Only one rank ever reads all records.
@@ -14,22 +14,22 @@ heartbeat a rank writes its record and reads a few keys: two operations. Only on
 import contextlib
 import json
 import logging
+import os
 import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import Future
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed import connections, rendezvous
-from lightning_automodel.distributed.failures import LAUNCHER, MISSED_HEARTBEATS, STUCK, RankFailedError, RankFailure
+from lightning_automodel.distributed import failures
+from lightning_automodel.distributed.failures import MISSED_HEARTBEATS, RankFailedError, RankFailure, Record, Sighting
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,13 +37,10 @@ T = TypeVar("T")
 BEAT_S = 0.25
 RANKS_PER_SECOND = 1000
 BEATS_IN_A_FILE = 40
-MISSED_BEATS = 8
 SHORTEST_PAUSE_S = 0.002
 LONGEST_PAUSE_S = 0.25
 JOIN_S = 1.0
 LINGER_S = 5.0
-LONGEST_GAP_S = 2.0
-LONGEST_LIST = 16
 NONE = b"-"
 
 
@@ -53,160 +50,104 @@ def pause_s(waited_s: float, num_ranks: int) -> float:
     return max(SHORTEST_PAUSE_S, share_s / 4, min(max(LONGEST_PAUSE_S, share_s), waited_s / 10))
 
 
-def list_ranks(ranks: Sequence[int], notes: Mapping[int, str] = MappingProxyType({})) -> str:
-    """The first of ``ranks``, each with its note, and how many more there are."""
-    more = f" and {len(ranks) - LONGEST_LIST} more" if len(ranks) > LONGEST_LIST else ""
-    return ", ".join(f"{rank}{notes.get(rank, '')}" for rank in ranks[:LONGEST_LIST]) + more
+def launcher_hosts_store() -> bool:
+    """Whether ``torchrun`` keeps the store at MASTER_ADDR and MASTER_PORT, so that no rank has to."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-class AwakeClock:
-    """Seconds that this process has been running; must be read at least every second or so.
-
-    A longer gap means that the process was suspended (SIGSTOP, a laptop's lid): ranks that were suspended together must
-    go on together.
-    """
-
-    def __init__(self) -> None:
-        self._asked_at = time.monotonic()
-        self._awake_s = 0.0
-
-    def __call__(self) -> float:
-        """Seconds since the clock was made."""
-        now = time.monotonic()
-        self._awake_s += min(now - self._asked_at, LONGEST_GAP_S)
-        self._asked_at = now
-        return self._awake_s
+def _bottom(store: dist.Store) -> dist.Store:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
-@dataclass(frozen=True)
-class Record:
-    """What a rank tells of itself."""
+def connect_again(prefix: str, timeout_s: float) -> Callable[[], dist.Store]:
+    """What opens another connection to the default group's store, for keys that begin with ``prefix``."""
+    world = dist.group.WORLD
+    assert world is not None
+    store = world.get_group_store()
 
-    beat: int = 0  # number of the heartbeat
-    host: str = "an unknown host"
-    where: str = "set-up"  # the hook or block that it is in
-    step: int = 0  # the newest training step that it began
-    position: str = ""  # lines of user code that its main thread is at, or that called the collective that failed
-    waits: bool = False  # whether the main thread is in a collective there
-    stood_s: float = 0.0  # for how long it has been there
-    has_failed: bool = False  # whether its collective failed, so that it waits for the verdict
-    has_ended: bool = False  # whether it has come to the end of its run, where it waits for the others
-    has_left: bool = False  # whether it needs the board no more
+    def connect() -> dist.Store:
+        bottom = _bottom(store)
+        if isinstance(bottom, dist.TCPStore):
+            # Raises at once if the host is gone; a client would retry for the whole timeout and more.
+            socket.create_connection((bottom.host, bottom.port), timeout=timeout_s).close()
+        connection = store.clone()  # type: ignore[attr-defined]
+        connection.set_timeout(timedelta(seconds=timeout_s))
+        return dist.PrefixStore(prefix, connection)
 
-
-@dataclass(frozen=True)
-class Sighting:
-    """What a reader has seen of a rank."""
-
-    record: Record | None  # its newest one; None if it has written none
-    changed_at: float  # when the reader first saw that, on the reader's clock
-    missed: int = 0  # how often the reader has found it unchanged since
-    beats: int = 0  # how many records the reader has seen after the first
-    busy: int = 0  # how many of them in a row, up to the newest, showed the rank outside of a collective
-    gap_s: float = 0.0  # the longest time between two of them
-
-    def then(self, record: Record | None, now: float) -> "Sighting":
-        """What is seen after ``record`` was read."""
-        if record is None or record == self.record:
-            return replace(self, missed=self.missed + 1)
-        busy = 0 if record.waits or record.has_failed or record.has_ended else self.busy + 1
-        gap_s = max(self.gap_s, now - self.changed_at)
-        return Sighting(record, now, 0, self.beats + 1, busy, gap_s)
-
-    @property
-    def known(self) -> Record:
-        """The record, or one that says that nothing is known."""
-        return self.record or Record()
-
-    def is_silent(self, now: float, limit_s: float) -> bool:
-        """Whether the rank has sent no heartbeat for ``limit_s`` seconds, nor for several of the reader's."""
-        # Where the machine is so busy that the reader itself hardly gets its turn, seconds say little.
-        has_missed = self.missed >= MISSED_BEATS and now - self.changed_at > limit_s
-        return has_missed and not self.known.has_ended
+    return connect
 
 
 class Board:
-    """A connection to the store of the default group, and the one thread that uses it; :meth:`close` ends both.
+    """A connection to a store, and the one thread that uses it; :meth:`close` ends both.
 
     Only the thread uses the connection: a call to a store whose host is stopped may block forever, and a ``TCPStore``
     client is blocked for all threads while one of them waits in it. The thread also reads verdicts ahead, since the
     store may be gone by the time that the rank asks for them.
 
     Args:
-        prefix: Prefix of all keys; the same on all ranks of the board.
+        rank: This rank.
+        connect: Called by the thread: opens the connection, with the same prefix of keys on all ranks.
         path: Where a silent rank is posted; further paths may be added to ``verdicts``.
         members: Ranks that use the board. Each watches the one before it that has not ended.
         timeout_s: How long the store, or a rank, may be silent.
         describe: Returns what this rank's record is to say; called by the thread.
         keys: Keys that are read with each heartbeat.
         exchange: Called by the thread after each heartbeat, with the values of ``keys``.
-
-    Attributes:
-        interval_s: Seconds between two heartbeats.
-        own: The newest record of this rank; ``beats`` is how many it has written.
-        is_open: Set once the store has answered.
-        has_ended: Set once the thread has ended.
-        is_decided: Set once a failure was read at ``path``, or the thread has ended.
-        verdicts: For each path that this rank reads, the failure that was posted there, or None.
-        watched: A rank whose record is read with each heartbeat, beside the neighbour's.
-        seen: What was seen of other ranks, as far as their records were read.
-        lost: Why the store cannot be used any more, or None.
+        check: Called now and then while this rank waits; may raise.
     """
 
     def __init__(
         self,
-        prefix: str,
+        rank: int,
+        connect: Callable[[], dist.Store],
         path: str,
         members: Sequence[int],
         timeout_s: float,
         describe: Callable[[], Mapping[str, Any]],
         keys: Sequence[str] = (),
         exchange: Callable[[dist.Store, Sequence[bytes]], None] = lambda store, values: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        world = dist.group.WORLD
-        assert world is not None
-        self.rank, self.host, self.members = dist.get_rank(), socket.gethostname(), list(members)
+        self.rank, self.host, self.members = rank, socket.gethostname(), list(members)
         self.path, self.timeout_s = path, timeout_s
-        self._describe, self._keys, self._exchange = describe, list(keys), exchange
-        self._prefix, self._group_store = prefix, world.get_group_store()
-        # A file keeps all that was ever written to it, so heartbeats in one are rare.
-        in_a_file = isinstance(connections.bottom_store(self._group_store), dist.FileStore)
-        seldom_s = max(len(members) / RANKS_PER_SECOND, timeout_s / BEATS_IN_A_FILE if in_a_file else 0.0)
-        self.interval_s = min(max(BEAT_S, seldom_s), timeout_s / MISSED_BEATS)
-        self.beats, self.own = 0, Record(host=self.host)
-        self.is_open, self.has_ended, self.is_decided = threading.Event(), threading.Event(), threading.Event()
-        self.watched = self.rank
-        self.seen: dict[int, Sighting] = {}
-        self.lost: RankFailure | None = None
-        self.verdicts: dict[str, RankFailure | None] = {path: None}
-        self.clock = AwakeClock()
+        self._connect, self._describe, self._keys, self._exchange = connect, describe, list(keys), exchange
+        self._check = check
+        self.interval_s = min(max(BEAT_S, len(members) / RANKS_PER_SECOND), timeout_s / failures.MISSED_BEATS)
+        self.beats, self.own = 0, Record(host=self.host)  # how many records it has written, and the newest
+        self.is_open = threading.Event()  # once the store has answered
+        self.watched = self.rank  # whose record is read with each heartbeat, beside the neighbour's
+        self.seen: dict[int, Sighting] = {}  # other ranks, as far as their records were read
+        self.lost: RankFailure | None = None  # why the store cannot be used any more
+        self.verdicts: dict[str, RankFailure | None] = {path: None}  # what was posted at each path that is read
+        self.clock: Callable[[], float] = time.monotonic
         self._existing: set[str] = set()
         self._calls: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="lightning_automodel board", daemon=True)
+        self.thread = threading.Thread(target=self._serve, name="lightning_automodel board", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Not a collective."""
-        self._thread.start()
+        """Start the thread."""
+        self.thread.start()
 
     def close(self) -> None:
         """Write that this rank has left, unless the run failed, and end the thread, unless it is stuck."""
         self._calls.put(None)
-        self._thread.join(JOIN_S + 2 * self.interval_s)
-
-    # --- Waiting ------------------------------------------------------------------------------------------------------
+        self.thread.join(JOIN_S + 2 * self.interval_s)
 
     def call(self, function: Callable[[dist.Store], T], patience_s: float = float("inf")) -> T:
-        """Run ``function`` on the thread and return its result. The function must not wait for a key.
+        """Run ``function``, which must not wait for a key, on the thread, and return its result.
 
         Raises:
             RankFailedError: If the store is lost, or silent for the timeout or for ``patience_s`` seconds.
         """
         answer: Future[T] = Future()
         self._calls.put((function, answer))
-        clock, patience_s = AwakeClock(), min(patience_s, self.timeout_s)
-        while self.lost is None and not self.has_ended.is_set() and clock() <= patience_s:
-            # In short waits, so that the clock can tell a silent store from a process that was suspended.
-            with contextlib.suppress(TimeoutError, CancelledError):
+        patience_s = min(patience_s, self.timeout_s)
+        give_up_at = time.monotonic() + patience_s
+        while self.lost is None and self.thread.is_alive() and time.monotonic() <= give_up_at:
+            self._check()
+            with contextlib.suppress(TimeoutError):
                 return answer.result(min(patience_s, LONGEST_PAUSE_S))
         if self.lost is None:
             self.lost = self.lost_store(f"has not answered for {patience_s:g} s")
@@ -214,14 +155,12 @@ class Board:
         raise RankFailedError(next((failure for failure in self.verdicts.values() if failure), self.lost))
 
     def wait_for(self, key: str, path: str, limit_s: float, explain: Callable[[float], None]) -> bytes:
-        """Wait for the value of ``key``.
-
-        After ``limit_s`` seconds it calls ``explain`` now and then, with the seconds waited, which raises why.
+        """Wait for the value of ``key``; after ``limit_s`` seconds ``explain`` is called now and then, to raise why.
 
         Raises:
             RankFailedError: If a failure was posted at ``path`` or for the whole board, or the store is lost.
         """
-        clock, late_s = AwakeClock(), limit_s
+        began_at, late_s = time.monotonic(), limit_s
         while True:
             (value,) = self.call(lambda store: self.read(store, [key]))
             for failure in (self.verdicts.get(path), self.verdicts[self.path]):
@@ -229,23 +168,15 @@ class Board:
                     raise RankFailedError(failure)
             if value != NONE:
                 return value
-            if (waited_s := clock()) > late_s:
+            if (waited_s := time.monotonic() - began_at) > late_s:
                 late_s += LINGER_S
                 explain(waited_s)
             time.sleep(pause_s(waited_s, len(self.members)))
 
-    def gather(
-        self,
-        at: str,
-        ranks: Sequence[int],
-        value: str,
-        path: str,
-        limit_s: float,
-        explain: Callable[[float], None] | None = None,
-    ) -> list[str]:
+    def gather(self, at: str, ranks: Sequence[int], value: str, path: str, limit_s: float) -> list[str]:
         """Wait like :meth:`wait_for` until all of ``ranks`` have posted below ``at``; returns all their values."""
         self.call(lambda store: self.arrive(store, at, ranks, value))
-        explain = explain or partial(self.explain_missing, at, ranks)
+        explain = partial(self.explain_missing, at, ranks)
         return list(json.loads(self.wait_for(f"{at}/result", path, limit_s, explain)))
 
     def explain_missing(self, at: str, ranks: Sequence[int], waited_s: float) -> None:
@@ -255,7 +186,8 @@ class Board:
 
     def conclude(self, path: str, num_ranks: int, limit_s: float = LINGER_S) -> None:
         """Note that this rank knows how ``path`` ended. Rank 0, the store's host, waits until ``num_ranks`` know."""
-        clock, limit_s = AwakeClock(), min(limit_s, self.timeout_s)
+        limit_s = min(limit_s, self.timeout_s)
+        began_at = time.monotonic()
 
         def acknowledge(store: dist.Store) -> None:
             self.read(store)
@@ -264,10 +196,10 @@ class Board:
 
         with contextlib.suppress(RankFailedError):
             self.call(acknowledge, limit_s)
-            if self.rank != 0:
-                return
-            while clock() < limit_s and self.call(lambda store: store.add(f"{path}/known", 0), limit_s) < num_ranks:
-                time.sleep(pause_s(clock(), num_ranks))
+            while self.rank == 0 and (waited_s := time.monotonic() - began_at) < limit_s:
+                if self.call(lambda store: store.add(f"{path}/known", 0), limit_s) >= num_ranks:
+                    return
+                time.sleep(pause_s(waited_s, num_ranks))
 
     # --- For functions that the thread runs ---------------------------------------------------------------------------
 
@@ -276,13 +208,10 @@ class Board:
         # Another thread may add a path meanwhile.
         paths = [path for path, verdict in list(self.verdicts.items()) if verdict is None]
         wanted = [*(f"{path}/verdict" for path in paths), *keys]
-        self._make(store, wanted)
-        values = store.multi_get(wanted) if wanted else []
+        values = self._values(store, wanted) if wanted else []
         for path, value in zip(paths, values, strict=False):
             if value != NONE:
                 self.verdicts[path] = RankFailure.from_bytes(value)
-                if path == self.path:
-                    self.is_decided.set()
                 store.add(f"{path}/known", 1)
         return values[len(paths) :]
 
@@ -295,13 +224,13 @@ class Board:
 
     def post(self, store: dist.Store, path: str, failure: RankFailure) -> RankFailure:
         """Post ``failure`` at ``path`` unless there is one already; returns the first one."""
-        self._make(store, [f"{path}/verdict"])
+        self._values(store, [f"{path}/verdict"])
         posted = store.compare_set(f"{path}/verdict", NONE.decode(), failure.to_bytes().decode())
         return RankFailure.from_bytes(posted)
 
     def beat(self, store: dist.Store) -> None:
         """Write this rank's record, and read what other ranks have to say to it."""
-        self.write(store)
+        self._write(store)
         neighbour = self._neighbour()
         # All read rank 0's, which may hold the store: if that is lost, it has to be named.
         ranks = sorted({neighbour, 0, self.watched} & set(self.members) - {self.rank})
@@ -312,29 +241,36 @@ class Board:
         if neighbour != self.rank and self.seen[neighbour].record:
             seen, now = self.seen[neighbour], self.clock()
             if seen.is_silent(now, self.timeout_s):
-                silent = missed_heartbeats(neighbour, seen.known, self.rank, now - seen.changed_at)
+                silent = failures.missed_heartbeats(neighbour, seen.known, self.rank, now - seen.changed_at)
                 self.post(store, self.path, silent)
         self.is_open.set()
 
-    def write(self, store: dist.Store, **changes: Any) -> None:
-        """Write this rank's record, with ``changes``."""
+    def read_records(self, store: dist.Store, ranks: Sequence[int], seen: dict[int, Sighting]) -> None:
+        """Add the records of ``ranks`` to what was ``seen``."""
+        self._see(seen, ranks, self._values(store, [f"record/{rank}" for rank in ranks]))
+
+    def lost_store(self, what: str) -> RankFailure:
+        """The failure to report if the store does not answer: of the process that holds it."""
+        message = f"which holds the store of the process group, {what}"
+        if launcher_hosts_store():
+            return RankFailure(failures.LAUNCHER, self.host, "", MISSED_HEARTBEATS, message)
+        known = self.seen[0].known if 0 in self.seen else Record()
+        return RankFailure(0, known.host, known.where, MISSED_HEARTBEATS, f"its process, {message}")
+
+    def _write(self, store: dist.Store, **changes: Any) -> None:
         self.own = Record(self.beats, self.host, **{**self._describe(), **changes})
         store.set(f"record/{self.rank}", json.dumps(asdict(self.own)))
         self.beats += 1
 
-    def read_records(self, store: dist.Store, ranks: Sequence[int], seen: dict[int, Sighting]) -> None:
-        """Add the records of ``ranks`` to what was ``seen``."""
-        keys = [f"record/{rank}" for rank in ranks]
-        self._make(store, keys)
-        self._see(seen, ranks, store.multi_get(keys))
-
-    def _make(self, store: dist.Store, keys: Sequence[str]) -> None:
-        """Let all ``keys`` exist: reading a missing one would wait for it."""
+    def _values(self, store: dist.Store, keys: Sequence[str]) -> Sequence[bytes]:
+        """The values of ``keys``, which are made first: reading a missing one would wait for it."""
         if new := [key for key in keys if key not in self._existing]:
             if not store.check(new):
                 for key in new:
                     store.compare_set(key, "", NONE.decode())
             self._existing.update(new)
+        values: Sequence[bytes] = store.multi_get(list(keys))
+        return values
 
     def _see(self, seen: dict[int, Sighting], ranks: Sequence[int], values: Sequence[bytes]) -> None:
         now = self.clock()
@@ -359,32 +295,26 @@ class Board:
         missing = [rank for rank, key in keys.items() if not store.check([key]) or store.get(key) == NONE]
         if not missing:
             return None
-        self.read_records(store, missing[:LONGEST_LIST], self.seen)
-        known = {rank: self.seen[rank].known for rank in missing[:LONGEST_LIST]}
-        listed = list_ranks(missing, {rank: f" ({record.host}, in {record.where})" for rank, record in known.items()})
+        self.read_records(store, missing[: failures.LONGEST_LIST], self.seen)
+        known = {rank: self.seen[rank].known for rank in missing[: failures.LONGEST_LIST]}
+        listed = failures.list_ranks(
+            missing, {rank: f" ({record.host}, in {record.where})" for rank, record in known.items()}
+        )
         rank, first = missing[0], self.seen[missing[0]]
         is_alive = first.record is not None and not first.is_silent(self.clock(), self.timeout_s)
         why = "alive, but did not arrive" if is_alive else "stopped, dead, cut off, or not arrived yet"
         message = f"rank {self.rank} waited {waited_s:.1f} s for ranks {listed}: {why}"
         where = first.known.where if first.record else f"code before {self.own.where}"
-        return RankFailure(rank, first.known.host, where, STUCK if is_alive else MISSED_HEARTBEATS, message)
-
-    def lost_store(self, what: str) -> RankFailure:
-        """The failure to report if the store does not answer: of the process that holds it."""
-        message = f"which holds the store of the process group, {what}"
-        if rendezvous.launcher_hosts_store():
-            return RankFailure(LAUNCHER, self.host, "", MISSED_HEARTBEATS, message)
-        known = self.seen[0].known if 0 in self.seen else Record()
-        return RankFailure(0, known.host, known.where, MISSED_HEARTBEATS, f"its process, {message}")
-
-    # --- The thread ---------------------------------------------------------------------------------------------------
+        return RankFailure(rank, first.known.host, where, failures.STUCK if is_alive else MISSED_HEARTBEATS, message)
 
     def _serve(self) -> None:
         try:
             store = self._connect()
+            if isinstance(_bottom(store), dist.FileStore):
+                # A file keeps all that was ever written to it.
+                self.interval_s = max(self.interval_s, self.timeout_s / BEATS_IN_A_FILE)
             next_beat_at = time.monotonic()
             while True:
-                self.clock()
                 if time.monotonic() >= next_beat_at:
                     self.beat(store)
                     next_beat_at = time.monotonic() + self.interval_s
@@ -396,29 +326,9 @@ class Board:
                     function, answer = call
                     answer.set_result(function(store))
             if self.verdicts.get(self.path) is None:
-                self.write(store, has_ended=True, has_left=True)
+                self._write(store, has_ended=True, has_left=True)
         except Exception as error:
             if not isinstance(error, (dist.DistError, OSError)):
                 log.exception("The board between ranks has failed.")
             first_line = next(iter(str(error).splitlines()), "")
             self.lost = self.lost or self.lost_store(f"ended or is out of reach ({type(error).__name__}: {first_line})")
-        finally:
-            self.has_ended.set()
-            self.is_decided.set()
-            while not self._calls.empty():
-                if (call := self._calls.get()) is not None:
-                    call[1].cancel()
-
-    def _connect(self) -> dist.Store:
-        if (address := connections.store_address(self._group_store)) is not None:
-            # Raises at once if the host is gone; a client would retry for the whole timeout and more.
-            socket.create_connection(address, timeout=self.timeout_s).close()
-        store = self._group_store.clone()  # type: ignore[attr-defined]
-        store.set_timeout(timedelta(seconds=self.timeout_s))
-        return dist.PrefixStore(self._prefix, store)
-
-
-def missed_heartbeats(rank: int, record: Record, reader: int, silent_s: float, more: str = "") -> RankFailure:
-    """The failure to report for a rank of which ``reader`` has heard nothing for ``silent_s`` seconds."""
-    message = f"rank {reader} has heard nothing of it{more} for {silent_s:.1f} s: stopped, killed or cut off"
-    return RankFailure(rank, record.host, record.where, MISSED_HEARTBEATS, message)

@@ -1,7 +1,6 @@
 """Collectives outside the training step: barriers, object broadcasts, reductions."""
 
 import logging
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,19 +18,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-process_group.at_leaving(_host_groups.clear)
-
 
 def barrier_and_log(message: str = "", *, string: str = "") -> None:
-    """Wait for every rank, then log ``message`` on rank 0.
+    """Wait for every rank, then log ``message``, at level INFO, on rank 0; ``string`` is NeMo Automodel's name for it.
 
-    A collective on the default group: every rank must call it. If a rank does not call it, the others raise when the
-    group's timeout ends. Without an initialised process group it only logs.
-
-    Args:
-        message: What rank 0 logs, at level INFO, once every rank has arrived.
-        string: NeMo Automodel's name for ``message``.
+    A collective on the default group. If a rank does not call it, the others raise when the group's timeout ends.
+    Without an initialised process group it only logs.
     """
     if group_size() > 1:
         dist.barrier()
@@ -42,10 +34,7 @@ def barrier_and_log(message: str = "", *, string: str = "") -> None:
 def named_barrier(name: str, timeout: timedelta) -> None:
     """Wait for every rank of the default group, if there is one. A collective, on the host and not the device.
 
-    If a rank does not call it, the others raise when the timeout ends; rank 0's error names the missing ranks.
-
-    Raises:
-        RuntimeError: If ranks are missing, or one failed meanwhile.
+    If a rank does not call it, the others raise RuntimeError when the timeout ends; rank 0's names the missing ranks.
     """
     if group_size() == 1:
         return
@@ -59,19 +48,18 @@ def named_barrier(name: str, timeout: timedelta) -> None:
 
 
 def host_group(timeout: timedelta) -> dist.ProcessGroup:
-    """The default group if its backend is gloo, else a separate gloo group.
-
-    The first call after joining is a collective over the world. With TORCH_DISTRIBUTED_DEBUG=DETAIL it is always a
-    separate group: a monitored barrier counts as more operations on rank 0 than on the others, so that with more than
-    two ranks the group's next collective would be refused for its sequence number (torch 2.13).
-    """
+    """The default group if its backend is gloo, else a separate one: the first call is a collective over the world."""
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL always a separate one: a monitored barrier counts as more operations on rank 0
+    # than on the others, and the group's next collective would be refused for its sequence number (torch 2.13).
     world = dist.group.WORLD
     assert world is not None
     if dist.get_backend() == dist.Backend.GLOO and dist.get_debug_level() != dist.DebugLevel.DETAIL:
         return world
-    if world not in _host_groups:
-        _host_groups[world] = new_host_group(timeout)
-    return _host_groups[world]
+    kept = process_group.kept_with_world()
+    if "host" not in kept:
+        kept["host"] = new_host_group(timeout)
+    group: dist.ProcessGroup = kept["host"]
+    return group
 
 
 def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
@@ -117,21 +105,15 @@ def log_full(log: Callable[..., None], name: str, value: Any, *args: Any, **kwar
 def reduce_tensor(
     tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.ReduceOp | str | None, device: torch.device
 ) -> Tensor:
-    """Reduce ``tensor`` over ``group`` into a new tensor. A collective on the group: one all-reduce.
-
-    ``reduce_op`` is ``"mean"``, ``"avg"``, ``"sum"`` or a ``ReduceOp``; the mean of integers is taken in float64. The
-    group's backend must support ``device``; the result is on the device of ``tensor``.
-    """
-    op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
-    averages = is_mean(op)
+    """Reduce ``tensor`` over ``group`` into a new one; a collective. The mean of integers is taken in float64."""
     reduced = tensor.detach().to(device, copy=True).contiguous()
-    if averages and not reduced.is_floating_point():
-        reduced = reduced.double()
-    if isinstance(op, str) and not averages:
-        op = getattr(dist.ReduceOp, op.upper())
-    dist.all_reduce(reduced, op=dist.ReduceOp.SUM if averages else op, group=group)
-    if averages:
+    if is_mean(reduce_op):
+        reduced = reduced if reduced.is_floating_point() else reduced.double()
+        dist.all_reduce(reduced, group=group)
         reduced /= group.size()
+    else:
+        op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+        dist.all_reduce(reduced, op=op, group=group)
     return reduced.to(tensor.device)
 
 

@@ -1,12 +1,16 @@
-"""What one rank reports of its failure, and how that is written to the process group's store for the other ranks."""
+"""What ranks tell of themselves and of their failures, and what others see of that."""
 
 import json
 import socket
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 
 import torch.distributed as dist
 
 MAX_MESSAGE_CHARACTERS = 4000
+MISSED_BEATS = 8
+LONGEST_LIST = 16
 LAUNCHER = -1
 PROCESS_ENDED = "process ended"
 MISSED_HEARTBEATS = "missed heartbeats"
@@ -20,23 +24,66 @@ COMMUNICATION = ("gloo", "NCCL", "XCCL", "monitoredBarrier")
 
 
 @dataclass(frozen=True)
-class RankFailure:
-    """What went wrong on one rank, as every other rank reports it.
+class Record:
+    """What a rank tells of itself."""
 
-    ``error`` is the type of an exception; ``PROCESS_ENDED`` if another process saw this one end; ``MISSED_HEARTBEATS``;
-    or ``STUCK`` for a rank that is alive but does not go on.
-    """
+    beat: int = 0  # number of the heartbeat
+    host: str = "an unknown host"
+    where: str = "set-up"  # the hook or block that it is in
+    step: int = 0  # the newest training step that it began
+    position: str = ""  # lines of user code that its main thread is at, or that called the collective that failed
+    waits: bool = False  # whether the main thread is in a collective there
+    stood_s: float = 0.0  # for how long it has been there
+    has_failed: bool = False  # whether its collective failed, so that it waits for the verdict
+    has_ended: bool = False  # whether it has come to the end of its run, where it waits for the others
+    has_left: bool = False  # whether it needs the board no more
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What a reader has seen of a rank."""
+
+    record: Record | None  # its newest one; None if it has written none
+    changed_at: float  # when the reader first saw that, on the reader's clock
+    missed: int = 0  # how often the reader has found it unchanged since
+    beats: int = 0  # how many records the reader has seen after the first
+    busy: int = 0  # how many of them in a row, up to the newest, showed the rank outside of a collective
+    gap_s: float = 0.0  # the longest time between two of them
+
+    def then(self, record: Record | None, now: float) -> "Sighting":
+        """What is seen after ``record`` was read."""
+        if record is None or record == self.record:
+            return replace(self, missed=self.missed + 1)
+        busy = 0 if record.waits or record.has_failed or record.has_ended else self.busy + 1
+        gap_s = max(self.gap_s, now - self.changed_at)
+        return Sighting(record, now, 0, self.beats + 1, busy, gap_s)
+
+    @property
+    def known(self) -> Record:
+        """The record, or one that says that nothing is known."""
+        return self.record or Record()
+
+    def is_silent(self, now: float, limit_s: float) -> bool:
+        """Whether the rank has sent no heartbeat for ``limit_s`` seconds, nor for several of the reader's."""
+        # Where the machine is so busy that the reader itself hardly gets its turn, seconds say little.
+        has_missed = self.missed >= MISSED_BEATS and now - self.changed_at > limit_s
+        return has_missed and not self.known.has_ended
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """What went wrong on one rank, as every other rank reports it."""
 
     rank: int  # in the default group; LAUNCHER for the process that started the ranks
     host: str
     where: str  # the hook or block that the rank was in
-    error: str
+    error: str  # the type of an exception, PROCESS_ENDED (another process saw it end), MISSED_HEARTBEATS or STUCK
     message: str  # that of the exception, cut after some thousand characters
 
     @classmethod
     def from_exception(cls, exception: BaseException, rank: int, where: str) -> "RankFailure":
         """Describe ``exception``, which this process, rank ``rank``, raised in ``where``."""
-        message = f"exit status {exception.code}" if isinstance(exception, SystemExit) else _text(exception)
+        message = f"exit status {exception.code}" if isinstance(exception, SystemExit) else str(exception)
         return cls(rank, socket.gethostname(), where, type(exception).__name__, message[:MAX_MESSAGE_CHARACTERS])
 
     @classmethod
@@ -52,24 +99,19 @@ class RankFailure:
         ending = f": {self.message}" if self.message else ""
         if self.rank == LAUNCHER:
             return f"the launcher, {self.message}"
-        if self.error == PROCESS_ENDED:
-            seen = f" was last seen in {self.where}" if self.where else ""
-            return f"rank {self.rank} on {self.host}{seen}{ending}"
-        if self.error == MISSED_HEARTBEATS:
-            return f"rank {self.rank} on {self.host} missed heartbeats, last seen in {self.where}{ending}"
-        if self.error == STUCK:
-            return f"rank {self.rank} on {self.host} is stuck in {self.where}{ending}"
-        if self.error == KeyboardInterrupt.__name__:
-            return f"rank {self.rank} on {self.host} was interrupted in {self.where}"
-        return f"rank {self.rank} on {self.host} failed in {self.where}: {self.error}{ending}"
+        seen = f" was last seen in {self.where}" if self.where else ""
+        said = {
+            PROCESS_ENDED: f"rank {self.rank} on {self.host}{seen}",
+            MISSED_HEARTBEATS: f"rank {self.rank} on {self.host} missed heartbeats, last seen in {self.where}",
+            STUCK: f"rank {self.rank} on {self.host} is stuck in {self.where}",
+            KeyboardInterrupt.__name__: f"rank {self.rank} on {self.host} was interrupted in {self.where}",
+        }
+        failed = f"rank {self.rank} on {self.host} failed in {self.where}: {self.error}"
+        return said.get(self.error, failed) + ending
 
 
 class RankFailedError(RuntimeError):
-    """Raised on every rank that has to stop because another rank failed.
-
-    Attributes:
-        failure: What happened, and where.
-    """
+    """Raised on every rank that has to stop because another rank failed; ``failure`` says where, and how."""
 
     def __init__(self, failure: RankFailure) -> None:
         super().__init__(str(failure))
@@ -92,15 +134,19 @@ def is_communication_error(exception: BaseException) -> bool:
         seen.add(id(current))
         if isinstance(current, dist.DistError):
             return True
-        if isinstance(current, RuntimeError) and any(name in _text(current) for name in COMMUNICATION):
+        if isinstance(current, RuntimeError) and any(name in str(current) for name in COMMUNICATION):
             return True
         current = current.__cause__ or current.__context__
     return False
 
 
-def _text(exception: BaseException) -> str:
-    # An exception whose own `__str__` raises must reach the other ranks all the same.
-    try:
-        return str(exception)
-    except Exception as error:
-        return f"(its __str__ raised {type(error).__name__})"
+def list_ranks(ranks: Sequence[int], notes: Mapping[int, str] = MappingProxyType({})) -> str:
+    """The first of ``ranks``, each with its note, and how many more there are."""
+    more = f" and {len(ranks) - LONGEST_LIST} more" if len(ranks) > LONGEST_LIST else ""
+    return ", ".join(f"{rank}{notes.get(rank, '')}" for rank in ranks[:LONGEST_LIST]) + more
+
+
+def missed_heartbeats(rank: int, record: Record, reader: int, silent_s: float, more: str = "") -> RankFailure:
+    """The failure to report for a rank of which ``reader`` has heard nothing for ``silent_s`` seconds."""
+    message = f"rank {reader} has heard nothing of it{more} for {silent_s:.1f} s: stopped, killed or cut off"
+    return RankFailure(rank, record.host, record.where, MISSED_HEARTBEATS, message)

@@ -1,18 +1,13 @@
 """First-rank blocks: the first rank of each node runs a block before the others, and a failure reaches every rank.
 
-The ranks communicate through the board: no group is made and no collective is called, so nothing is created late and
-no collective's timeout applies. Within a run it is the run's board, else one made for the block. Below
-``first_rank/<group>/<number of the block>`` the store holds
-
-    node/...          the node of each rank
-    left/...          the ranks that left the block without an error, for which others wait at the entry
-    verdict, known    the first failure that left the block, and how many ranks know of it or of the good end
+The ranks communicate through the board, the run's or one made for the block: no collective's timeout applies. Below
+``first_rank/<group>/<number of the block>`` the store holds `node/...`, the node of each rank; `left/...`, the ranks
+that left the block without an error, for which others wait at the entry; and how it ended.
 """
 
 import contextlib
 import os
 import socket
-import threading
 import weakref
 from contextlib import ContextDecorator
 from datetime import timedelta
@@ -22,10 +17,9 @@ from typing import Literal, get_args
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed import process_group, rendezvous
-from lightning_automodel.distributed.board import LINGER_S, Board
+from lightning_automodel.distributed import join, process_group
+from lightning_automodel.distributed.board import LINGER_S, Board, connect_again
 from lightning_automodel.distributed.failures import RankFailedError, failure_of
-from lightning_automodel.distributed.process_group import parse_timeout
 
 Scope = Literal["node", "global"]
 
@@ -37,8 +31,8 @@ class FirstRankPerNode(ContextDecorator):
     """Run a block on the first rank of each node, then on its other ranks, which find the work done.
 
     A context manager and a decorator. ``with ... as is_first`` tells whether this rank goes first. One object serves
-    any number of blocks. All ranks of the group must enter the same blocks in the same order, from one thread. Ranks
-    outside the group take no part. It calls no collective.
+    any number of blocks. All ranks of the group must enter the same blocks in the same order, from one thread; others
+    take no part. It calls no collective.
 
     A block starts when all ranks have entered it, and ends when it has ended on all ranks. An exception leaves the
     block unchanged on the rank that raised it. Every other rank raises ``RankFailedError``: at the entry, without
@@ -54,10 +48,6 @@ class FirstRankPerNode(ContextDecorator):
             the group, ``"global"`` (for a shared file system).
         timeout: Within which all ranks must enter a block, and how long a rank that others wait for may miss
             heartbeats: a ``timedelta`` or minutes. It does not limit the work, for which the others wait up to a day.
-
-    Raises:
-        ValueError: If ``scope`` is neither value, ``timeout`` is not positive, or this rank is not in ``group``.
-        TypeError: If ``group`` is not a process group, or ``timeout`` neither a ``timedelta`` nor a number.
     """
 
     def __init__(
@@ -69,33 +59,38 @@ class FirstRankPerNode(ContextDecorator):
     ) -> None:
         if scope not in get_args(Scope):
             raise ValueError(f"scope must be 'node' or 'global', got {scope!r}.")
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise ValueError(f"group must be None or a ProcessGroup that this rank is in, got {group!r}.")
         self._scope = scope
-        self._timeout = parse_timeout(timeout)
+        self._timeout = process_group.parse_timeout(timeout)
         # Weak: a decorated function lives as long as its module, and must not keep a destroyed group's connections.
-        self._group = None if group is None else weakref.ref(_checked(group))
+        self._group = None if group is None else weakref.ref(group)
 
     def __enter__(self) -> bool:
-        """Wait until this rank may run the block.
-
-        Returns:
-            Whether this rank is the first of its node, or of the group for scope ``"global"``.
+        """Wait until this rank may run the block, and return whether it goes first.
 
         Raises:
-            RankFailedError: If another rank failed, a rank that is waited for was silent, or the store was lost.
-            RuntimeError: If ranks did not join the group that is made from the environment: the message names ranks,
-                address and waiting time.
+            RankFailedError: If another rank failed, did not join, or was silent, or the store was lost.
             ValueError: If the group was destroyed, or the block around this one has another group or scope.
         """
-        stack = _active_blocks()
-        outer = next((block for block in stack if block is not None), None)
-        block = None if outer is not None and self._is_part_of(outer) else self._open()
-        stack.append(block)
+        outer = next((block for block in _active if block is not None), None)
+        if outer is None:
+            block = self._open()
+        elif self._find_group() is outer.group and self._scope == outer.scope:
+            block = None
+        else:
+            # Ranks that wait at the outer block's entry cannot take part in another order.
+            raise ValueError(
+                "A FirstRankPerNode block cannot be inside a block of another group or scope, here of ranks"
+                f" {outer.members} with scope={outer.scope!r}: leave that one first, or give both the same."
+            )
+        _active.append(block)
         if block is None:
             return outer is None or outer.is_first
         try:
             return block.enter()
         except BaseException as error:
-            stack.pop()
+            _active.pop()
             block.end(error)
             raise
 
@@ -103,31 +98,24 @@ class FirstRankPerNode(ContextDecorator):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Report how the block ended, and wait until it has ended on all ranks, or one failed."""
-        block = _active_blocks().pop()
+        block = _active.pop()
         if block is not None:
             block.leave(error)
 
     def _open(self) -> "_Block | None":
         """The block to enter; None if there is nobody to wait for."""
-        made_group = self._group is None and _make_group_from_environment(self._timeout)
+        makes_group = (
+            self._group is None
+            and not dist.is_initialized()
+            and all(os.environ.get(name) for name in ENVIRONMENT)
+            and join.number_in_environment("WORLD_SIZE", at_least=1) != 1
+        )
+        if makes_group:
+            process_group.initialize_distributed("gloo", self._timeout)
         group = self._find_group()
         if group is None or group.size() == 1:
             return None
-        return _Block(group, self._scope, self._timeout.total_seconds(), made_group)
-
-    def _is_part_of(self, outer: "_Block") -> bool:
-        """True, unless it raises: ranks that wait at the outer block's entry cannot take part in another order."""
-        if self._find_group() is not outer.group:
-            raise ValueError(
-                "A FirstRankPerNode block cannot be inside a block of another group, for ranks"
-                f" {outer.members}: leave that one first, or give both the same group."
-            )
-        if self._scope != outer.scope:
-            raise ValueError(
-                f"A FirstRankPerNode block with scope={self._scope!r} cannot be inside a block with"
-                f" scope={outer.scope!r}: leave that one first, or give both the same scope."
-            )
-        return True
+        return _Block(group, self._scope, self._timeout.total_seconds(), makes_group)
 
     def _find_group(self) -> dist.ProcessGroup | None:
         if self._group is None:
@@ -139,45 +127,17 @@ class FirstRankPerNode(ContextDecorator):
         raise ValueError("The group of this FirstRankPerNode was destroyed; make a new one, or pass group=None.")
 
 
-def _checked(group: object) -> dist.ProcessGroup:
-    if isinstance(group, dist.ProcessGroup):
-        return group
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"Rank {dist.get_rank()} is not in the group that FirstRankPerNode was given; let only its members enter."
-        )
-    raise TypeError(f"group must be a ProcessGroup or None, got {group!r}.")
-
-
-def _make_group_from_environment(timeout: timedelta) -> bool:
-    """Join a gloo default group if there is none and the environment has several ranks; return whether it did."""
-    if dist.is_initialized() or not all(os.environ.get(name) for name in ENVIRONMENT):
-        return False
-    if rendezvous.number_in_environment("WORLD_SIZE", at_least=1) == 1:
-        return False
-    process_group.initialize_distributed("gloo", timeout)
-    return True
-
-
 run_board: Board | None = None
 """Board of the run that this process is in; the run's supervisor sets it."""
 
 _num_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-_this_thread = threading.local()
-
-
-def _active_blocks() -> "list[_Block | None]":
-    """Blocks that this thread is in, outermost first."""
-    blocks: list[_Block | None] = _this_thread.__dict__.setdefault("blocks", [])
-    return blocks
-
-
-# --- Who is on which node ---------------------------------------------------------------------------------------------
+_active: "list[_Block | None]" = []
+"""Blocks that this process is in, outermost first; None for a part of another one."""
 
 
 def node_of(rank: int) -> str:
     """Name of this process's node: its host, and the rank of its first process, as ranks of a node are consecutive."""
-    local_rank = rendezvous.number_in_environment("LOCAL_RANK")
+    local_rank = join.number_in_environment("LOCAL_RANK")
     return socket.gethostname() + ("" if local_rank is None else f" from rank {rank - local_rank}")
 
 
@@ -186,18 +146,8 @@ def first_rank(rank: int, nodes: dict[int, str], scope: Scope) -> int:
     return min(other for other, node in nodes.items() if scope == "global" or node == nodes[rank])
 
 
-# --- Blocks -----------------------------------------------------------------------------------------------------------
-
-
 class _Block:
-    """One use of :class:`FirstRankPerNode`, as this rank sees it.
-
-    Attributes:
-        group: The ranks that take part.
-        members: The same, as ranks of the default group.
-        scope: Who goes first.
-        is_first: Whether this rank does.
-    """
+    """One use of :class:`FirstRankPerNode`, as this rank sees it; ``members`` are ranks of the default group."""
 
     def __init__(self, group: dist.ProcessGroup, scope: Scope, timeout_s: float, made_group: bool) -> None:
         self.group, self.members, self.scope, self.is_first = group, dist.get_process_group_ranks(group), scope, False
@@ -208,9 +158,10 @@ class _Block:
         _num_blocks[group] = _num_blocks.get(group, 0) + 1
         self._path = f"first_rank/{group.group_name}.{min(self.members)}/{_num_blocks[group]}"
         self._own_board = None
-        if run_board is None or run_board.has_ended.is_set():
-            prefix, describe = f"lightning_automodel/{self._path}", {"where": self._where}
-            self._own_board = Board(prefix, self._path, self.members, timeout_s, lambda: describe)
+        if run_board is None or not run_board.thread.is_alive():
+            connect = connect_again(f"lightning_automodel/{self._path}", timeout_s)
+            where = {"where": self._where}
+            self._own_board = Board(dist.get_rank(), connect, self._path, self.members, timeout_s, lambda: where)
             self._own_board.start()
         board = self._own_board or run_board
         assert board is not None

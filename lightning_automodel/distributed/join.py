@@ -1,161 +1,245 @@
-"""Joining: every rank waits in the store for all others, and if that fails, all raise the same error.
+"""Joining: where the ranks of a world meet, and what they are told if not all come.
 
-A store serves several rounds, one after the other, below the run's secret. Below the round's number it holds
-
-    rank/<rank>    the process of each rank that came
-    terms          world size and backend of the first one
-    arrived        how many came
-    left/<rank>    those of them that no longer need the store
-    lease          the process that ends the round; result: what was wrong, or nothing
+They meet on a board of their own, in the store that then serves the process group. A store serves several rounds, one
+after the other; below the round's number stand, beside what every board has, `join/terms`, the world size and backend
+of the first rank, and `left/<rank>` of each rank that no longer needs the store.
 """
 
 import contextlib
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed.board import LINGER_S, LONGEST_PAUSE_S, list_ranks, pause_s
-from lightning_automodel.distributed.rendezvous import Rendezvous, no_store, open_store, run_secret
+from lightning_automodel.distributed.board import LINGER_S, Board, launcher_hosts_store, pause_s
+from lightning_automodel.distributed.failures import RankFailedError, RankFailure
 
-KEYS = "lightning_automodel/joining"
+POLL_S = 0.05
+RESOLVING_S = 5.0
+ENVIRONMENT = "env://"
+JOIN, KEYS = "join", "lightning_automodel/joining"
 
 
 @dataclass(frozen=True)
-class JoinRound:
-    """One attempt of all ranks to join; ``keys`` is the store with the prefix of the round."""
+class Rendezvous:
+    """Rank and world size of this process, and where it meets the others."""
 
-    found: Rendezvous
-    keys: dist.Store
+    rank: int
+    world_size: int
+    method: str = ""  # env://, tcp://address:port, file:///path or another registered scheme
+    address: tuple[str, int] | None = None  # of the ``TCPStore``; None if none is made
+    store: dist.Store | None = None  # what the caller passed in place of a method
 
     @property
-    def group_store(self) -> dist.Store:
-        """Store for the process group of this round."""
-        return dist.PrefixStore("group", self.keys)
+    def place(self) -> str:
+        """Where the ranks meet, for messages."""
+        if self.store is not None:
+            return f"the given {type(self.store).__name__}"
+        return "{}:{} (env://)".format(*self.address) if self.method == ENVIRONMENT and self.address else self.method
 
-    def leave(self, linger_s: float = LINGER_S) -> None:
-        """Post that this rank no longer needs the store; its host waits up to ``linger_s`` for all ranks to post."""
-        if self.found.world_size == 1:
-            return
-        with contextlib.suppress(RuntimeError):
-            # Unlike other operations, this one does not wait for an answer: the store's host may be stopped.
-            self.keys.set(f"left/{self.found.rank}", "1")
-            if self.found.hosts_store and linger_s > 0:
-                came = [rank for rank in range(self.found.world_size) if self.keys.check([f"rank/{rank}"])]
-                _wait(self.keys, [f"left/{rank}" for rank in came], time.monotonic() + linger_s, len(came))
+    @property
+    def hosts_store(self) -> bool:
+        """Whether the ``TCPStore`` that the others use lives in this process."""
+        return self.rank == 0 and self.address is not None and not launcher_hosts_store()
 
 
-def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[], None]) -> JoinRound:
-    """Wait until every rank has joined. A collective over the world, through the store alone.
+def locate(
+    init_method: str | None = None,
+    store: dist.Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> Rendezvous:
+    """Find rank, world size and meeting place: from the arguments, else from the environment, else a world of one.
 
-    ``check`` is called now and then, and may raise. The rest runs in a thread: a call to a store whose host is stopped,
-    or to something else than a store, never returns.
-
-    Raises:
-        RuntimeError: On every rank that has arrived, with the same message: if ranks did not arrive within
-            ``timeout``, two processes have the same rank, or ranks disagree about world size or backend. Also if the
-            store cannot be used.
+    ValueError names a value that is missing, out of range or not a number.
     """
-    if found.world_size == 1:
-        return JoinRound(found, found.store if found.store is not None else dist.HashStore())
-    outcome: Future[JoinRound] = Future()
-    has_store = threading.Event()
-
-    def run() -> None:
-        try:
-            outcome.set_result(_meet(found, backend, timeout, has_store))
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="lightning_automodel join", daemon=True).start()
-    give_up_at, is_late = time.monotonic() + timeout.total_seconds(), False
-    while time.monotonic() < give_up_at:
-        check()
-        with contextlib.suppress(TimeoutError):
-            return outcome.result(min(LONGEST_PAUSE_S, timeout.total_seconds()))
-        if time.monotonic() > give_up_at and (has_store.is_set() or outcome.done()) and not is_late:
-            # The ranks that arrived are about to agree on the missing ones.
-            give_up_at, is_late = give_up_at + 2 * LINGER_S, True
-    raise RuntimeError(no_store(found, timeout, "what listens there does not answer as a store"))
-
-
-def _meet(found: Rendezvous, backend: str, timeout: timedelta, has_store: threading.Event) -> JoinRound:
-    deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        store = open_store(found, timeout, deadline)
-        if secret := run_secret():
-            store = dist.PrefixStore(secret, store)
-        has_store.set()
-        try:
-            return _take_part(found, backend, store, timeout, deadline)
-        except (dist.DistError, TimeoutError) as error:
-            # It may have been the store of an earlier group, just before it closed: connect again.
-            is_renewed = found.address is not None and not found.hosts_store
-            if not is_renewed or time.monotonic() > deadline:
-                raise RuntimeError(no_store(found, timeout, str(error).splitlines()[0])) from error
-
-
-def _take_part(found: Rendezvous, backend: str, store: dist.Store, timeout: timedelta, deadline: float) -> JoinRound:
-    """Enter this rank into the store's newest round, and wait until all have arrived or something is wrong."""
-    counter = dist.PrefixStore(KEYS, store)
-    keys = dist.PrefixStore(str(counter.add("round", 0)), counter)
-    me, terms = f"{socket.gethostname()} pid {os.getpid()}", f"world size {found.world_size} and backend {backend}"
-    came = keys.compare_set(f"rank/{found.rank}", "", me).decode()
-    first = keys.compare_set("terms", "", f"Rank {found.rank} joined with {terms}").decode()
-    problem = None
-    if came != me:
-        problem = (
-            f"Two processes joined at {found.place} as rank {found.rank} of {found.world_size} (backend {backend}):"
-            f" {came}, and {me}; give each process a RANK of its own, and each job a port or file. Where one of them"
-            " was killed and started again: start all ranks again."
+    if init_method is not None and store is not None:
+        raise ValueError(f"Pass either init_method={init_method!r} or store={store!r}, not both.")
+    rank = number_in_environment("RANK") if rank is None else rank
+    world_size = number_in_environment("WORLD_SIZE") if world_size is None else world_size
+    if rank is None and world_size is None and init_method is None and store is None:
+        rank, world_size = 0, 1
+    if rank is None or world_size is None:
+        raise ValueError(
+            f"RANK is {rank} and WORLD_SIZE is {world_size}: start this process with torchrun, or set both (or pass"
+            " rank= and world_size=); to run as a single process, unset both, and pass neither init_method nor store."
         )
-    elif not first.endswith(terms):
-        problem = (
-            f"{first}, but rank {found.rank} joined with {terms}, at {found.place}: give every rank the same WORLD_SIZE"
-            " and backend."
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"Rank {rank} does not exist in a world of {world_size}: RANK (or rank=) must be from 0 to WORLD_SIZE - 1, "
+            "and the same WORLD_SIZE (or world_size=), at least 1, must be given to every process."
         )
-    elif keys.add("arrived", 1) == found.world_size:
-        problem = ""
-    is_settled = problem is None and _wait(keys, ["result"], deadline, found.world_size)
-    if not is_settled and keys.compare_set("lease", "", me).decode() == me:
-        problem = _missing(keys, found, backend, timeout) if problem is None else problem
-        counter.add("round", 1)  # ranks that arrive later are in the next one
-        keys.set("result", f"={problem}")
-    if not _wait(keys, ["result"], time.monotonic() + LINGER_S, found.world_size):
-        raise TimeoutError("the result of joining is missing")
-    join_round = JoinRound(found, keys)
-    if problem := keys.get("result").decode().removeprefix("="):
-        if came == me:
-            # Not for a duplicate: the store's host must wait for the first process, which may still have to read it.
-            join_round.leave()
-        raise RuntimeError(problem)
-    return join_round
+    method = "" if store is not None else init_method or ENVIRONMENT
+    return Rendezvous(rank, world_size, method, None if world_size == 1 else _address(method), store)
 
 
-def _missing(keys: dist.Store, found: Rendezvous, backend: str, timeout: timedelta) -> str:
-    ranks = [rank for rank in range(found.world_size) if not keys.check([f"rank/{rank}"])]
-    return (
-        f"{'Ranks' if len(ranks) > 1 else 'Rank'} {list_ranks(ranks)} of {found.world_size} did not join at"
-        f" {found.place} (backend {backend}) within {timeout.total_seconds():g} s, for which rank {found.rank}"
-        " waited: check that each process runs and has the same address, or raise the timeout."
+def _address(method: str) -> tuple[str, int] | None:
+    url = urlsplit(method)
+    if url.scheme not in ("env", "tcp"):
+        return None
+    host, port = url.hostname, url.port
+    if url.scheme == "env":
+        host, port = os.environ.get("MASTER_ADDR"), number_in_environment("MASTER_PORT")
+    if not host or not port or port > 65535:
+        raise ValueError(
+            f"init_method={method!r} needs the address of rank 0's machine and a free port there, the same for every"
+            f" process, and has {host or 'no address'} and {port or 'no port'}: set MASTER_ADDR and MASTER_PORT, from 1"
+            " to 65535, or pass init_method='tcp://address:port'."
+        )
+    return host, port
+
+
+def number_in_environment(name: str, at_least: int = 0) -> int | None:
+    """The environment variable ``name`` as a number, None where it is empty; ValueError unless ``at_least`` that."""
+    value = os.environ.get(name, "")
+    if value and (not value.strip().isdecimal() or int(value) < at_least):
+        raise ValueError(
+            f"The environment variable {name} is {value!r}: it must be a whole number, {at_least} or more."
+        )
+    return int(value) if value else None
+
+
+def open_store(found: Rendezvous, timeout: timedelta, deadline: float) -> dist.Store:
+    """The store in which the ranks meet: the caller's, or a new one, which lives in rank 0 or in the launcher.
+
+    Waits until the deadline, on the monotonic clock, and for ever if something else than a store listens there.
+    """
+    if found.store is not None:
+        return found.store
+    if found.address is None:
+        separator = "&" if "?" in found.method else "?"
+        url = f"{found.method}{separator}rank={found.rank}&world_size={found.world_size}"
+        store: dist.Store = next(dist.rendezvous(url, timeout=timeout))[0]
+        return store
+    host, port = found.address
+    if found.hosts_store:
+        # A pod's own name may be new; a ``TCPStore`` would try for its whole timeout.
+        _try_until(time.monotonic() + RESOLVING_S, lambda: socket.getaddrinfo(host, port))
+    else:
+        # A ``TCPStore`` would try for more than twice the timeout, and flood the log.
+        _try_until(deadline, lambda: socket.create_connection((host, port), timeout=RESOLVING_S).close())
+    return dist.TCPStore(
+        host, port, is_master=found.hosts_store, wait_for_workers=False, timeout=timeout, multi_tenant=found.hosts_store
     )
 
 
-def _wait(store: dist.Store, keys: list[str], deadline: float, num_ranks: int) -> bool:
-    """Whether all ``keys`` were there by the deadline.
+def _try_until(deadline: float, function: Callable[[], object]) -> None:
+    while True:
+        try:
+            function()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(POLL_S)
 
-    It polls: ``Store.wait`` cannot be interrupted, and floods the log when it times out.
+
+def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[], None]) -> dist.Store:
+    """Wait until every rank has joined; returns the store of this round. A collective, through the store alone.
+
+    RankFailedError, the same on every rank that has arrived, if ranks do not arrive within ``timeout``, two processes
+    have the same rank, ranks disagree about world size or backend, or the store cannot be used.
     """
-    began_at = time.monotonic()
-    while not store.check(keys):
-        now = time.monotonic()
-        if now >= deadline:
-            return False
-        time.sleep(min(deadline - now, pause_s(now - began_at, num_ranks)))
-    return True
+    if found.world_size == 1:
+        return found.store if found.store is not None else dist.HashStore()
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        attempt = _Round(found, backend, timeout, deadline, check)
+        try:
+            return attempt.join()
+        except RankFailedError:
+            # It may have been the store of an earlier group, just before it closed: connect again.
+            is_renewed = found.address is not None and not found.hosts_store
+            if attempt.board.lost is None or not is_renewed or time.monotonic() > deadline:
+                raise
+        time.sleep(POLL_S)
+
+
+class _Round:
+    """One attempt of all ranks to join."""
+
+    def __init__(
+        self, found: Rendezvous, backend: str, timeout: timedelta, deadline: float, check: Callable[[], None]
+    ) -> None:
+        self._found, self._timeout, self._deadline = found, timeout, deadline
+        self._terms = f"world size {found.world_size} and backend {backend}"
+        self._me = f"{socket.gethostname()} pid {os.getpid()}"
+        # Longer than connecting may take, which tells more when it fails.
+        patience_s = timeout.total_seconds() + 1.0
+        ranks, own = range(found.world_size), {"where": "joining"}
+        self.board = Board(found.rank, self._connect, JOIN, ranks, patience_s, lambda: own, check=check)
+
+    def _connect(self) -> dist.Store:
+        self._rounds = dist.PrefixStore(KEYS, open_store(self._found, self._timeout, self._deadline))
+        self._store = dist.PrefixStore(str(self._rounds.add("round", 0)), self._rounds)
+        return self._store
+
+    def join(self) -> dist.Store:
+        """Enter this rank, and wait until all have come or something is wrong."""
+        board, ranks = self.board, range(self._found.world_size)
+        board.start()
+        try:
+            if problem := board.call(self._enter):
+                raise RankFailedError(RankFailure(board.rank, board.host, "joining", "ValueError", problem))
+            remaining_s = self._deadline - time.monotonic()
+            board.wait_for(f"{JOIN}/result", JOIN, remaining_s, lambda s: board.explain_missing(JOIN, ranks, s))
+            return self._store
+        except RankFailedError as error:
+            if board.verdicts[JOIN] is None:
+                error = self._post(error.failure)
+            board.conclude(JOIN, len(ranks))
+            raise error from None
+        finally:
+            board.close()
+
+    def _enter(self, store: dist.Store) -> str:
+        """Enter this rank into the round; returns what is wrong with it, if anything."""
+        came = store.compare_set(f"{JOIN}/{self._found.rank}", "", self._me).decode()
+        if came != self._me:
+            return (
+                f"two processes joined as this rank, {came} and {self._me}: give each process a RANK of its own, and"
+                " each job a port or file. Where one was killed and started again, start all ranks again"
+            )
+        terms = store.compare_set(f"{JOIN}/terms", "", self._terms).decode()
+        if terms != self._terms:
+            return f"it has {self._terms}, and others have {terms}: give every rank the same WORLD_SIZE and backend"
+        if store.add(f"{JOIN}/arrived", 1) == self._found.world_size:
+            self._rounds.add("round", 1)  # whoever comes later is in the next round
+            store.set(f"{JOIN}/result", "joined")
+        return ""
+
+    def _post(self, failure: RankFailure) -> RankFailedError:
+        """Post the ``failure``, with what to do, and end the round; returns what to raise."""
+        hint = (
+            f"all ranks must join at {self._found.place} within {self._timeout.total_seconds():g} s: check that each"
+            " process runs, with this address, the same WORLD_SIZE and a RANK of its own"
+        )
+        own = replace(failure, message=f"{failure.message}; {hint}")
+
+        def post(store: dist.Store) -> RankFailure:
+            posted = self.board.post(store, JOIN, own)
+            if posted == own:
+                self._rounds.add("round", 1)
+            return posted
+
+        try:
+            return RankFailedError(self.board.call(post, LINGER_S))
+        except RankFailedError:
+            return RankFailedError(own)
+
+
+def leave(found: Rendezvous, store: dist.Store, linger_s: float = LINGER_S) -> None:
+    """Post that this rank no longer needs the store; its host waits up to ``linger_s`` seconds for all to post."""
+    if found.world_size == 1:
+        return
+    with contextlib.suppress(RuntimeError):
+        # Unlike other operations, this one does not wait for an answer: the store's host may be stopped.
+        store.set(f"left/{found.rank}", "1")
+        left, began_at = [f"left/{rank}" for rank in range(found.world_size)], time.monotonic()
+        while found.hosts_store and (waited_s := time.monotonic() - began_at) < linger_s and not store.check(left):
+            time.sleep(pause_s(waited_s, found.world_size))

@@ -1,8 +1,9 @@
-"""Sizes and "auto" become a validated device mesh with named dimensions."""
+"""Sizes and "auto", or a mesh that the caller built, become a validated device mesh with named dimensions."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,6 +18,14 @@ TENSOR = "tensor_parallel"
 DATA = "data_parallel"
 SHARD_CONTEXT = "data_parallel_shard_context"
 TOKENS = "data_parallel_context"
+
+NAMES = {
+    REPLICATE: (REPLICATE, "dp_replicate", "replicate"),
+    SHARD: (SHARD, "dp_shard", "fsdp", "shard"),
+    DATA: (DATA, "dp", "data"),
+    TENSOR: (TENSOR, "tp", "tensor"),
+}
+"""Names of each role in a mesh that the caller built."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +57,10 @@ def resolve_sizes(
     num_nodes: int,
     context_parallel_size: int = 1,
 ) -> MeshSizes:
-    """Resolve ``"auto"`` and check the sizes, once the world size is known.
+    """Resolve ``"auto"``, once the world size is known; ValueError if the sizes do not multiply to that.
 
     ``data_parallel_size`` includes replicas; ``"auto"`` is the world size over the tensor and context sizes. For
     replicas ``"auto"`` is the number of nodes; under DDP all data-parallel ranks are replicas.
-
-    Raises:
-        ValueError: If the sizes do not multiply to the world size; the message gives values that do.
     """
     tensor, context = tensor_parallel_size, context_parallel_size
     told = {"tensor_parallel_size": tensor, "context_parallel_size": context}
@@ -72,7 +78,7 @@ def resolve_sizes(
             f" {size * tensor * context} processes."
         )
     if data_parallel == "ddp":
-        refuse_tensor_parallel_ddp(tensor)
+        _refuse_tensor_parallel_ddp(tensor)
         return MeshSizes(replicate=size, shard=1, context=context)
     replicate = num_nodes if data_parallel_replicate_size == "auto" else data_parallel_replicate_size
     if size % replicate:
@@ -83,8 +89,7 @@ def resolve_sizes(
     return MeshSizes(replicate=replicate, shard=size // replicate, tensor=tensor, context=context)
 
 
-def refuse_tensor_parallel_ddp(tensor_parallel_size: int) -> None:
-    """Raise ValueError for more than one tensor-parallel rank."""
+def _refuse_tensor_parallel_ddp(tensor_parallel_size: int) -> None:
     if tensor_parallel_size > 1:
         raise ValueError(
             f"Tensor parallelism (size {tensor_parallel_size}) does not work with data_parallel='ddp', which copies"
@@ -98,17 +103,13 @@ def _divisors(size: int) -> str:
 
 @dataclass(frozen=True)
 class RunMesh:
-    """The mesh of a run and the views of it that other modules use.
-
-    ``fsdp`` is what ``fully_shard`` takes: 1-D, or 2-D (replicate, shard) where there are replicas. Parameters are
-    sharded over context peers too. All other views are 1-D.
-    """
+    """The mesh of a run and the views of it that other modules use, 1-D but for ``fsdp``."""
 
     mesh: DeviceMesh  # all dimensions
     sizes: MeshSizes
     data_parallel: DeviceMesh  # ranks that are given different batches
     tokens: DeviceMesh  # ranks that hold different tokens: data-parallel ranks times context peers
-    fsdp: DeviceMesh
+    fsdp: DeviceMesh  # for ``fully_shard``, with context peers: 2-D (replicate, shard) where there are replicas
     tensor_parallel: DeviceMesh | None  # ranks that compute one micro-batch together; None without that dimension
     context_parallel: DeviceMesh | None = None  # ranks that share a batch; None where each has batches of its own
 
@@ -134,48 +135,22 @@ class RunMesh:
         return dict(zip(names, self.mesh.shape, strict=True)) | {DATA: self.sizes.data_parallel}
 
 
-_built: dict[tuple[str, MeshSizes], RunMesh] = {}
-_built_over: dist.ProcessGroup | None = None
-
-
-@process_group.at_leaving
-def _forget() -> None:
-    global _built_over
-    _built_over = None
-    _built.clear()
-
-
-def forget_former_world() -> None:
-    """If the default group has changed, drop the meshes over the old one and DTensor's caches of them.
-
-    To those caches a mesh over the new group equals the old mesh, so they would return destroyed groups. Not a
-    collective.
-    """
-    global _built_over
-    if _built_over is not dist.group.WORLD:
-        _forget()
-        torch_internals.forget_meshes()
-        _built_over = dist.group.WORLD
-
-
 def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMesh:
     """Build the mesh over the default group, or return the equal one that was built before.
 
-    Every mesh has process groups of its own, which last as long as the default group: a process that fits often must
-    not pile them up. A collective over the world, with the same arguments and after the same earlier calls.
-
-    Tensor-parallel peers are neighbours, then context peers, then the shards of one replica. There is a dimension for
-    context peers only if there are any. ``timeout`` is for collectives on the mesh's groups.
+    A collective over the world. Every mesh has process groups of its own, which last as long as the default group: a
+    process that fits often must not pile them up. Tensor-parallel peers are neighbours, then context peers, then the
+    shards of one replica. ``timeout`` is for collectives on the mesh's groups.
     """
-    forget_former_world()
-    if (device_type, sizes) not in _built:
+    kept = process_group.kept_with_world()
+    if (device_type, sizes) not in kept:
         dimensions = {REPLICATE: sizes.replicate, SHARD: sizes.shard, CONTEXT: sizes.context, TENSOR: sizes.tensor}
         if sizes.context == 1:
             del dimensions[CONTEXT]
         mesh = init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
-        _built[device_type, sizes] = view_mesh(mesh, sizes, (REPLICATE, SHARD), TENSOR)
-    built = _built[device_type, sizes]
-    for group in {*built.mesh.get_all_groups(), *built.fsdp.get_all_groups(), built.group} - {_built_over}:
+        kept[device_type, sizes] = view_mesh(mesh, sizes, (REPLICATE, SHARD), TENSOR)
+    built: RunMesh = kept[device_type, sizes]
+    for group in {*built.mesh.get_all_groups(), *built.fsdp.get_all_groups(), built.group} - {dist.group.WORLD}:
         group.set_timeout(timeout)
     return built
 
@@ -201,3 +176,68 @@ def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor:
             fsdp = view(data[0], SHARD_CONTEXT)
     tensor_parallel = None if tensor is None else view(tensor)
     return RunMesh(mesh, sizes, data_parallel, tokens, fsdp, tensor_parallel, context_parallel)
+
+
+def adopt_mesh(
+    mesh: DeviceMesh, device_type: str, data_parallel: Literal["fsdp2", "ddp"], told: Mapping[str, Any]
+) -> RunMesh:
+    """Check a mesh that the caller built, and find the role of each dimension by its name.
+
+    FSDP2 shards over the last data-parallel dimension; under DDP all of them replicate. The mesh's groups keep their
+    timeouts. A collective over the world where there are two data-parallel dimensions: flattening them makes a group.
+
+    ValueError says what is valid if the mesh does not fit this run, or contradicts ``told``, the sizes by keyword.
+    """
+    process_group.kept_with_world()
+    if mesh.device_type != device_type:
+        raise ValueError(
+            f"device_mesh is for devices of type {mesh.device_type!r}, but this run's are of type {device_type!r}:"
+            f" build it with init_device_mesh({device_type!r}, ...)."
+        )
+    ranks = mesh.mesh
+    ascend = all(bool((ranks.diff(dim=dimension) > 0).all()) for dimension in range(ranks.ndim))
+    if not ascend or sorted(ranks.flatten().tolist()) != list(range(dist.get_world_size())):
+        # Torch sorts the ranks of each group: in another order, a rank would not have its coordinate in the mesh.
+        raise ValueError(
+            f"device_mesh holds the ranks {ranks.tolist()}, but must hold each of the {dist.get_world_size()} ranks of"
+            " the world once, ascending along each dimension: init_device_mesh lays them out so."
+        )
+    names = _names_by_role(mesh, data_parallel)
+    size = {role: mesh.shape[(mesh.mesh_dim_names or ("",)).index(name)] for role, name in names.items()}
+    replicate, shard, tensor = size.get(REPLICATE, 1), size.get(SHARD) or size.get(DATA, 1), size.get(TENSOR, 1)
+    sizes = MeshSizes(replicate, shard, tensor)
+    if data_parallel == "ddp":
+        _refuse_tensor_parallel_ddp(tensor)
+        sizes = MeshSizes(replicate * shard, 1)
+    actual = {
+        "data_parallel_size": sizes.data_parallel,
+        "data_parallel_replicate_size": sizes.replicate,
+        "tensor_parallel_size": sizes.tensor,
+        "context_parallel_size": sizes.context,
+    }
+    for keyword, value in told.items():
+        if value not in ("auto", actual[keyword]):
+            raise ValueError(f"{keyword}={value} contradicts device_mesh, where it is {actual[keyword]}: leave it out.")
+    data = tuple(name for role, name in names.items() if role != TENSOR)
+    return view_mesh(mesh, sizes, data, names.get(TENSOR))
+
+
+def _names_by_role(mesh: DeviceMesh, data_parallel: str) -> dict[str, str]:
+    """The mesh's name of each dimension by role, in the mesh's order."""
+    if mesh.mesh_dim_names is None and mesh.ndim == 1:
+        return {DATA: ""}
+    dimensions = list(zip(mesh.mesh_dim_names or ["no name"] * mesh.ndim, mesh.shape, strict=True))
+    roles = {name: role for role, known in NAMES.items() for name in known}
+    found = [(roles.get(name, ""), name) for name, size in dimensions if name in roles or size > 1]
+    data = [role for role, _ in found]
+    if data[-1:] == [TENSOR]:
+        del data[-1]
+    if data not in ([REPLICATE, SHARD], [SHARD], [DATA], *([[REPLICATE]] if data_parallel == "ddp" else [])):
+        shown = ", ".join(f"{name!r} ({size})" for name, size in dimensions)
+        others = ", ".join(other for known in NAMES.values() for other in known[1:])
+        raise ValueError(
+            f"device_mesh has the dimensions {shown}, but needs {REPLICATE!r} and {SHARD!r}, or {SHARD!r}, or {DATA!r},"
+            f" or under data_parallel='ddp' {REPLICATE!r} alone, and after them may have {TENSOR!r} (other names are"
+            f" {others}): pass such mesh_dim_names, in this order; other dimensions must have size 1."
+        )
+    return dict(found)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_automodel import lightning_internals, torch_internals
-from lightning_automodel.distributed import connections, join, rendezvous
+from lightning_automodel.distributed import join
 
 log = logging.getLogger(__name__)
 
@@ -27,86 +27,58 @@ BEFORE_CHILDREN_ARE_JOINED = 0
 
 @dataclass(frozen=True)
 class DistInfo:
-    """Rank, device and backend of this process in the default process group.
+    """This process in the default process group."""
 
-    Attributes:
-        backend: Backend or mixed backends, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
-        rank: Rank of this process.
-        world_size: Number of ranks.
-        device: Device of this process, by its local rank.
-        is_main: Whether this is rank 0.
-    """
-
-    backend: str
+    backend: str  # or mixed backends: "gloo", "cpu:gloo,cuda:nccl"
     rank: int
     world_size: int
-    device: torch.device
-    is_main: bool
-
-
-# --- Rank and world size ----------------------------------------------------------------------------------------------
+    device: torch.device  # by the local rank
+    is_main: bool  # rank 0
 
 
 def get_rank_safe() -> int:
     """Rank of this process in the default group; before joining, from RANK, SLURM_PROCID or LOCAL_RANK, else 0.
 
-    Not a collective. Raises ValueError if the variable is not a whole number.
+    Not a collective, nor are the three below. Raises ValueError if the variable is not a whole number.
     """
     return group_rank() if dist.is_initialized() else _first_number("RANK", "SLURM_PROCID", "LOCAL_RANK")
 
 
 def get_world_size_safe() -> int:
-    """Number of ranks of the default group; before joining, from WORLD_SIZE or, in a SLURM step, SLURM_NTASKS, else 1.
-
-    Not a collective. Raises ValueError if the variable is not a whole number.
-    """
+    """Ranks of the default group; before joining, from WORLD_SIZE or, in a SLURM step, SLURM_NTASKS, else 1."""
     if dist.is_initialized():
         return group_size()
     # An interactive allocation sets SLURM_NTASKS too, but a process that runs there outside of a step is not a task.
     return _first_number("WORLD_SIZE", *(["SLURM_NTASKS"] if "SLURM_PROCID" in os.environ else []), default=1)
 
 
-def group_rank() -> int:
-    """Rank of this process in the default group; 0 without one. Not a collective."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def group_size() -> int:
-    """Number of ranks in the default group; 1 without one. Not a collective."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def get_local_rank_preinit() -> int:
-    """Rank of this process on its machine, with or without a process group: LOCAL_RANK, else SLURM_LOCALID, else 0.
-
-    Not a collective. Raises ValueError if the variable is not a whole number.
-    """
+    """Rank of this process on its machine, with or without a process group: LOCAL_RANK, else SLURM_LOCALID, else 0."""
     return _first_number("LOCAL_RANK", "SLURM_LOCALID")
 
 
 def get_local_world_size_preinit() -> int:
-    """Ranks on this machine, with or without a process group: LOCAL_WORLD_SIZE, else SLURM_NTASKS_PER_NODE, else 1.
-
-    Not a collective. Raises ValueError if the variable is not a whole number.
-    """
+    """Ranks on this machine, with or without a process group: LOCAL_WORLD_SIZE, else SLURM_NTASKS_PER_NODE, else 1."""
     return _first_number("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", default=1)
 
 
+def group_rank() -> int:
+    """Rank of this process in the default group; 0 without one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def group_size() -> int:
+    """Number of ranks in the default group; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def _first_number(*names: str, default: int = 0) -> int:
-    numbers = (rendezvous.number_in_environment(name, at_least=default) for name in names)
+    numbers = (join.number_in_environment(name, at_least=default) for name in names)
     return next((number for number in numbers if number is not None), default)
 
 
-# --- Options ----------------------------------------------------------------------------------------------------------
-
-
 def parse_timeout(timeout: timedelta | float) -> timedelta:
-    """Read a timeout given as ``timedelta`` or as minutes.
-
-    Raises:
-        ValueError: If it is not positive.
-        TypeError: If it is neither a ``timedelta`` nor a number.
-    """
+    """Read a timeout given as ``timedelta`` or as minutes; TypeError for other types, ValueError unless positive."""
     if isinstance(timeout, bool) or not isinstance(timeout, (timedelta, int, float)):
         raise TypeError(f"timeout must be a timedelta or a number of minutes, got {timeout!r}.")
     try:
@@ -128,65 +100,35 @@ def choose_backend(device: torch.device, requested: str | None, cpu_offload: boo
     return f"cpu:gloo,{device.type}:{backend}" if cpu_offload and device.type != "cpu" else backend
 
 
-def check_backend(backend: str) -> None:
-    """Raise ValueError for a backend that this build of torch cannot run; the message lists those that it can."""
-    pairs = [pair.split(":") for pair in backend.lower().split(",")]
-    devices = [pair[0] for pair in pairs]
-    if ":" in backend and (any(len(pair) != 2 for pair in pairs) or len(set(devices)) != len(pairs)):
-        raise ValueError(
-            f"backend={backend!r}: write one name, or one name for each device type, e.g. 'cpu:gloo,cuda:nccl'."
-        )
-    missing = [pair[-1] for pair in pairs if not dist.is_backend_available(pair[-1])]
-    if missing:
-        known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
-        available = ", ".join(name for name in known if dist.is_backend_available(name))
-        raise ValueError(
-            f"backend={backend!r}: {missing[0]!r} is not built into this torch ({torch.__version__}); available are "
-            f"{available}: choose one of them, or import the package that registers {missing[0]!r} first."
-        )
-
-
 def choose_device(backend: str, local_rank: int) -> torch.device:
-    """This process's device that ``backend`` communicates for: the CPU, the only accelerator, or one by local rank.
-
-    Raises:
-        ValueError: If there is no device for this local rank.
-    """
-    if ":" in backend:
-        kinds = [pair.split(":")[0] for pair in backend.lower().split(",")]
-    else:
-        # Gloo can copy from an accelerator, but is for the CPU.
-        kinds = ["cpu"] if backend == "gloo" else dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
-    accelerators = [kind for kind in kinds if kind != "cpu"]
+    """The CPU for gloo alone, or without an accelerator; else the only accelerator, or one by local rank."""
     current = torch.accelerator.current_accelerator()
-    kind = current.type if current is not None and current.type in accelerators else None
-    if kind is None and (not accelerators or "cpu" in kinds):
+    # Gloo can copy from an accelerator, but is for the CPU.
+    if current is None or backend.lower() in ("gloo", "cpu:gloo"):
         return torch.device("cpu")
-    count = 0 if kind is None else torch.accelerator.device_count()
+    count = torch.accelerator.device_count()
     index = 0 if count == 1 else local_rank
-    if kind is None or index >= count:
+    if index >= count:
         raise ValueError(
-            f"Local rank {local_rank} has no {kind or accelerators[0]} device: this process sees {count}; start at "
-            f"most {count} processes on this machine, or choose backend='gloo' for the CPU."
+            f"Local rank {local_rank} has no {current.type} device: this process sees {count}; start at most {count}"
+            " processes on this machine, or choose backend='gloo' for the CPU."
         )
-    return torch.device(kind, index)
-
-
-# --- Joining ----------------------------------------------------------------------------------------------------------
+    return torch.device(current.type, index)
 
 
 @dataclass(frozen=True)
 class _Membership:
-    """The default group that this package made, and what is needed to leave it."""
+    """The default group that this package made."""
 
     process_id: int
-    join_round: join.JoinRound
+    found: join.Rendezvous
+    store: dist.Store
     group: weakref.ref[dist.ProcessGroup]
 
 
 _membership: _Membership | None = None
-_leaves_at_exit: int | None = None
-_leaving_hooks: list[Callable[[], None]] = []
+_kept: dict[object, Any] = {}
+_kept_for: dist.ProcessGroup | None = None
 
 
 def initialize_distributed(
@@ -199,7 +141,7 @@ def initialize_distributed(
     world_size: int | None = None,
     device_id: bool = False,
 ) -> DistInfo:
-    """Join the default process group, or use the one that exists. A collective over the whole world.
+    """Join the default process group, and set the current accelerator device. A collective over the whole world.
 
     Without arguments or environment variables this is a world of one, which needs no network. A group that exists
     already is used as it is, and ``destroy_global_state`` will not destroy it.
@@ -208,28 +150,23 @@ def initialize_distributed(
         backend: ``"gloo"`` for the CPU, ``"nccl"`` for CUDA, ``"xccl"`` for XPU, ``"cpu:gloo,cuda:nccl"`` for both, or
             any that is registered with torch.
         timeout_minutes: How long joining may take, and a collective on the group may wait: ``timedelta`` or minutes.
-        init_method: ``env://``, ``tcp://address:port`` or ``file:///path``. None: ``env://``, that is, MASTER_ADDR and
-            MASTER_PORT.
+        init_method: ``env://``, ``tcp://address:port`` or ``file:///path``. None: MASTER_ADDR and MASTER_PORT.
         store: Where the ranks meet, instead of ``init_method``. The same store can serve several joins.
         rank: Rank of this process. None: RANK.
         world_size: Number of ranks. None: WORLD_SIZE.
         device_id: Bind the group to this rank's accelerator now, which connects NCCL eagerly; without effect on other
             backends. Some systems hang with it and some without.
 
-    Returns:
-        Rank and device of this process. The current accelerator device is set to its device.
-
     Raises:
-        ValueError: If an argument or environment variable is missing or out of range, or a backend is not available.
-        RuntimeError: On every rank that has joined, if others are missing, two have the same rank, or the address
+        ValueError: If an argument or environment variable is missing or out of range.
+        RankFailedError: On every rank that has joined, if others are missing, two have the same rank, or the address
             cannot be used. The message names ranks, address and waiting time.
     """
     timeout = parse_timeout(timeout_minutes)
-    check_backend(backend)
     device = choose_device(backend, get_local_rank_preinit())
     if dist.is_initialized():
         return _use_existing(backend, device)
-    found = rendezvous.locate(init_method, store, rank, world_size)
+    found = join.locate(init_method, store, rank, world_size)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
     _join(found, backend, timeout, device if device_id else None)
@@ -244,106 +181,88 @@ def join_process_group(
     init_method: str | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Join the default process group, or use the one that exists; bind ``device`` to it where it communicates by NCCL.
-
-    Like :func:`initialize_distributed`, but rank, world size and, without ``init_method``, the address come from
-    Lightning's cluster environment. ``check`` is called now and then meanwhile, and may raise.
-    """
+    """Like :func:`initialize_distributed`, by Lightning's cluster environment; ``check`` is called meanwhile."""
     lightning_internals.reset_seed()
-    check_backend(backend)
     if dist.is_initialized():
         _use_existing(backend, device)
         return
     address, port = cluster_environment.main_address, cluster_environment.main_port
     url = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
     rank, world_size = cluster_environment.global_rank(), cluster_environment.world_size()
-    _join(rendezvous.locate(init_method or url, None, rank, world_size), backend, timeout, device, check)
+    _join(join.locate(init_method or url, None, rank, world_size), backend, timeout, device, check)
 
 
 def _use_existing(backend: str, device: torch.device) -> DistInfo:
-    def names(config: str) -> set[str]:
-        return {pair.rpartition(":")[2] for pair in config.lower().split(",")}
-
-    actual = str(dist.distributed_c10d.get_backend_config())
-    if len(names(actual)) == 1:
-        actual = names(actual).pop()
-    if not names(backend) <= names(actual):
+    config = str(dist.distributed_c10d.get_backend_config())
+    names = {pair.rpartition(":")[2] for pair in config.split(",")}
+    actual = config if len(names) > 1 else next(iter(names))
+    if not {pair.rpartition(":")[2] for pair in backend.lower().split(",")} <= names:
         log.warning("The default process group exists already, with backend %s: %s has no effect.", actual, backend)
     rank = dist.get_rank()
     return DistInfo(actual, rank, dist.get_world_size(), device, rank == 0)
 
 
 def _join(
-    found: rendezvous.Rendezvous,
+    found: join.Rendezvous,
     backend: str,
     timeout: timedelta,
     device: torch.device | None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    global _membership, _leaves_at_exit
+    global _membership
     destroy_global_state()
-    if _leaves_at_exit != os.getpid():
-        # Unlike `atexit`, this also runs in children of `multiprocessing`.
-        _leaves_at_exit = os.getpid()
-        at_exit = {"is_exiting": True}
-        multiprocessing.util.Finalize(None, _leave, kwargs=at_exit, exitpriority=BEFORE_CHILDREN_ARE_JOINED)
-    join_round = join.meet(found, backend, timeout, check)
+    # Groups made later inherit a bound device: gloo serves no accelerator but CUDA, and `init_device_mesh` would split
+    # a group whose backend may have no such thing.
+    binds = device is not None and device.type == "cuda" and dist.Backend.NCCL in backend.lower()
+    store = join.meet(found, backend, timeout, check)
     try:
         dist.init_process_group(
             backend,
-            store=join_round.group_store,
+            store=dist.PrefixStore("group", store),
             rank=found.rank,
             world_size=found.world_size,
             timeout=timeout,
-            device_id=device if device is not None and is_bindable(backend, device) else None,
+            device_id=device if binds else None,
         )
     except BaseException:
-        connections.abort_connections()
-        join_round.leave()
+        join.leave(found, store)
         raise
     group = dist.group.WORLD
     assert group is not None
-    _membership = _Membership(os.getpid(), join_round, weakref.ref(group))
+    _membership = _Membership(os.getpid(), found, store, weakref.ref(group))
+    # Unlike `atexit`, this also runs in children of `multiprocessing`.
+    multiprocessing.util.Finalize(None, _leave, kwargs={"is_exiting": True}, exitpriority=BEFORE_CHILDREN_ARE_JOINED)
     if found.rank == 0:
         log.info("%d ranks have joined at %s (backend %s).", found.world_size, found.place, backend)
 
 
-def is_bindable(backend: str, device: torch.device) -> bool:
-    """Whether ``device`` communicates by NCCL, the one backend for which binding the group to a device pays.
+def kept_with_world() -> dict[object, Any]:
+    """Meshes and groups that last as long as the default group, by what they are for. Not a collective.
 
-    Groups made later inherit a bound device: gloo serves no accelerator but CUDA, and `init_device_mesh` would split a
-    group whose backend may have no such thing.
+    If the default group has changed, those of the old one are dropped, and DTensor's caches of its meshes: to these a
+    mesh over the new group equals the old mesh, so they would return destroyed groups.
     """
-    pairs = dict(pair.split(":") for pair in backend.lower().split(",")) if ":" in backend else {}
-    return device.type != "cpu" and pairs.get(device.type, backend.lower()) == dist.Backend.NCCL
+    global _kept_for
+    if _kept_for is not dist.group.WORLD:
+        forget_world()
+        torch_internals.forget_meshes()
+        _kept_for = dist.group.WORLD
+    return _kept
 
 
-# --- Leaving ----------------------------------------------------------------------------------------------------------
-
-
-def at_leaving(hook: Callable[[], None]) -> Callable[[], None]:
-    """Have ``hook`` called before this package destroys a group, to drop references to the group and its meshes.
-
-    Also a decorator. A group that is still referred to keeps its threads and connections.
-    """
-    _leaving_hooks.append(hook)
-    return hook
-
-
-def call_leaving_hooks() -> None:
-    """Drop references to the default group and its meshes; also called after a failure, when they are unusable."""
-    for hook in _leaving_hooks:
-        hook()
+def forget_world() -> None:
+    """Drop references to the default group and its meshes: a group that is referred to keeps its connections."""
+    global _kept_for
+    _kept_for = None
+    _kept.clear()
 
 
 def destroy_global_state(linger_s: float = join.LINGER_S) -> None:
     """Destroy the process group that this package made, subgroups first; nothing if it made none.
 
-    Not a collective, though every rank should call it. Safe to call twice, in an exception handler and at exit, where
-    it runs anyway. Threads and sockets of groups that the caller refers to remain.
-
-    Args:
-        linger_s: Seconds for which the rank that hosts the store waits for the others' last reads at most.
+    Not a collective, though every rank should call it: the one that hosts the store waits ``linger_s`` seconds at most
+    for the others' last reads. Safe to call twice, in an exception handler and at exit, where it runs anyway. Threads
+    and sockets of groups that the caller refers to remain.
     """
     _leave(linger_s)
 
@@ -356,7 +275,7 @@ def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False) -> None:
     with patched_signal(signal.SIGINT, signal.SIG_IGN):
         try:
             if membership.group() is not None and dist.group.WORLD is membership.group():
-                call_leaving_hooks()
+                forget_world()
                 if not is_exiting:
                     # Dropped models and meshes refer to each other in cycles. Now, as collecting them fills the caches
                     # again; not at exit, which frees them sooner: in a forked process, collecting copies the heap.
@@ -370,7 +289,7 @@ def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False) -> None:
                 # A mesh that was in use until now refers to the group, in a cycle with other meshes.
                 gc.collect()
         finally:
-            membership.join_round.leave(linger_s)
+            join.leave(membership.found, membership.store, linger_s)
 
 
 @contextlib.contextmanager

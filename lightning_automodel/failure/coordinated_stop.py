@@ -20,16 +20,7 @@ class StopAgreement:
     pass its current step, and waits at the start of the next. Once all have promised, all stop one step after the
     farthest promised one, which none can have passed. Without a request no rank communicates or waits.
 
-    The key :data:`STOP` holds the request, ``rank|reason``, and :data:`STEPS` all promised steps.
-
-    Args:
-        rank: This rank.
-        arrive: Posts a promised step below :data:`STOP`; the last rank to do so posts :data:`STEPS`.
-
-    Attributes:
-        step: The step that this rank is in, from 1; 0 before the first.
-        last_step: The step after which all ranks stop; None before the decision.
-        asked_by: The rank that asked first; None before a request.
+    :data:`STOP` holds the request, ``rank|reason``, and :data:`STEPS` all steps that ranks promised by ``arrive``.
     """
 
     def __init__(self, rank: int, arrive: Callable[[dist.Store, str], None]) -> None:
@@ -38,9 +29,9 @@ class StopAgreement:
         self._reason: str | None = None
         self._is_decided = threading.Event()
         self._has_promised = self._requeues = False
-        self.step = 0
-        self.last_step: int | None = None
-        self.asked_by: int | None = None
+        self.step = 0  # that this rank is in, from 1
+        self.last_step: int | None = None  # after which all ranks stop
+        self.asked_by: int | None = None  # the first rank to ask
 
     @property
     def requeues(self) -> bool:
@@ -57,10 +48,9 @@ class StopAgreement:
         self._reason = reason
 
     def begin_step(self, step: int, longest_wait_s: float) -> bool:
-        """Begin ``step``, and return whether it is the last; wait if this rank has promised not to pass the one before.
+        """Begin ``step``, which all ranks take, and return whether it is the last.
 
-        Every rank must call it at every step that all ranks take. Not a collective. Another rank may never promise, so
-        it waits ``longest_wait_s`` seconds at most.
+        If this rank has promised not to pass the one before, it waits for the decision, ``longest_wait_s`` at most.
         """
         with self._lock:
             self.step, has_promised = step, self._has_promised

@@ -15,7 +15,6 @@ from typing import Any
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.distributed import first_rank, process_group
-from lightning_automodel.distributed.board import Board
 from lightning_automodel.distributed.failures import PROCESS_ENDED, RankFailedError, RankFailure
 from lightning_automodel.failure.coordinated_stop import REQUEUE
 from lightning_automodel.failure.position import main_thread_position
@@ -31,21 +30,16 @@ LONGEST_LEAVING_S = 30.0
 class Supervisor:
     """Makes one ``fit``, ``validate``, ``test`` or ``predict`` of all ranks end together.
 
-    An exception on this rank is posted for the others. If it only follows from the failure of another rank, that
-    failure is raised instead. SIGTERM on any rank ends the run of all ranks after the same step.
+    An exception on this rank is posted for the others. If it only follows from another rank's failure, that is raised
+    instead. SIGTERM on any rank ends the run of all ranks after the same step.
 
-    Args:
-        join: Joins the other ranks, and calls :meth:`watch`.
-        before_telling: Called after an exception on this rank, before the others learn of it and leave.
-
-    Attributes:
-        weights_only: The argument of this name that the user gave to ``fit``, ``validate``, ``test`` or ``predict``.
+    ``join`` joins the other ranks, and calls :meth:`watch`. ``before_telling`` is called after an exception on this
+    rank, before the others learn of it and leave. ``weights_only`` is what the user gave to ``fit`` under this name.
     """
 
     def __init__(self, join: Callable[[], None], before_telling: Callable[[], None]) -> None:
         self._join, self._before_telling = join, before_telling
         self._watchdog: Watchdog | None = None
-        self._timeout_s = 0.0
         self._previous_handler: Any = None
         self._handler_process: int | None = None
         self._is_running = False
@@ -53,11 +47,7 @@ class Supervisor:
         self.weights_only: bool | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Join the other ranks, so that they hear of any failure, and call ``function``.
-
-        Raises:
-            RankFailedError: If another rank failed; its cause is what that raised on this rank, if anything.
-        """
+        """Join the other ranks, and call ``function``; RankFailedError if another rank failed."""
         for each in [each for each in _current if each.has_failed]:
             # A callback's `on_exception` raised in an earlier run, so that Lightning did not tear it down.
             each.close()
@@ -67,6 +57,8 @@ class Supervisor:
             self._join()
             result = function(*args, **kwargs)
             self._raise_what_came_late()
+            self._end()
+            return result
         except lightning_internals.TunerExitException:
             self._end()
             raise
@@ -77,17 +69,11 @@ class Supervisor:
                 self._before_telling()
             self._raise_cause(exception)
             raise
-        else:
-            self._end()
-            return result
         finally:
             self._is_running = False
 
     def watch(self, timeout: timedelta, where: Callable[[], str]) -> None:
-        """Start to watch the other ranks, if there are any. Every rank must call it, after joining.
-
-        Another thread calls ``where``, which returns the hook that this rank is in.
-        """
+        """Start to watch the other ranks; every rank must call it. A thread asks ``where`` this rank is: its hook."""
         self._end()
         if process_group.group_size() == 1:
             return
@@ -95,27 +81,21 @@ class Supervisor:
             # Gloo aborts a process whose collectives do not match, and only this shows where. Notebooks may refuse.
             with contextlib.suppress(Exception):
                 faulthandler.enable()
-        self._timeout_s = timeout.total_seconds()
         self._watchdog = Watchdog(timeout, where, self._patch_sigterm(), _find_ended)
         _current.append(self)
         first_rank.run_board = self._watchdog.board
         self._watchdog.start()
 
     def begin_step(self, step: int, is_training: bool) -> bool:
-        """Begin a step that every rank takes; return whether all stop after it, since one received SIGTERM.
+        """Begin a step that every rank takes, numbered from 1; return whether all stop after it.
 
-        Args:
-            step: Its number, the same on all ranks, from 1.
-            is_training: Whether it is a training step: a rank that ends its run before this step is then at fault.
-
-        Raises:
-            RankFailedError: If another rank failed before that was decided.
+        A rank that ends its run before a training step that others take is at fault. RankFailedError if one failed.
         """
         if self._watchdog is None:
             return False
         if is_training:
             self._watchdog.training_step = step
-        is_last = self._watchdog.stop.begin_step(step, self._timeout_s)
+        is_last = self._watchdog.stop.begin_step(step, self._watchdog.timeout_s)
         if self._watchdog.failure is not None:
             raise RankFailedError(self._watchdog.failure)
         if is_last:
@@ -134,11 +114,6 @@ class Supervisor:
             self._watchdog.stop.ask(REQUEUE)
 
     @property
-    def board(self) -> Board | None:
-        """The run's board; None where there are no other ranks."""
-        return None if self._watchdog is None else self._watchdog.board
-
-    @property
     def has_failed(self) -> bool:
         """Whether this rank is leaving after a failure of its own or of another rank."""
         return self._failed_at is not None
@@ -147,11 +122,11 @@ class Supervisor:
         """After a failure, end the watch and destroy this package's process groups, in half a minute at most."""
         if self._is_running and not self.has_failed:
             return
-        if self.has_failed and self.board is not None:
-            self.board.conclude(RUN, process_group.group_size(), LINGER_AFTER_FAILURE_S)
+        if self.has_failed and self._watchdog is not None:
+            self._watchdog.board.conclude(RUN, process_group.group_size(), LINGER_AFTER_FAILURE_S)
         self._end()
         if self.has_failed and process_group.group_size() > 1:
-            process_group.call_leaving_hooks()
+            process_group.forget_world()
             cause = sys.exc_info()[1]
             why = f"{type(cause).__name__}: {cause}; destroying its process groups took over {LONGEST_LEAVING_S:g} s"
             last_resort = threading.Timer(LONGEST_LEAVING_S, end_process, (process_group.group_rank(), why))
@@ -165,7 +140,8 @@ class Supervisor:
             self._watchdog.close()
             self._watchdog = None
             _current.remove(self)
-            first_rank.run_board = _current[-1].board if _current else None
+            outer = _current[-1]._watchdog if _current else None
+            first_rank.run_board = None if outer is None else outer.board
         self._restore_sigterm()
 
     def _raise_what_came_late(self) -> None:
@@ -185,7 +161,7 @@ class Supervisor:
         if isinstance(exception, lightning_internals.SIGTERMException):
             exception.code = exception.code or SIGTERM_STATUS
             if watchdog is not None and watchdog.stop.last_step is not None:
-                watchdog.acknowledge()
+                watchdog.is_noticed.set()
                 return
         if watchdog is None:
             return
@@ -197,8 +173,6 @@ class Supervisor:
                 # rank's interrupt. On both it is the user's wish, not a failure with a traceback.
                 raise KeyboardInterrupt from exception
             raise RankFailedError(failure) from exception
-
-    # --- SIGTERM ------------------------------------------------------------------------------------------------------
 
     def _patch_sigterm(self) -> bool:
         if threading.current_thread() is not threading.main_thread():
@@ -235,20 +209,14 @@ class Supervisor:
         watchdog.stop.ask()
 
 
-# --- This process, which may have several runs, also one inside another -----------------------------------------------
-
-
 _current: list[Supervisor] = []
-"""Supervisors that watch the other ranks, the innermost run's last."""
+"""Supervisors that watch the other ranks, the innermost run's last: a run may be inside another one."""
 
 _find_ended: Callable[[], list[tuple[int, str]]] = list
 
 
 def watch_processes(find_ended: Callable[[], list[tuple[int, str]]]) -> None:
-    """Have ``find_ended`` called while this process joins the others, and in its runs.
-
-    It returns ranks whose processes, which this one has started, have ended since the last call, and how.
-    """
+    """From now on ask for the processes that this one has started which have ended since: their ranks, and how."""
     global _find_ended
     _find_ended = find_ended
 

@@ -4,12 +4,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lightning_automodel.distributed.board import Record, Sighting, list_ranks, missed_heartbeats
-from lightning_automodel.distributed.failures import RUN_ON_ALL_RANKS, STUCK, RankFailure
+from lightning_automodel.distributed import failures
+from lightning_automodel.distributed.failures import RankFailure, Record, Sighting
 
 SILENT_S = 3.0
-SILENT_GAPS = 3
-"""A rank is silent after so many of the longest gaps between heartbeats that any rank has shown."""
+SILENT_GAPS = 3  # a rank is silent after so many of the longest gaps between heartbeats that any rank has shown
 BUSY_BEATS = 3
 MOST_NAMED = 8
 
@@ -22,15 +21,9 @@ def decide(
     In this order: ranks that are silent; a rank that ended its run before the others; a rank that does something else
     than to wait; else the ranks wait for each other, and the failure is ``own``, with a note of where they are.
 
-    Args:
-        seen: What the reader has seen of every rank, itself included, since its collective failed.
-        own: What the reader would report of itself.
-        reading_s: For how long it has been reading.
-        now: The time on the clock of ``seen``.
-        longest_s: After so many seconds it is decided by what is known.
-
-    Returns:
-        The verdict for all ranks; None as long as it cannot be told.
+    ``seen`` is what the reader has seen of every rank, itself included, since its collective failed, ``reading_s``
+    seconds before ``now``; ``own`` is what it would report of itself. After ``longest_s`` seconds it is decided by what
+    is known, before that the verdict is None as long as it cannot be told.
     """
     running = {rank: each for rank, each in seen.items() if not each.known.has_ended}
     others = {rank: each for rank, each in running.items() if rank != own.rank}
@@ -42,8 +35,8 @@ def decide(
         return None
     if silent := sorted(silent, key=lambda rank: seen[rank].changed_at):
         first = seen[silent[0]]
-        more = f", nor of rank {list_ranks(silent[1:])}," if silent[1:] else ""
-        return missed_heartbeats(silent[0], first.known, own.rank, now - first.changed_at, more)
+        more = f", nor of rank {failures.list_ranks(silent[1:])}," if silent[1:] else ""
+        return failures.missed_heartbeats(silent[0], first.known, own.rank, now - first.changed_at, more)
     if failure := left_behind({rank: each.known for rank, each in seen.items()}):
         return failure
     busy = [rank for rank, each in others.items() if each.busy]
@@ -51,7 +44,7 @@ def decide(
         record = seen[stuck[0]].known
         cause = own.message.partition("\n")[0]
         message = f"it is at {record.position}; rank {own.rank} waited for it in {own.where}: {cause}"
-        return RankFailure(stuck[0], record.host, record.where, STUCK, message)
+        return RankFailure(stuck[0], record.host, record.where, failures.STUCK, message)
     if busy and not is_late:
         return None
     listed = list_positions({rank: f"{each.known.where}, at {each.known.position}" for rank, each in seen.items()})
@@ -89,8 +82,10 @@ def list_positions(positions: Mapping[int, str]) -> str:
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, position in sorted(positions.items()):
         ranks[position].append(rank)
-    lines = [f"  rank {list_ranks(those)}: {position}\n" for position, those in list(ranks.items())[:MOST_NAMED]]
+    lines = [
+        f"  rank {failures.list_ranks(those)}: {position}\n" for position, those in list(ranks.items())[:MOST_NAMED]
+    ]
     return (
         f"{''.join(lines)}One of these lines probably communicates, and the other ranks do not come to it."
-        f" {RUN_ON_ALL_RANKS}"
+        f" {failures.RUN_ON_ALL_RANKS}"
     )

@@ -2,12 +2,14 @@
 
 import contextlib
 import faulthandler
+import json
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,9 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed import connections
-from lightning_automodel.distributed.board import BEAT_S, LINGER_S, LONGEST_PAUSE_S, NONE, AwakeClock, Board, Sighting
-from lightning_automodel.distributed.failures import PROCESS_ENDED, RankFailedError, RankFailure, is_communication_error
+from lightning_automodel.distributed import failures
+from lightning_automodel.distributed.board import BEAT_S, LINGER_S, NONE, Board, connect_again
+from lightning_automodel.distributed.failures import RankFailedError, RankFailure, Sighting
 from lightning_automodel.failure.coordinated_stop import STEPS, STOP, StopAgreement
 from lightning_automodel.failure.position import main_thread_position
 from lightning_automodel.failure.verdict import decide, left_behind, standstill
@@ -26,9 +28,10 @@ log = logging.getLogger(__name__)
 
 TIME_TO_LEAVE_S = 5.0
 STANDSTILL_S = 60.0
+POLL_S = 0.05
 LONGEST_SEARCH_BEATS = 120
-INTERRUPT_AFTER_S = 2.0
-KILL_AFTER_S = 4.0
+TIME_TO_RAISE_S = 2.0
+TIME_TO_RAISE_AFTER_SILENCE_S = 0.5
 
 RUN, END, LEASE = "run", "end", "lease"
 
@@ -38,27 +41,16 @@ _runs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictio
 class Watchdog:
     """Posts this rank's failure for the others, and leaves with the cause when another rank fails.
 
-    The board's thread exchanges a few bytes with the store several times a second: this rank's record, that of the
-    neighbour that it watches, and the verdict. The training itself neither communicates nor waits for this.
-
     A rank whose collective fails says so in its record, and waits for the verdict. The first of these ranks takes the
     lease, reads all records with each heartbeat, and posts the verdict as soon as it can be told. If it falls silent,
     another one takes the lease.
 
-    After another rank's failure a second thread aborts this rank's gloo connections, so that a waiting collective
-    raises. If that does not help, it interrupts the main thread, and at last it ends the process.
+    After another rank's failure a second thread gives the main thread time to raise, as the collective in which it
+    waits may fail. Then it interrupts the main thread, and at last it ends the process.
 
-    Args:
-        timeout: Time within which this rank leaves when another misses its heartbeats, for at least half of it.
-        where: Returns the hook that this rank is in; called by a thread.
-        raises_on_sigterm: Whether the main thread has a SIGTERM handler that raises after a failure.
-        find_ended: Called by a thread; returns ranks whose processes have ended since the last call, and how.
-
-    Attributes:
-        board: The run's board.
-        stop: Decides after which step all ranks stop.
-        training_step: Number of the newest training step that this rank began; all ranks take the same ones.
-        raised_at: Where this rank raised an exception: from then on, its main thread is in this package.
+    Within ``timeout`` this rank leaves when another misses its heartbeats, for at least half of it. Threads call
+    ``where``, which returns the hook that this rank is in, and ``find_ended``, which returns ranks whose processes have
+    ended since the last call, and how. ``raises_on_sigterm``: whether the main thread has a handler that raises.
     """
 
     def __init__(
@@ -70,15 +62,16 @@ class Watchdog:
     ) -> None:
         world = dist.group.WORLD
         assert world is not None
-        self._timeout_s = timeout.total_seconds()
+        self.timeout_s = timeout.total_seconds()
         self._where, self._raises_on_sigterm, self._find_ended = where, raises_on_sigterm, find_ended
         self._rank, self._ranks = dist.get_rank(), range(dist.get_world_size())
-        self._is_noticed, self._is_closed = threading.Event(), threading.Event()
+        self.is_noticed = threading.Event()  # the main thread is leaving: nothing interrupts it
+        self._is_closed = threading.Event()
         self._failure: RankFailure | None = None
         self._has_posted_own = self._has_ended = self._has_warned = False
         self.stop = StopAgreement(self._rank, lambda store, step: self.board.arrive(store, STOP, self._ranks, step))
-        self.raised_at: tuple[bool, str] | None = None
-        self.training_step = 0
+        self.raised_at: tuple[bool, str] | None = None  # from an exception on, the main thread is in this package
+        self.training_step = 0  # the newest that this rank began; all ranks take the same ones
         # What this rank would report of itself, once its collective has failed; and what it has seen of all since.
         self._own: RankFailure | None = None
         self._seen: dict[int, Sighting] = {}
@@ -86,17 +79,13 @@ class Watchdog:
         self._position: tuple[bool, str] = (False, "")
         _runs[world] = _runs.get(world, 0) + 1
         prefix, keys = f"lightning_automodel/run/{_runs[world]}", (STOP, STEPS, LEASE)
-        silence_s = max(self._timeout_s / 2, self._timeout_s - TIME_TO_LEAVE_S)
-        self.board = Board(prefix, RUN, self._ranks, silence_s, self._describe, keys, self._exchange)
-        self._longest_search_s = LONGEST_SEARCH_BEATS * max(self.board.interval_s, BEAT_S)
+        silence_s = max(self.timeout_s / 2, self.timeout_s - TIME_TO_LEAVE_S)
+        connect = connect_again(prefix, silence_s)
+        self.board = Board(self._rank, connect, RUN, self._ranks, silence_s, self._describe, keys, self._exchange)
         self._thread = threading.Thread(target=self._watch, name="lightning_automodel watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start the threads, and wait for the store's first answer. Every rank must call it, equally often.
-
-        Raises:
-            RankFailedError: If the store does not answer, or another rank failed already.
-        """
+        """Start the threads, and wait for the store's first answer; RankFailedError if there is none, or a failure."""
         self.board.start()
         self._thread.start()
         # The second thread's time limit also ends this wait.
@@ -115,6 +104,10 @@ class Watchdog:
         self._thread.join(1 + 2 * self.board.interval_s)
 
     @property
+    def _longest_search_s(self) -> float:
+        return LONGEST_SEARCH_BEATS * max(self.board.interval_s, BEAT_S)
+
+    @property
     def failure(self) -> RankFailure | None:
         """Another rank's failure, once this rank knows of it."""
         return self._failure or self.board.verdicts[RUN]
@@ -122,7 +115,7 @@ class Watchdog:
     def wait_for_all(self) -> int | None:
         """Wait until every rank has left its last hook, or one has failed. A collective, only through the store.
 
-        Returns a rank that received SIGTERM, the same on all ranks; None if no rank did, or one failed.
+        Returns a rank that received SIGTERM, the same on all ranks, if any.
         """
         board, self._has_ended = self.board, True
 
@@ -133,7 +126,8 @@ class Watchdog:
 
         try:
             asked_by = str(self._rank) if self.stop.is_asked_here else ""
-            told = board.gather(END, self._ranks, asked_by, RUN, self._timeout_s, explain)
+            board.call(lambda store: board.arrive(store, END, self._ranks, asked_by))
+            told = json.loads(board.wait_for(f"{END}/result", RUN, self.timeout_s, explain))
         except RankFailedError as error:
             self._failure = self.failure or self._post(error.failure)
             return None
@@ -141,18 +135,8 @@ class Watchdog:
         board.conclude(END, len(self._ranks))
         return next((int(rank) for rank in told if rank), None)
 
-    def acknowledge(self) -> None:
-        """Note that the main thread is leaving, so that nothing interrupts it."""
-        self._is_noticed.set()
-
-    # --- Leaving because of an exception ------------------------------------------------------------------------------
-
     def explain(self, exception: BaseException, hook: str | None) -> RankFailure | None:
-        """Find the other rank's failure that caused ``exception``; without one, post it as this rank's own.
-
-        Returns:
-            The failure of another rank if it is the cause; None if the exception, raised in ``hook``, is this rank's.
-        """
+        """The other rank's failure that caused ``exception``; else post it as this rank's own, raised in ``hook``."""
         try:
             if isinstance(exception, RankFailedError):
                 return exception.failure
@@ -160,7 +144,7 @@ class Watchdog:
                 return self.failure
             own = RankFailure.from_exception(exception, self._rank, hook or self._where())
             self._has_posted_own = True
-            if not is_communication_error(exception):
+            if not failures.is_communication_error(exception):
                 self._post(own)
                 return None
             culprit = self.failure or self._await_verdict(own)
@@ -170,7 +154,7 @@ class Watchdog:
                 exception.add_note(note)
             return None
         finally:
-            self._is_noticed.set()
+            self.is_noticed.set()
 
     def _post(self, failure: RankFailure) -> RankFailure:
         try:
@@ -180,13 +164,11 @@ class Watchdog:
 
     def _await_verdict(self, own: RankFailure) -> RankFailure:
         """The verdict, which another rank may have to find; ``own`` if there is none in time."""
-        clock, self._own = AwakeClock(), own
+        self._own, give_up_at = own, time.monotonic() + 3 * self._longest_search_s
         with contextlib.suppress(RankFailedError):
             self.board.call(self.board.beat)
-        while clock() < 3 * self._longest_search_s and self._failure is None:
-            # In short waits, for the clock.
-            if self.board.is_decided.wait(LONGEST_PAUSE_S):
-                break
+        while time.monotonic() < give_up_at and self.failure is None and self.board.lost is None:
+            time.sleep(POLL_S)
         return self.failure or self.board.lost or self._post(own)
 
     # --- The board's thread -------------------------------------------------------------------------------------------
@@ -219,14 +201,14 @@ class Watchdog:
             self.board.read_records(store, [rank], self.board.seen)
             record = self.board.seen[rank].known
             if not record.has_left:
-                ended = RankFailure(rank, record.host, record.where, PROCESS_ENDED, f"its process {how}")
+                ended = RankFailure(rank, record.host, record.where, failures.PROCESS_ENDED, f"its process {how}")
                 self.board.post(store, RUN, ended)
         own = self.board.own
         if failure := left_behind({self._rank: own} | {r: each.known for r, each in self.board.seen.items()}):
             self.board.post(store, RUN, failure)
         if self._own is not None and self._holds_lease(store, lease):
             self._seek(store, self._own)
-        limit_s = min(STANDSTILL_S, self._timeout_s / 2)
+        limit_s = min(STANDSTILL_S, self.timeout_s / 2)
         if self._rank == 0 and not self._has_warned and own.waits and own.stood_s >= limit_s:
             seen: dict[int, Sighting] = {}
             self.board.read_records(store, self._ranks, seen)
@@ -234,7 +216,7 @@ class Watchdog:
                 self._has_warned = True
                 log.warning(
                     f"All ranks have waited for {limit_s:g} s, in different places:\n{positions} The wait ends after"
-                    f" the strategy's timeout, here {self._timeout_s:g} s."
+                    f" the strategy's timeout, here {self.timeout_s:g} s."
                 )
 
     def _holds_lease(self, store: dist.Store, lease: bytes) -> bool:
@@ -259,19 +241,16 @@ class Watchdog:
             self.board.post(store, RUN, verdict)
             self.board.read(store)
 
-    # --- The second thread --------------------------------------------------------------------------------------------
-
     def _watch(self) -> None:
         """Make this rank leave once there is a failure, or no answer from the store."""
-        board, clock = self.board, AwakeClock()
-        beats, answered_s = 0, 0.0
+        board, beats, answered_at = self.board, 0, time.monotonic()
         while not self._is_closed.wait(min(board.interval_s, 1.0)) and self.failure is None:
             if board.beats != beats:
-                beats, answered_s = board.beats, clock()
+                beats, answered_at = board.beats, time.monotonic()
             host_is_done = 0 in board.seen and board.seen[0].known.has_left
             if board.lost is not None and not host_is_done:
                 self._failure = board.lost
-            elif clock() - answered_s > board.timeout_s:
+            elif time.monotonic() - answered_at > (board.timeout_s if beats else self.timeout_s):  # connecting is slow
                 self._failure = board.lost_store("does not answer")
         self.stop.release()
         failure = self.failure
@@ -281,15 +260,15 @@ class Watchdog:
 
     def _leave(self, failure: RankFailure) -> None:
         """Make the main thread leave: gently, then by a signal, then by ending the process."""
-        if self._is_noticed.is_set():
-            return
-        connections.abort_connections()
-        if self._is_noticed.wait(INTERRUPT_AFTER_S) or self._is_closed.is_set():
+        # A rank that raised closes its connections as its process ends, which frees this one; a silent rank does not.
+        is_silent = failure.error == failures.MISSED_HEARTBEATS
+        patience_s = TIME_TO_RAISE_AFTER_SILENCE_S if is_silent else TIME_TO_RAISE_S
+        if self.is_noticed.wait(patience_s) or self._is_closed.is_set():
             return
         if self._raises_on_sigterm and hasattr(signal, "pthread_kill"):
             # Sent to the main thread itself, the signal also interrupts a system call in which it sleeps.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-        if self._is_noticed.wait(KILL_AFTER_S - INTERRUPT_AFTER_S) or self._is_closed.is_set():
+        if self.is_noticed.wait(patience_s) or self._is_closed.is_set():
             return
         end_process(self._rank, str(failure))
 

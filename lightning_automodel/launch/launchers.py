@@ -22,7 +22,6 @@ from torch.multiprocessing import ProcessContext
 from typing_extensions import override
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.distributed import rendezvous
 from lightning_automodel.failure import supervisor
 from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.launch.results import collect, restore
@@ -58,8 +57,6 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         # A single process sets no variables: they would make a later Trainer in it wait for other ranks.
         if not self.is_interactive_compatible:
-            if self.num_nodes == 1:
-                os.environ.update(rendezvous.shared_secret())
             lightning_internals.start_other_ranks(self)
             first_rank = self.cluster_environment.node_rank() * self.num_processes
             running = dict(enumerate(self.procs, first_rank + 1))
@@ -149,8 +146,6 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
     def _start(self, trainer: "pl.Trainer", function: partial[Any], folder: Path) -> ProcessContext:
         self.environment.validate_settings(num_devices=self._num_processes, num_nodes=self._num_nodes)
         variables = {"MASTER_PORT": str(self.environment.main_port)}
-        if self._num_nodes == 1:
-            variables |= rendezvous.shared_secret()
         run: tuple[Any, ...] | None = self, trainer, function, None
         if self.method != "fork":
             run, random_states = None, rng.global_states(torch.device("cpu"))

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_automodel.distributed.caller_mesh import adopt_mesh
-from lightning_automodel.distributed.mesh import MeshSizes
+from lightning_automodel.distributed.mesh import MeshSizes, adopt_mesh
 from tests.rank_pool import RankPool
 
 Spec = tuple[tuple[int, ...], tuple[str, ...] | None]
@@ -60,9 +59,10 @@ FITTING: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = [
 ]
 
 NEEDS = (
-    ", but needs 'data_parallel_replicate' and 'data_parallel_shard', or one of them, or 'data_parallel', and after"
-    " them may have 'tensor_parallel' (other names are dp_replicate, replicate, dp_shard, fsdp, shard, dp, data, tp,"
-    " tensor): pass such mesh_dim_names, in this order; other dimensions must have size 1."
+    ", but needs 'data_parallel_replicate' and 'data_parallel_shard', or 'data_parallel_shard', or 'data_parallel', or"
+    " under data_parallel='ddp' 'data_parallel_replicate' alone, and after them may have 'tensor_parallel' (other names"
+    " are dp_replicate, replicate, dp_shard, fsdp, shard, dp, data, tp, tensor): pass such mesh_dim_names, in this"
+    " order; other dimensions must have size 1."
 )
 UNFIT: list[tuple[tuple[Any, ...], str]] = [
     ((((2, 2), None),), f"device_mesh has the dimensions 'no name' (2), 'no name' (2){NEEDS}"),
@@ -71,11 +71,7 @@ UNFIT: list[tuple[tuple[Any, ...], str]] = [
     ((((4,), ("tp",)),), f"device_mesh has the dimensions 'tp' (4){NEEDS}"),
     ((((2, 2), ("dp", "shard")),), f"device_mesh has the dimensions 'dp' (2), 'shard' (2){NEEDS}"),
     ((((2, 2), ("tp", "dp")),), f"device_mesh has the dimensions 'tp' (2), 'dp' (2){NEEDS}"),
-    (
-        (((4,), ("replicate",)),),
-        "device_mesh has the dimensions 'replicate' (4), none of which FSDP2 could shard over: add one called"
-        " 'data_parallel_shard', or pass data_parallel='ddp'.",
-    ),
+    ((((4,), ("replicate",)),), f"device_mesh has the dimensions 'replicate' (4){NEEDS}"),
     (
         (((2, 2), ("dp", "tp")), "ddp"),
         "Tensor parallelism (size 2) does not work with data_parallel='ddp', which copies whole parameters: pass"

@@ -46,18 +46,6 @@ def test_endings(exception: BaseException, ending: str) -> None:
     assert str(RankFailure.from_exception(exception, 0, "setup")).endswith(ending)
 
 
-class _WordlessError(Exception):
-    def __str__(self) -> str:
-        raise KeyError("label")
-
-
-def test_exception_that_cannot_be_printed_is_told() -> None:
-    """Its own mistake must not keep the others waiting."""
-    failure = RankFailure.from_exception(_WordlessError(), 1, "setup")
-    assert str(failure).endswith("failed in setup: _WordlessError: (its __str__ raised KeyError)")
-    assert not is_communication_error(_WordlessError())
-
-
 def test_long_message_is_cut() -> None:
     """A store is no place for megabytes."""
     assert len(RankFailure.from_exception(ValueError("x" * 10**6), 0, "setup").message) == MAX_MESSAGE_CHARACTERS

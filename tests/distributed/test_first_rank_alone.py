@@ -80,7 +80,7 @@ def test_as_a_decorator_every_call_is_a_block() -> None:
         ({"timeout": 0}, ValueError, "timeout must be positive"),
         ({"timeout": timedelta(seconds=-1)}, ValueError, "timeout must be positive"),
         ({"timeout": "30"}, TypeError, "timeout must be a timedelta or a number of minutes, got '30'"),
-        ({"group": "world"}, TypeError, "group must be a ProcessGroup or None, got 'world'"),
+        ({"group": "world"}, ValueError, "group must be None or a ProcessGroup .*, got 'world'"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -118,7 +118,7 @@ def sleeps_in_a_step(rank: int, world_size: int) -> None:
 
 
 def all_are_suspended(rank: int, world_size: int) -> None:
-    """For longer than heartbeats may be missing, and less than `timeout`."""
+    """For longer than a rank may be silent once a collective has failed, and less than heartbeats may be missing."""
     folder = Path.cwd()
 
     def suspend(model: Model) -> None:
@@ -132,7 +132,7 @@ def all_are_suspended(rank: int, world_size: int) -> None:
 
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     # The ranks stop one after the other: rank 1 hears nothing of rank 0 only while both sleep.
-    _trainer(world_size, timeout_s=9.0, max_steps=6).fit(_fails_in("on_train_batch_start", suspend), _data())
+    _trainer(world_size, timeout_s=14.0, max_steps=6).fit(_fails_in("on_train_batch_start", suspend), _data())
     print("went on")
 
 
@@ -159,19 +159,6 @@ def call_different_collectives(rank: int, world_size: int) -> None:
     _trainer(world_size).fit(_fails_in("training_step", lambda model: _reduce_another_size(rank)), _data())
 
 
-class _WordlessError(Exception):
-    def __str__(self) -> str:
-        raise KeyError("label")
-
-
-def fails_without_words(rank: int, world_size: int) -> None:
-    def fail(model: Model) -> None:
-        if rank == 1:
-            raise _WordlessError
-
-    _trainer(world_size).fit(_fails_in("training_step", fail), _data())
-
-
 class RaisesToo(pl.Callback):
     """Keeps Lightning from tearing down after a failure."""
 
@@ -181,8 +168,7 @@ class RaisesToo(pl.Callback):
 
 def trains_again_after_a_failure_in_a_failure(rank: int, world_size: int) -> None:
     def fail(model: Model) -> None:
-        if rank == 1:
-            raise ValueError("no labels here")
+        raise ValueError("no labels here")
 
     with pytest.raises(OSError, match="cannot tell anybody"):
         _trainer(world_size, callbacks=[RaisesToo()]).fit(_fails_in("training_step", fail), _data())
@@ -212,10 +198,6 @@ EXPECTED: dict[Callable[[int, int], None], tuple[list[int | None], list[str]]] =
     call_different_collectives: (
         [1, -signal.SIGABRT],
         ["rank 1 on {host} missed heartbeats, last seen in ", " in _reduce_another_size\n"],
-    ),
-    fails_without_words: (
-        [1, 1],
-        ["rank 1 on {host} failed in training_step: _WordlessError: (its __str__", "_WordlessError"],
     ),
     trains_again_after_a_failure_in_a_failure: ([0, 0], ["trained again [] True"] * 2),
 }

@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 
-from lightning_automodel.distributed.board import MISSED_BEATS, Record, Sighting
-from lightning_automodel.distributed.failures import MISSED_HEARTBEATS, STUCK, RankFailure
+from lightning_automodel.distributed.failures import (
+    MISSED_BEATS,
+    MISSED_HEARTBEATS,
+    STUCK,
+    RankFailure,
+    Record,
+    Sighting,
+)
 from lightning_automodel.failure.verdict import BUSY_BEATS, SILENT_S, decide, left_behind, list_positions, standstill
 
 OWN = RankFailure(0, "host0", "backward", "RuntimeError", "[gloo] Connection closed by peer")
