@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel import release_probe
 from lightning_automodel.patching import PatchStack
@@ -142,17 +141,6 @@ def communication_restored(units: Iterable[FSDPModule]) -> Iterator[None]:
         for group, values in zip(groups, before, strict=True):
             for name, value in values.items():
                 setattr(group, name, value)
-
-
-def complete_forward(unit: FSDPModule) -> None:
-    """End a forward outside of any root that has called only some modules of a unit: FSDP2 waits for the others.
-
-    Until then it does not reshard the unit, and takes the next forward of the root for a part of this one.
-    """
-    state = unit._get_fsdp_state()
-    if state._modules_to_run_forward:
-        state._modules_to_run_forward.clear()
-        state._post_forward(cast(nn.Module, unit), (), None)
 
 
 def is_unsharded(unit: FSDPModule) -> bool:
@@ -287,29 +275,17 @@ def reduction_dtype(group: FSDPParamGroup) -> torch.dtype | None:
     return next((unsharded_gradient_dtype(param) for param in trainable), None)
 
 
-def accumulate_in_one_dtype(group: FSDPParamGroup) -> list[RemovableHandle]:
-    """Make parameters that no micro-batch has used so far get gradients in the dtype of the group's other ones.
+def accumulate_in_one_dtype(group: FSDPParamGroup) -> None:
+    """Give zero gradients to parameters that no micro-batch has used so far, beside others with accumulated ones.
 
     Before torch 2.15, FSDP2 reduces the gradients of a group only if all have one dtype. A parameter that is first used
     in the last micro-batch would get its gradient in the compute dtype, while the others' are in the reduction dtype.
-    Returns hooks to be removed after the backward.
     """
     trainable = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
-    if ACCUMULATES_IN_LEAF or all(param.unsharded_accumulated_grad is None for param in trainable):
-        return []
-    lacking = [param for param in trainable if param.unsharded_accumulated_grad is None]
-    if group.reduce_scatter_unused_params:
-        for param in lacking:
-            param.unsharded_accumulated_grad = torch.zeros_like(param.unsharded_param, dtype=param.reduce_dtype)
-        return []
-
-    def widen(param: FSDPParam, _: nn.Parameter) -> None:
-        if param.unsharded_accumulated_grad is None:
-            param.to_accumulated_grad_if_needed()
-        else:
-            param.accumulate_unsharded_grad_if_needed()
-
-    return [param.unsharded_param.register_post_accumulate_grad_hook(partial(widen, param)) for param in lacking]
+    if not ACCUMULATES_IN_LEAF and any(param.unsharded_accumulated_grad is not None for param in trainable):
+        for param in trainable:
+            if param.unsharded_accumulated_grad is None:
+                _set_zero_gradient(param)
 
 
 def zero_missing_gradients(group: FSDPParamGroup, parameters: Container[nn.Parameter]) -> None:
@@ -317,11 +293,15 @@ def zero_missing_gradients(group: FSDPParamGroup, parameters: Container[nn.Param
     for param in group.fsdp_params:
         shard = param.sharded_param
         if shard in parameters and not shard.requires_grad and _unreduced_gradient(param) is None:
-            zeros = torch.zeros_like(param.unsharded_param, dtype=unsharded_gradient_dtype(param))
-            if ACCUMULATES_IN_LEAF:
-                param.unsharded_param.grad = zeros
-            else:
-                param.unsharded_accumulated_grad = zeros
+            _set_zero_gradient(param)
+
+
+def _set_zero_gradient(param: FSDPParam) -> None:
+    zeros = torch.zeros_like(param.unsharded_param, dtype=unsharded_gradient_dtype(param))
+    if ACCUMULATES_IN_LEAF:
+        param.unsharded_param.grad = zeros
+    else:
+        param.unsharded_accumulated_grad = zeros
 
 
 def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
@@ -400,25 +380,6 @@ def sharded_versions(unit: FSDPModule) -> list[int]:
     return [param.sharded_param._version for group in param_groups(unit) for param in group.fsdp_params]
 
 
-def own_shard_changed(group: FSDPParamGroup) -> bool:
-    """Whether this rank's sharded parameters differ from what was all-gathered. Reads tensors on the host."""
-    for param in group.fsdp_params:
-        if len(param.all_gather_outputs) != 1 or param.fsdp_placement.dim != 0:
-            continue
-        local = local_tensor(param.sharded_param)
-        if hasattr(local, "fsdp_pre_all_gather"):  # all-gathers something other than its values
-            continue
-        local = local.reshape(-1)
-        own_part = param.all_gather_outputs[0].view(param.mesh_info.shard_mesh_size, -1)[
-            param.mesh_info.shard_mesh_rank
-        ]
-        own_part, local = own_part[: local.numel()], local.to(own_part.dtype)  # the part may be padded
-        # NaN does not equal itself, but its bytes do.
-        if not torch.equal(own_part, local) and not torch.equal(own_part.view(torch.uint8), local.view(torch.uint8)):
-            return True
-    return False
-
-
 def patch_unscaling(
     scaler: GradScaler,
     is_checked: dict[Optimizer, bool],
@@ -489,7 +450,7 @@ _probed_states: set[type] = set()
 def _probe_fsdp2(state: Any) -> None:
     """Check, on the first FSDP2 unit of this process, the attributes that the functions above read and write."""
     check = partial(release_probe.check, "torch")
-    check(state, "_fsdp_param_groups", "_modules_to_run_forward", "_lazy_init")
+    check(state, "_fsdp_param_groups", "_lazy_init")
     check(state, "_pre_forward", "_post_forward", "_pre_forward_hook_handle", "_post_forward_hook_handle")
     for group in state._fsdp_param_groups[:1]:
         check(group, "fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "device", "post_backward")
@@ -498,13 +459,12 @@ def _probe_fsdp2(state: Any) -> None:
         check(group, "is_sharded", "is_unsharded", "unshard", "_to_unsharded")
         check(group, "_partial_reduce_output", "_all_gather_result", *_COMMUNICATION, writable=True)
         for param in group.fsdp_params[:1]:
-            check(param, "sharded_param", "unsharded_param", "all_gather_outputs", "fsdp_placement", "mesh_info")
+            check(param, "sharded_param", "unsharded_param", "all_gather_outputs", "mesh_info")
             check(param, "mp_policy", "free_unsharded_param")
             check(type(param), "orig_dtype", "param_dtype", "reduce_dtype")  # assigned by the lazy initialisation
             if ACCUMULATES_IN_LEAF:
                 check(param, "unsharded_grad_dtype")
             else:
-                check(param, "to_accumulated_grad_if_needed", "accumulate_unsharded_grad_if_needed")
                 check(param, "unsharded_accumulated_grad", writable=True)
         _probed_states.add(type(state))
 

@@ -404,9 +404,8 @@ def _watch(module: pl.LightningModule, plan: units.ShardingPlan, recorder: _Reco
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(partial(take_gradient, index))
     for index, unit in enumerate(plan.units):
-        parts = units.parts_of(unit)
-        parts[0].register_forward_pre_hook(partial(before, index), with_kwargs=True)
-        parts[-1].register_forward_hook(partial(after, index))
+        unit.register_forward_pre_hook(partial(before, index), with_kwargs=True)
+        unit.register_forward_hook(partial(after, index))
 
 
 def _run_step(module: pl.LightningModule, batch: Any, recorder: _Recorder) -> None:

@@ -32,7 +32,6 @@ from lightning_automodel.sharding.units import (
     distinct,
     fsdp_roots,
     has_fsdp_units,
-    parts_of,
 )
 
 T = TypeVar("T")
@@ -49,13 +48,11 @@ def apply_fsdp2(
     reshard_after_forward: bool | int,
     cpu_offload: bool,
     mp_policy: MixedPrecisionPolicy,
-    opens_sequentials: bool = True,
 ) -> None:
     """Shard ``model``, on its device, in place by the plan, over a 1-D mesh or a 2-D one (replicate, shard).
 
     A collective over ``mesh``: every rank must call it with the same model, weights and plan. The model, where it is a
     root, stays gathered through a step. Inputs and outputs are cast at the modules that the LightningModule calls.
-    ``opens_sequentials``: whether the modules in a Sequential may be called without it (:func:`parts_of`).
     """
     offload: OffloadPolicy = OffloadPolicy()
     if cpu_offload:
@@ -71,8 +68,7 @@ def apply_fsdp2(
         "ignored_params": {by_name[name] for name in plan.replicated},
     }
     for unit in plan.units:
-        parts = parts_of(unit) if opens_sequentials else [unit]
-        fully_shard(parts, reshard_after_forward=reshard_after_forward, mp_policy=unit_policy(mp_policy), **kwargs)
+        fully_shard(unit, reshard_after_forward=reshard_after_forward, mp_policy=unit_policy(mp_policy), **kwargs)
     for root in plan.roots:
         # The model's own parameters are needed again at once in the backward. For roots below it that is not known,
         # and parameters that stayed gathered would be stale after the next optimizer step.
@@ -87,22 +83,12 @@ def apply_fsdp2(
 
 
 @contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[bool]:
-    """Context that may replace parameters: keeps the attributes that users gave them (a tag for weight decay).
-
-    It gives whether there are any.
-    """
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Context that may replace parameters: keeps the attributes that users gave them (a tag for weight decay)."""
     before = {name: dict(vars(p)) for name, p in model.named_parameters(remove_duplicate=False)}
-    yield any(before.values())
+    yield
     for name, parameter in model.named_parameters(remove_duplicate=False):
         vars(parameter).update(before[name])
-
-
-def show_attributes(model: nn.Module) -> None:
-    """Give the attributes of sharded parameters to the gathered ones too, which forwards see."""
-    for group in torch_internals.fsdp_param_groups(model):
-        for sharded, gathered in torch_internals.sharded_and_unsharded(group):
-            vars(gathered).update(vars(sharded))
 
 
 def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module]) -> None:

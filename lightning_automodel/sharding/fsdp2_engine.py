@@ -58,7 +58,7 @@ class FSDP2Engine(Engine):
 
     @override
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
-        with apply.attributes_kept(module) as has_attributes:
+        with apply.attributes_kept(module):
             self._shard(module)
         give_values()
         self._report["averaged_by_the_strategy"] = [
@@ -67,9 +67,6 @@ class FSDP2Engine(Engine):
         apply.initialise_fsdp2(module, self.mesh.sizes.divisor)
         group = self.mesh.group if self.mesh.sizes.divisor > 1 else None
         self.sync = FSDPGradSync(module, self._defer(), self._retain_unsharded(module), group)
-        if has_attributes:
-            self.sync.gather_once()
-            apply.show_attributes(module)
         self.sync.discard()
         self._start_gathers_ahead(module)
         self._gathers = JoinedGathers(self.sync.units)
@@ -96,7 +93,6 @@ class FSDP2Engine(Engine):
         tensor_parallel.distribute(module, self.mesh)
         apply.broadcast_states(module, self.mesh)
         if plan is not None:
-            recomputes = self._options.activation_checkpointing
             apply.apply_fsdp2(
                 module,
                 plan,
@@ -104,8 +100,6 @@ class FSDP2Engine(Engine):
                 self._options.reshard_after_forward,
                 self._options.cpu_offload,
                 self._policy,
-                # What chooses among the operators of a recomputed block must not find FSDP2's own among them.
-                opens_sequentials=not (recomputes == "selective" or callable(recomputes)),
             )
 
     def _plan(self, module: pl.LightningModule) -> units.ShardingPlan:

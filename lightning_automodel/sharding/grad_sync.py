@@ -80,7 +80,7 @@ def _reduction(
 
     ``with_unused``: zeros stand for parameters that this rank has not used, so that ranks send the same shapes.
     """
-    with torch_internals.communication_restored(units), ExitStack() as hooks:
+    with torch_internals.communication_restored(units):
         for unit in units:
             unit.set_requires_gradient_sync(is_last or defer is not True, recurse=False)
             unit.set_requires_all_reduce(is_last or defer is False, recurse=False)
@@ -92,8 +92,7 @@ def _reduction(
                 unit.set_reduce_scatter_unused_params(True, recurse=False)
         # All gradients of a unit get one dtype: parameters that no earlier micro-batch has used would get a narrower.
         for group in (group for unit in units if is_last for group in torch_internals.param_groups(unit)):
-            for handle in torch_internals.accumulate_in_one_dtype(group):
-                hooks.callback(handle.remove)
+            torch_internals.accumulate_in_one_dtype(group)
         yield
 
 
@@ -214,8 +213,8 @@ class FSDPGradSync(GradSync):
     def resume(self) -> None:
         """Start a micro-batch: use retained parameters again unless the sharded ones were written since.
 
-        Everything else that is still unsharded (by another forward) is resharded, so that nothing stale is used. Raises
-        RuntimeError if weights were changed past autograd's version counters (``.data``), unnoticed on other ranks.
+        Everything else that is still unsharded (by another forward) is resharded, so that nothing stale is used. A
+        write past autograd's version counters (``.data``) is not noticed.
         """
         retained, self._retained = self._retained, []
         taken_back: set[int] = set()
@@ -224,22 +223,10 @@ class FSDPGradSync(GradSync):
                 continue
             torch_internals.show_kept_storage(unit)
             if versions == torch_internals.sharded_versions(unit):
-                # Reading all weights takes time, and once in a window is enough to raise before its step.
-                if self.is_last:
-                    self._check_own_shards(unit)
                 taken_back.add(id(unit))
         for unit in self.units:
             if id(unit) not in taken_back:
                 reshard(unit)
-
-    def _check_own_shards(self, unit: FSDPModule) -> None:
-        for group in torch_internals.param_groups(unit):
-            if group.device.type == "cpu" and torch_internals.own_shard_changed(group):
-                raise RuntimeError(
-                    f"Parameters of {self._names[id(unit)]} were written through `.data` between two micro-batches of"
-                    " one accumulation window, while they are retained unsharded. Write them in place under"
-                    " torch.no_grad() (`p.copy_(...)`), which is noticed, or pass reshard_during_accumulation=True."
-                )
 
     @override
     @contextmanager

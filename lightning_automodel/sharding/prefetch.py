@@ -36,7 +36,6 @@ def reshard(unit: FSDPModule) -> None:
     """
     if torch_internals.is_gathering(unit):
         unit.unshard()
-    torch_internals.complete_forward(unit)
     unit.reshard()
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.torch_internals import fsdp_units, is_compiled, uncompiled
+from lightning_automodel.torch_internals import fsdp_units, uncompiled
 
 WrapPolicy = set[type[nn.Module]] | Callable[[nn.Module], bool] | None
 
@@ -69,21 +69,9 @@ def units_of(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> list[
     roots = {id(root) for root in fsdp_roots(model)}
 
     def is_unit(module: nn.Module) -> bool:
-        has_one = all(isinstance(part, FSDPModule) for part in parts_of(module)) and len(fsdp_units(module)) == 1
-        return has_one and id(module) not in roots
+        return isinstance(module, FSDPModule) and id(module) not in roots and len(fsdp_units(module)) == 1
 
     return distinct(outermost(model, is_unit))
-
-
-def parts_of(unit: nn.Module) -> list[nn.Module]:
-    """The modules that FSDP2 takes together as one unit: ``unit``, or what holds parameters in an ``nn.Sequential``.
-
-    FSDP2 gathers a unit when one of its modules is called, and a Sequential may be iterated over instead.
-    """
-    if type(unit) is not nn.Sequential or is_compiled(unit):
-        return [unit]
-    parts = distinct(part for child in unit if any(True for _ in child.parameters()) for part in parts_of(child))
-    return parts if all(map(can_be_unit, parts)) else [unit]
 
 
 def _find_units(module: nn.Module, policy: WrapPolicy, is_entry: bool = False) -> Iterator[nn.Module]:
