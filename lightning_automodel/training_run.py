@@ -118,8 +118,8 @@ class TrainingRun:
         precision.check_precision(plugin, options.data_parallel)
         if self._is_sharded:
             precision.check_conversion(plugin, module)
-        if fitting:
-            checks.check_training(module, module.trainer.accumulate_grad_batches, options.count_window_ahead)
+        if fitting and options.count_window_ahead:
+            checks.check_ahead(module)
         for note in options.without_effect():
             self.advice.say_once(note)
 

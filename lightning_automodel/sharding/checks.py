@@ -78,26 +78,12 @@ def _uses_of_shards(model: nn.Module, error: RuntimeError) -> str:
     )
 
 
-def check_training(module: pl.LightningModule, accumulate_grad_batches: int, counts_ahead: bool) -> None:
-    """Raise ValueError for a fit that could not take one step, or whose windows cannot be counted ahead."""
-    if counts_ahead and (
-        not module.automatic_optimization or lightning_internals.draws_its_batches(module.training_step)
-    ):
+def check_ahead(module: pl.LightningModule) -> None:
+    """Raise ValueError for a fit whose windows cannot be counted ahead."""
+    if not module.automatic_optimization or lightning_internals.draws_its_batches(module.training_step):
         raise ValueError(
             "count_window_ahead=True needs automatic optimization, and a training_step that takes the batch instead of"
             " a dataloader_iter: otherwise the batches of a window are not known ahead. Leave it out."
-        )
-    if accumulate_grad_batches < 1:
-        raise ValueError(
-            f"Trainer(accumulate_grad_batches={accumulate_grad_batches}) must be at least 1, the micro-batches of one"
-            " optimizer step."
-        )
-    parameters = list(module.parameters())
-    if module.automatic_optimization and not any(parameter.requires_grad for parameter in parameters):
-        raise ValueError(
-            f"None of the {len(parameters)} parameters of {class_name(module)} is trainable (requires_grad=True), so"
-            " there is no gradient to compute: unfreeze some before trainer.fit, at the latest in configure_model, or"
-            " evaluate with trainer.validate."
         )
 
 
@@ -105,8 +91,7 @@ def check_equal_models(module: nn.Module, host_group: dist.ProcessGroup) -> None
     """Refuse on every rank a model that ranks cannot train together. A collective over the group."""
     if host_group.size() == 1:
         return
-    buffers = dict(module.named_buffers())
-    tensors = {**dict(module.named_parameters()), **buffers}
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     held = {
         name: f"{tuple(tensor.shape)} and {'' if tensor.requires_grad else 'not '}trainable"
         for name, tensor in tensors.items()
@@ -125,13 +110,6 @@ def check_equal_models(module: nn.Module, host_group: dist.ProcessGroup) -> None
             f"Ranks hold different models: {name} is {on_first} on rank 0 and {on_other} on rank {rank} (of ranks"
             f" {list(differing)}). Build and freeze the same model on every rank."
         )
-    for name, buffer in buffers.items():
-        sizes = buffer.shape if buffer.layout == torch.strided else ()
-        if any(size > 1 and buffer.stride(dim) == 0 for dim, size in enumerate(sizes)):
-            raise ValueError(
-                f"The buffer {name} is expanded: several of its elements share one place in memory, so that it cannot"
-                " be made equal on all ranks. Register a copy of it (tensor.expand(...).clone())."
-            )
 
 
 def check_callbacks(callbacks: Iterable[pl.Callback], shards: bool = False) -> None:
@@ -190,7 +168,7 @@ def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: in
 def check_hooks(module: nn.Module, counts_ahead: bool) -> None:
     """Raise ValueError for hooks that get a gradient before it is final, as to step inside of the backward."""
     parameters = dict(module.named_parameters())
-    check_shardable(module, {name: p for name, p in parameters.items() if isinstance(p, DTensor)})
+    check_shardable({name: p for name, p in parameters.items() if isinstance(p, DTensor)})
     hooked = {name: p for name, p in parameters.items() if torch_internals.has_post_accumulate_hook(p)}
     named = f"{len(hooked)} parameters have post-accumulate-gradient hooks ({', '.join(list(hooked)[:3])}, ...)"
     if hooked and not counts_ahead:
@@ -205,18 +183,10 @@ def check_hooks(module: nn.Module, counts_ahead: bool) -> None:
         )
 
 
-def check_shardable(module: nn.Module, sharded: Mapping[str, nn.Parameter]) -> None:
-    """Refuse gradient hooks of ``sharded`` parameters, which FSDP2 never calls, and sparse embeddings beside them."""
+def check_shardable(sharded: Mapping[str, nn.Parameter]) -> None:
+    """Refuse gradient hooks of ``sharded`` parameters, which FSDP2 never calls."""
     if hooked := [name for name, parameter in sharded.items() if torch_internals.has_gradient_hook(parameter)]:
         raise ValueError(
             f"{len(hooked)} parameters that FSDP2 shards have gradient hooks ({', '.join(hooked[:3])}), which it never"
             " calls: change gradients in on_before_optimizer_step, or pass data_parallel='ddp'."
-        )
-    if not sharded:
-        return
-    sparse = [name for name, submodule in module.named_modules() if getattr(submodule, "sparse", False) is True]
-    if sparse:
-        raise ValueError(
-            f"{', '.join(sparse[:3])}: embeddings with sparse=True have sparse gradients, which FSDP2 cannot reduce:"
-            " pass sparse=False, or data_parallel='ddp'."
         )

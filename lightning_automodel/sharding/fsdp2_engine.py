@@ -83,7 +83,7 @@ class FSDP2Engine(Engine):
         if plan is None:
             self._report = {"units": _SHARDED_BEFORE}
         else:
-            checks.check_shardable(module, {n: p for n, p in module.named_parameters() if n not in plan.replicated})
+            checks.check_shardable({n: p for n, p in module.named_parameters() if n not in plan.replicated})
             names = {id(submodule): name or units.class_name(module) for name, submodule in module.named_modules()}
             self._report = {
                 "roots": [names[id(root)] for root in plan.roots],
