@@ -319,6 +319,13 @@ WRAPPED = ("_checkpoint_wrapped_module", _COMPILED)
 """Attributes in which activation checkpointing and ``torch.compile`` hold the module that they wrap."""
 
 
+def without_wrappers(name: str) -> str:
+    """A parameter's name without the prefixes of modules that wrap others."""
+    for wrapped in WRAPPED:
+        name = name.replace(f"{wrapped}.", "")
+    return name
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` wraps, else ``module``."""
     return getattr(module, _COMPILED, module)

@@ -31,7 +31,7 @@ from lightning_automodel.micro_batch import MicroBatches
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import checks, finetuning, meta_init, precision, tensor_parallel, units
-from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks
+from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks
 from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
@@ -72,7 +72,6 @@ class TrainingRun:
         self.move_to_device()
         checks.check_hooks(module, options.count_window_ahead)
         self._checkpointed = self._checkpoint_activations(fitting)
-        patches.callback(self._checkpointed.undo)
         # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not trace.
         self._compiled = self._compile_blocks()
         checks.check_equal_models(module, host_group)
@@ -123,14 +122,15 @@ class TrainingRun:
         for note in options.without_effect():
             self.advice.say_once(note)
 
-    def _checkpoint_activations(self, fitting: bool) -> CheckpointedBlocks:
+    def _checkpoint_activations(self, fitting: bool) -> list[str]:
         module, options = self.module, self._options
         chosen = options.activation_checkpointing if fitting else False
         if chosen == "offload" and self.device.type == "cpu":
             self.advice.say_once(
                 "activation_checkpointing='offload' is the same as True on a CPU, whose memory is the host's."
             )
-        return CheckpointedBlocks(module, chosen, options.auto_wrap_policy, module.automatic_optimization)
+        policy, root_is_model = options.auto_wrap_policy, module.automatic_optimization
+        return checkpoint_blocks(module, chosen, policy, root_is_model, self.patches)
 
     def _make_weighting(self) -> TokenWeighting:
         options = self._options
@@ -291,17 +291,15 @@ class TrainingRun:
     # --- What is saved, and how it ends -------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs of earlier windows: state of the engine, range factor, last report."""
+        """What a resumed run needs of earlier windows: range factor, last report."""
         report = self.windows.last_step
         return {
-            "engine": self.engine.state(),
             "range_scale": self._scaling.range_scale.factor,
             "last_step": None if report is None else vars(report),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
-        self.engine.load_state(state["engine"])
         self._scaling.range_scale.restore(state["range_scale"])
         if state["last_step"] is not None:
             saved = state["last_step"].items()
@@ -318,7 +316,7 @@ class TrainingRun:
             "gradient_denominator": self._denominator(),
             "precision": precision.describe_dtypes(self.plugin, self.module, self._policy),
             "tensors_created_without_values": len(self._without_values),
-            "activation_checkpointing": self._checkpointed.names,
+            "activation_checkpointing": self._checkpointed,
             "compiled": self._compiled,
             **self.engine.describe(),
         }

@@ -48,7 +48,6 @@ NOT_MESSAGES = {
     "at … within … s: …; check that": "of `could not use the store`",
     "world size … and backend …": "of `give every rank the same WORLD_SIZE and backend`",
     "was told to save and requeue": "of `all ranks stop after this step`",
-    "(… frozen since set-up, or not toggled)": "of `took no part in its last micro-batch`",
     "the num_label_tokens that … returned": "of `must be finite`",
     "the num_label_tokens that training_step returned": "of `must be finite`",
     "a tensor of shape …, …": "of `must be a number or a tensor of one element`",

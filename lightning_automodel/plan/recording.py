@@ -30,7 +30,7 @@ from lightning_automodel.context_parallel.slices import SequenceSlices
 from lightning_automodel.distributed.mesh import CONTEXT, REPLICATE, SHARD, TENSOR, MeshSizes, RunMesh, view_mesh
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import precision, tensor_parallel, units
-from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks
+from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks
 
 PRECISIONS: dict[str, Callable[[], Precision]] = {
     "32-true": Precision,
@@ -245,7 +245,7 @@ def run(
         _note_parameters(recorder.trace, module, plan, policy, state)
         if recomputes:
             with _explained("activation_checkpointing"):
-                patches.callback(CheckpointedBlocks(module, True, None, root_is_model=True).undo)
+                checkpoint_blocks(module, True, None, root_is_model=True, patches=patches)
         if policy.param_dtype is not None:
             module.to(policy.param_dtype)
             precision.cast_around(units.distinct(units.callable_children(module)), policy)

@@ -15,14 +15,7 @@ def carried_over(state: dict[str, Any], data_parallel: int) -> dict[str, Any]:
         data_parallel: Present number of ranks that hold different data.
     """
     carried, then = state["ranks"][0], state["sizes"]["data_parallel"]
-    carried = {
-        **carried,
-        "random": None,
-        "generators": [],
-        "buffers": {},
-        "metrics": {},
-        "own": {**carried["own"], "engine": {}},
-    }
+    carried = {**carried, "random": None, "generators": [], "buffers": {}, "metrics": {}}
     carried["loaders"] = [_scaled(at, then, data_parallel) for at in carried["loaders"]]
     if carried["stage"] != loops.EPOCH:
         carried["batches"] = carried["batches"] * then // data_parallel

@@ -94,84 +94,74 @@ def _replace(buffers: Iterable[_Buffers], values: Iterable[_Buffers]) -> None:
 class _CheckpointedForward:
     """Replaces the forward of one module. An object, not a closure, so that a deep copy of the module copies it too.
 
-    The module's hooks, FSDP2's among them, stay outside and do not run again in the backward. Parameter names and keys
-    of the state dict do not change.
+    The module's hooks, FSDP2's among them, stay outside and do not run again in the backward. It stays when the run
+    ends, since the forward may be wrapped since (casts around FSDP units), and passes calls on.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
         self.checkpoint: _Checkpoint | None = None
-        self._module = module
-        self._own_forward = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self._own_forward or partial(type(self._module).forward, self._module)
-        return forward(*args, **kwargs) if self.checkpoint is None else self.checkpoint(forward, *args, **kwargs)
-
-    def deactivate(self) -> None:
-        """Stop checkpointing the module."""
-        self.checkpoint = None
-        held = vars(self._module)
-        # If the forward was wrapped since (casts around FSDP units), this object stays and passes calls on.
-        if held.get("forward") is self:
-            del held["forward"], held[_ATTRIBUTE]
-            if self._own_forward is not None:
-                held["forward"] = self._own_forward
+        if self.checkpoint is None:
+            return self._forward(*args, **kwargs)
+        return self.checkpoint(self._forward, *args, **kwargs)
 
 
-class CheckpointedBlocks:
-    """Blocks of a model that keep only their inputs in the forward and recompute their activations in the backward.
+def checkpoint_blocks(
+    model: nn.Module, choice: ActivationCheckpointing, policy: WrapPolicy, root_is_model: bool, patches: PatchStack
+) -> list[str]:
+    """Let blocks keep only their inputs in the forward and recompute their activations in the backward; return names.
 
     ``choice`` is the option ``activation_checkpointing``; ``policy`` and ``root_is_model`` choose units as for
     :func:`~lightning_automodel.sharding.units.plan_sharding`. Raises ValueError if no module is chosen, or one that
     cannot recompute in its mode, or is compiled (``"offload"``).
     """
+    if choice is False:
+        return []
+    contexts: Callable[[], Any] | None = None
+    if choice == "selective":
+        contexts = _selective
+    elif callable(choice):
+        contexts = partial(create_selective_checkpoint_contexts, choice)
+    if isinstance(choice, (set, frozenset)):
+        blocks = _instances(model, choice)
+    else:
+        blocks = units_of(model, policy, root_is_model)
+    if not blocks:
+        raise ValueError(_nothing_to_checkpoint(model, choice))
+    paths = {id(module): name for name, module in model.named_modules()}
+    names = [f"{paths[id(block)]} ({class_name(block)})" for block in blocks]
+    for block, name in zip(blocks, names, strict=True):
+        _check(block, name, choice)
+    # One for all blocks: while one block's backward runs, the input of the block before it comes back.
+    offloaded = OffloadedActivations() if choice == "offload" else None
+    for block in blocks:
+        layer = uncompiled(block)
+        checkpointed = _Checkpoint(layer, contexts, offloaded)
+        if not _has_switch(layer):
+            if _ATTRIBUTE not in vars(block):
+                vars(block)[_ATTRIBUTE] = _CheckpointedForward(block.forward)
+                block.forward = vars(block)[_ATTRIBUTE]
+            patches.set(vars(block)[_ATTRIBUTE], "checkpoint", checkpointed)
+        elif not layer.gradient_checkpointing:
+            patches.set(layer, "gradient_checkpointing", True)
+            patches.set(layer, "_gradient_checkpointing_func", checkpointed, is_new=True)
+    return names
 
-    def __init__(
-        self, model: nn.Module, choice: ActivationCheckpointing, policy: WrapPolicy, root_is_model: bool
-    ) -> None:
-        blocks: list[nn.Module] = []
-        contexts: Callable[[], Any] | None = None
-        if choice == "selective":
-            contexts = _selective
-        elif callable(choice):
-            contexts = partial(create_selective_checkpoint_contexts, choice)
-        if choice is not False:
-            blocks = (
-                _instances(model, choice)
-                if isinstance(choice, (set, frozenset))
-                else units_of(model, policy, root_is_model)
-            )
-            if not blocks:
-                raise ValueError(_nothing_to_checkpoint(model, choice))
-        # One for all blocks: while one block's backward runs, the input of the block before it comes back.
-        make = partial(
-            _Checkpoint, contexts=contexts, offloaded=OffloadedActivations() if choice == "offload" else None
+
+def _check(block: nn.Module, name: str, choice: ActivationCheckpointing) -> None:
+    layer = uncompiled(block)
+    if _has_switch(layer) and not layer.training:
+        raise ValueError(
+            f"activation_checkpointing has no effect on {name}: layers of transformers recompute in training mode only,"
+            " and from_pretrained() leaves them in evaluation mode. Call .train() on the model before trainer.fit."
         )
-        names = {id(module): name for name, module in model.named_modules()}
-        self.names = [f"{names[id(block)]} ({class_name(block)})" for block in blocks]
-        layers = [uncompiled(block) for block in blocks]
-        for block, layer, name in zip(blocks, layers, self.names, strict=True):
-            if _has_switch(layer) and not layer.training:
-                raise ValueError(
-                    f"activation_checkpointing has no effect on {name}: layers of transformers recompute in training"
-                    " mode only, and from_pretrained() leaves them in evaluation mode. Call .train() on the model"
-                    " before trainer.fit."
-                )
-            if choice == "offload" and is_compiled(block):
-                raise ValueError(
-                    f"activation_checkpointing='offload' does not work with {name}, which is compiled: torch would"
-                    " not compile it. Compile other modules, or pass activation_checkpointing=True."
-                )
-        self._undo = [
-            _switch_on(layer, make(layer)) if _has_switch(layer) else _wrap(block, make(block))
-            for block, layer in zip(blocks, layers, strict=True)
-        ]
-
-    def undo(self) -> None:
-        """Stop checkpointing all modules."""
-        for undo in self._undo:
-            undo()
-        self._undo = []
+    if choice == "offload" and is_compiled(block):
+        raise ValueError(
+            f"activation_checkpointing='offload' does not work with {name}, which is compiled: torch would not compile"
+            " it. Compile other modules, or pass activation_checkpointing=True."
+        )
 
 
 def _instances(model: nn.Module, classes: set[type[nn.Module]]) -> list[nn.Module]:
@@ -184,26 +174,9 @@ def _instances(model: nn.Module, classes: set[type[nn.Module]]) -> list[nn.Modul
     return distinct(found for child in model.children() for found in outermost(child, matches))
 
 
-def _wrap(block: nn.Module, checkpointed: _Checkpoint) -> Callable[[], None]:
-    wrapper = block.__dict__.get(_ATTRIBUTE)
-    if wrapper is None:
-        wrapper = block.__dict__[_ATTRIBUTE] = _CheckpointedForward(block)
-        block.forward = wrapper
-    wrapper.checkpoint = checkpointed
-    return wrapper.deactivate
-
-
 def _has_switch(block: nn.Module) -> bool:
     """Whether this is a Hugging Face layer: its own checkpointing keeps the cache from being filled twice."""
     return isinstance(getattr(type(block), "gradient_checkpointing", None), bool)
-
-
-def _switch_on(block: nn.Module, checkpointed: _Checkpoint) -> Callable[[], None]:
-    patches = PatchStack()
-    if not block.gradient_checkpointing:
-        patches.set(block, "gradient_checkpointing", True)
-        patches.set(block, "_gradient_checkpointing_func", checkpointed, is_new=True)
-    return patches.restore
 
 
 def _nothing_to_checkpoint(model: nn.Module, choice: ActivationCheckpointing) -> str:

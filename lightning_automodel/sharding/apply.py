@@ -201,8 +201,11 @@ def _plain_parts(tensor: Any) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite ``tensors`` with those of the group's first rank, in buckets. A collective over the group."""
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+    """Overwrite ``tensors`` with those of the group's first rank, in buckets, on their own device or the given one.
+
+    A collective over the group.
+    """
     if group.size() == 1:
         return
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
@@ -215,7 +218,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> No
             while remaining and num_bytes + remaining[0].nbytes <= _BROADCAST_BUCKET_BYTES:
                 num_bytes += remaining[0].nbytes
                 bucket.append(remaining.pop(0))
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).to(device)
             # As bytes: no backend knows every dtype.
             dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
             for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.options import StrategyOptions
 
 
 class GradSync:
@@ -47,12 +48,10 @@ class GradSync:
         return nullcontext()
 
     def backward(self, loss: Tensor, trained: Set[nn.Parameter], counts: bool = True) -> AbstractContextManager[None]:
-        """Context of a backward; after it, gradients that were to be reduced are.
+        """Context of the backward of ``loss``; after it, gradients that were to be reduced are.
 
-        Args:
-            loss: [] what is about to be backpropagated.
-            trained: Parameters that earlier backwards of the open windows have trained, the same on all ranks.
-            counts: Whether the parameters in it count as used (not with padding batches).
+        ``trained`` has what earlier backwards of the open windows have trained, the same on all ranks. ``counts``:
+        whether the parameters in it count as used (not with padding batches).
         """
         return nullcontext()
 
@@ -73,27 +72,18 @@ class GradSync:
 
 
 class Engine(ABC):
-    """Distributes the model over the ranks of ``mesh``.
+    """Distributes the model over the ranks of ``mesh``; ``sync`` says what each micro-batch of a fit communicates."""
 
-    ``sync`` decides what each micro-batch communicates, once the model is distributed for a fit.
-    """
-
-    def __init__(self, mesh: RunMesh, device: torch.device) -> None:
-        self.mesh = mesh
-        self.device = device
+    def __init__(self, mesh: RunMesh, device: torch.device, options: StrategyOptions) -> None:
+        self.mesh, self.device, self.options = mesh, device, options
         self.sync = GradSync()
 
     @abstractmethod
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
-        """Distribute ``module``, whose precision and device are set already. A collective over the world.
+        """Distribute the user's module, whose precision and device are set, and return what to call its steps on.
 
-        Args:
-            module: The user's LightningModule.
-            fitting: Whether gradients will be needed.
-            give_values: Initialises tensors without values; the engine calls it once, after sharding if it shards.
-
-        Returns:
-            The module to call the steps on.
+        A collective over the world. ``fitting``: whether gradients will be needed. ``give_values`` initialises tensors
+        without values, and is called once, after sharding.
         """
 
     def start_forward(self, batch: Any) -> None:
@@ -114,13 +104,6 @@ class Engine(ABC):
 
     def synchronize_buffers(self) -> None:
         """Make buffers equal before an evaluation or a save. May be a collective over the data-parallel group."""
-
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs so that its next micro-batch communicates in the same way."""
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state` returned."""
 
     def close(self) -> None:
         """Remove hooks and patches from the model."""

@@ -49,8 +49,7 @@ class FSDP2Engine(Engine):
         local_ranks: int,
         policy: MixedPrecisionPolicy,
     ) -> None:
-        super().__init__(mesh, device)
-        self._options = options
+        super().__init__(mesh, device, options)
         self._policy = policy
         self._local_ranks = local_ranks
         self._report: dict[str, Any] = {}
@@ -97,13 +96,13 @@ class FSDP2Engine(Engine):
                 module,
                 plan,
                 self.mesh.fsdp,
-                self._options.reshard_after_forward,
-                self._options.cpu_offload,
+                self.options.reshard_after_forward,
+                self.options.cpu_offload,
                 self._policy,
             )
 
     def _plan(self, module: pl.LightningModule) -> units.ShardingPlan:
-        plan = units.plan_sharding(module, self._options.auto_wrap_policy, module.automatic_optimization)
+        plan = units.plan_sharding(module, self.options.auto_wrap_policy, module.automatic_optimization)
         shared = [name for name, reason in plan.replicated.items() if reason == units.SHARED_BETWEEN_ROOTS]
         if shared and self._policy.param_dtype in precision.HALF:
             raise ValueError(
@@ -117,11 +116,11 @@ class FSDP2Engine(Engine):
 
     def _defer(self) -> Deferral:
         """The option; False on one rank, where deferral would save nothing and only keep gradients out of ``.grad``."""
-        return self._options.defer_fsdp_grad_sync if self.mesh.sizes.divisor > 1 else False
+        return self.options.defer_fsdp_grad_sync if self.mesh.sizes.divisor > 1 else False
 
     def _retain_unsharded(self, module: pl.LightningModule) -> bool:
         """Decide ``reshard_during_accumulation``. A collective for "auto": one rank short of memory decides for all."""
-        option = self._options.reshard_during_accumulation
+        option = self.options.reshard_during_accumulation
         need = memory.estimate(module, defers_gradients=self._defer() is True)
         if not module.automatic_optimization:
             keep, reason = False, "manual optimization may step between two forwards of one training step"
@@ -130,7 +129,7 @@ class FSDP2Engine(Engine):
         else:
             keep, reason = self._fits_everywhere(sum(need.values()))
         if keep or "roots" in self._report:
-            self._report["reshard_after_forward"] = False if keep else self._options.reshard_after_forward
+            self._report["reshard_after_forward"] = False if keep else self.options.reshard_after_forward
         self._report["reshard_during_accumulation"] = not keep
         self._report["reshard_during_accumulation_reason"] = reason
         self._report["estimated_extra_bytes"] = need
@@ -138,7 +137,7 @@ class FSDP2Engine(Engine):
 
     def _start_gathers_ahead(self, module: pl.LightningModule) -> None:
         """Decide ``prefetch``, and set it."""
-        option, is_cpu = self._options.prefetch, self.device.type == "cpu"
+        option, is_cpu = self.options.prefetch, self.device.type == "cpu"
         if self.mesh.fsdp.size() == 1:
             ahead, reason = 0, "one rank gathers nothing"
         elif option != "auto":
@@ -220,11 +219,7 @@ class FSDP2Engine(Engine):
 
     def _broadcast(self, buffers: list[Tensor]) -> None:
         plain = [buffer for buffer in buffers if not isinstance(buffer, DTensor)]
-        moved = [buffer.to(self.device) for buffer in plain]  # an average may be kept on another device
-        apply.broadcast_tensors(moved, self.mesh.group)
-        for buffer, values in zip(plain, moved, strict=True):
-            if values is not buffer:
-                buffer.copy_(values)
+        apply.broadcast_tensors(plain, self.mesh.group, self.device)  # an average may be kept on another device
 
     @override
     def close(self) -> None:
@@ -234,4 +229,4 @@ class FSDP2Engine(Engine):
 
     @override
     def describe(self) -> dict[str, Any]:
-        return {"defer_fsdp_grad_sync": self._defer(), "cpu_offload": self._options.cpu_offload, **self._report}
+        return {"defer_fsdp_grad_sync": self._defer(), "cpu_offload": self.options.cpu_offload, **self._report}

@@ -124,9 +124,8 @@ REFUSED: dict[str, Refused] = {
     "frozen-later": Refused(
         FreezesLater,
         UNREDUCED.format("net.0.weight, net.0.bias")
-        + " micro-batch (net.0.bias, net.0.weight frozen since set-up, or not toggled), so ranks would step with"
-        " different gradients. Pass AutomodelStrategy(data_parallel='ddp',"
-        " ddp_kwargs={'find_unused_parameters': True}).",
+        + " micro-batch (unused, frozen since set-up, or not toggled), so ranks would step with different gradients."
+        " Pass AutomodelStrategy(data_parallel='ddp', ddp_kwargs={'find_unused_parameters': True}).",
         DDP,
     ),
     "static-graph-by-hand": Refused(
