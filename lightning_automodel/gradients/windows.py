@@ -19,7 +19,7 @@ from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, WindowSums, WindowTotals
 
 if TYPE_CHECKING:  # it is built above this room
-    from lightning_automodel.sharding.engine import GradSync
+    from lightning_automodel.sharding.grad_sync import GradSync
 
 OneOptimizer = Optimizer | LightningOptimizer
 

@@ -15,7 +15,8 @@ from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.sharding import apply, quantized, units
-from lightning_automodel.sharding.engine import Engine, GradSync
+from lightning_automodel.sharding.engine import Engine
+from lightning_automodel.sharding.grad_sync import GradSync
 
 
 class DDPGradSync(GradSync):

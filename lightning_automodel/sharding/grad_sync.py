@@ -1,7 +1,7 @@
 """Which micro-batch communicates what: deferring gradient reduction, and keeping parameters gathered between them."""
 
 from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Literal, cast
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_automodel import torch_internals
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.sharding.engine import GradSync
 from lightning_automodel.sharding.prefetch import drop_unused, reshard
 from lightning_automodel.sharding.units import fsdp_roots
 
@@ -111,6 +111,62 @@ def _reshard_unless_training(units: Sequence[FSDPModule], root: nn.Module, *_: o
     drop_unused(units)
     if not torch.is_grad_enabled():
         cast(FSDPModule, root).reshard()
+
+
+class GradSync:
+    """What each micro-batch communicates, and gradients outside of ``.grad``. As it is, it communicates nothing.
+
+    FSDP2 and DDP give a zero gradient to some parameters that no rank has used, where one process has none. So the
+    parameters are tracked that a window has really used.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: list[RemovableHandle] = []
+        self._tracked: set[nn.Parameter] = set()
+        self._used: set[nn.Parameter] = set()
+        self._counts = True
+
+    def track(self, parameter: nn.Parameter, leaf: nn.Parameter) -> None:
+        """Note whether backwards use ``parameter``, whose gradient autograd accumulates in ``leaf``."""
+        if parameter.requires_grad and parameter not in self._tracked:
+            self._tracked.add(parameter)
+            hook = partial(self._mark_used, parameter)
+            self._hooks.append(leaf.register_post_accumulate_grad_hook(hook))
+
+    def _mark_used(self, parameter: nn.Parameter, _: Tensor) -> None:
+        if self._counts:
+            self._used.add(parameter)
+
+    def tracked(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
+        """Those of ``parameters`` that get a zero gradient if unused, and whether this rank has used them."""
+        return [(parameter, parameter in self._used) for parameter in parameters if parameter in self._tracked]
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Context for the forward and backward of one micro-batch; ``is_last``: its window ends with it."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor, trained: Set[nn.Parameter], counts: bool = True) -> AbstractContextManager[None]:
+        """Context of the backward of ``loss``; after it, gradients that were to be reduced are.
+
+        ``trained`` has what earlier backwards of the open windows have trained, the same on all ranks. ``counts``:
+        whether the parameters in it count as used (not with padding batches).
+        """
+        return nullcontext()
+
+    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Average what backward has left of parameters that a window has trained. May be a collective."""
+
+    def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Forget the window, and gradients that are held outside of ``.grad``, for these (or all) parameters."""
+        self._used.difference_update(self._tracked if parameters is None else parameters)
+
+    def recover(self) -> None:
+        """Drop the state of an interrupted micro-batch."""
+
+    def close(self) -> None:
+        """Remove hooks from the model."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 class FSDPGradSync(GradSync):
