@@ -103,14 +103,6 @@ class FSDP2Engine(Engine):
 
     def _plan(self, module: pl.LightningModule) -> units.ShardingPlan:
         plan = units.plan_sharding(module, self.options.auto_wrap_policy, module.automatic_optimization)
-        shared = [name for name, reason in plan.replicated.items() if reason == units.SHARED_BETWEEN_ROOTS]
-        if shared and self._policy.param_dtype in precision.HALF:
-            raise ValueError(
-                f"{', '.join(shared[:3])}: {len(shared)} parameters belong to several of the modules that"
-                f" {units.class_name(module)} holds, each of which is sharded by itself under manual optimization. They"
-                f" stay whole, and as they are, among modules that compute in {self._policy.param_dtype}: pass"
-                " precision='32-true' or 'bf16-true', or data_parallel='ddp'."
-            )
         whole = precision.kept_wide(module, self._policy) | quantized.kept_whole(module, self._policy)
         return replace(plan, replicated=plan.replicated | whole)
 

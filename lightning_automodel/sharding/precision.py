@@ -87,19 +87,16 @@ def resolve_policy(
 
 def _check_agreement(plugin: Precision, policy: MixedPrecisionPolicy) -> None:
     precision, computes_in = plugin.precision, FSDP2_PRECISIONS[plugin.precision]
+    valid: tuple[torch.dtype | None, ...] = (computes_in, None)
     if precision == "32-true":
-        if policy.param_dtype == torch.float16:
-            raise ValueError(
-                "mp_policy computes in torch.float16, whose small gradients vanish without a gradient scaler: pass"
-                " Trainer(precision='16-mixed') beside it, or param_dtype=torch.bfloat16."
-            )
-        return
-    valid = (computes_in,) if isinstance(plugin, MixedPrecision) else (computes_in, None)
+        valid = (None, torch.bfloat16, torch.float32, torch.float64)
+    elif isinstance(plugin, MixedPrecision):
+        valid = (computes_in,)
     if policy.param_dtype not in valid:
         raise ValueError(
-            f"precision={precision!r} computes in {computes_in}, but mp_policy says param_dtype={policy.param_dtype}:"
-            f" pass param_dtype={' or '.join(map(str, valid))}, or precision='32-true', under which mp_policy alone"
-            " decides."
+            f"precision={precision!r} beside mp_policy with param_dtype={policy.param_dtype}: pass param_dtype="
+            f"{' or '.join(map(str, valid))}, or a precision that computes in it (torch.float16 needs the gradient"
+            " scaler of '16-mixed'; under '32-true' mp_policy alone decides)."
         )
 
 

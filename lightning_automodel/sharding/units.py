@@ -13,8 +13,6 @@ from lightning_automodel.torch_internals import fsdp_units, uncompiled
 
 WrapPolicy = set[type[nn.Module]] | Callable[[nn.Module], bool] | None
 
-SHARED_BETWEEN_ROOTS = "shared between FSDP roots"
-
 
 @dataclass(frozen=True)
 class ShardingPlan:
@@ -43,10 +41,9 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
     there. A block that shares a parameter with anything outside of it is left to the root, so that tied parameters stay
     in one unit. A ``policy`` overrides the default: classes whose outermost instances become units, or a predicate.
 
-    With ``root_is_model`` the whole model is one root, if its class allows that, and its steps run as its forward.
-    Else, for manual optimization, each child is a root, since gradients are needed while the step still runs.
+    With ``root_is_model`` the whole model is one root, and its steps run as its forward. Else, for manual
+    optimization, each child is a root, since gradients are needed while the step still runs.
     """
-    root_is_model = root_is_model and _takes_fsdp_class(type(model))
     roots = [model] if root_is_model else distinct(callable_children(model))
     starts = list(model.children()) if root_is_model and policy is not None else roots
     found = distinct(unit for start in starts for unit in _find_units(start, policy))
@@ -114,19 +111,8 @@ def _matches(module: nn.Module, policy: set[type[nn.Module]] | Callable[[nn.Modu
 
 
 def can_be_unit(module: nn.Module) -> bool:
-    """Whether ``module`` has what FSDP2 needs: parameters, a forward of its own and a class that can be extended."""
-    return has_forward(module) and any(True for _ in module.parameters()) and _takes_fsdp_class(type(module))
-
-
-def _takes_fsdp_class(cls: type) -> bool:
-    """Whether FSDP2 can put a class of its own in front of this one on an instance.
-
-    Python allows no such change where the first base has no ``__dict__``, as in ``class Net(Generic[T], nn.Module)``.
-    """
-    base = cls
-    while base.__base__ not in (None, object):
-        base = base.__base__
-    return base.__dictoffset__ != 0
+    """Whether ``module`` has what FSDP2 needs: parameters, and a forward of its own."""
+    return has_forward(module) and any(True for _ in module.parameters())
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -171,7 +157,7 @@ def _find_replicated(model: nn.Module, roots: list[nn.Module]) -> dict[str, str]
         elif owners[parameter] == 0:
             reasons[name] = "outside of every FSDP root"
         elif owners[parameter] > 1:
-            reasons[name] = SHARED_BETWEEN_ROOTS
+            reasons[name] = "shared between FSDP roots"
     return reasons
 
 
