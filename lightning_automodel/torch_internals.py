@@ -68,9 +68,7 @@ def forget_meshes() -> None:
 def _caches(objects: Iterable[Any]) -> list[Any]:
     cache_type = type(functools.lru_cache(_caches))
     # Not isinstance: it reads __class__ of proxies, some of which then warn that they are deprecated.
-    return [
-        each for each in objects if type(each) is cache_type and str(each.__module__).startswith("torch.distributed")
-    ]
+    return [o for o in objects if type(o) is cache_type and str(o.__module__).startswith("torch.distributed")]
 
 
 def _module_and_class_attributes(package: str) -> Iterator[Any]:
@@ -105,19 +103,12 @@ def fsdp_param_groups(model: nn.Module) -> Iterator[FSDPParamGroup]:
 
 
 def initialise_fsdp_root(root: FSDPModule) -> None:
-    """Run FSDP2's lazy initialisation now, so that its errors (tied parameters, mixed dtypes) come at set-up.
-
-    It also settles ``post_forward_mesh_info`` of the root group, which the first forward would otherwise change after
-    this package has recorded it.
-    """
+    """Run FSDP2's lazy initialisation now: its errors come, and it settles ``post_forward_mesh_info`` of the root."""
     root._get_fsdp_state()._lazy_init()
 
 
 def detach_forward_hooks(root: FSDPModule) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Remove FSDP2's hooks ``(module, args, kwargs)`` before and ``(module, args, output)`` after ``root``'s forward.
-
-    They are returned, for the caller to run around more than ``forward``.
-    """
+    """Remove and return FSDP2's hooks ``(module, args, kwargs)`` and ``(module, args, output)`` of a forward."""
     state = root._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
@@ -134,13 +125,12 @@ _COMMUNICATION = (
 def communication_restored(units: Iterable[FSDPModule]) -> Iterator[None]:
     """Context that restores which communication follows a forward and a backward of ``units``; FSDP2 has no getters."""
     groups = [group for unit in units for group in param_groups(unit)]
-    before = [{name: getattr(group, name) for name in _COMMUNICATION} for group in groups]
+    before = [(group, name, getattr(group, name)) for group in groups for name in _COMMUNICATION]
     try:
         yield
     finally:
-        for group, values in zip(groups, before, strict=True):
-            for name, value in values.items():
-                setattr(group, name, value)
+        for group, name, value in before:
+            setattr(group, name, value)
 
 
 def is_unsharded(unit: FSDPModule) -> bool:
@@ -205,16 +195,12 @@ def holds_partial_reduction(group: FSDPParamGroup) -> bool:
 
 
 def discard_partial_reduction(group: FSDPParamGroup) -> None:
-    """Drop gradients that the group has reduce-scattered and not all-reduced yet."""
+    """Drop them."""
     group._partial_reduce_output = None
 
 
-def has_deferred_gradients(root: FSDPModule) -> bool:
-    """Whether any group at or below ``root`` holds gradients that are not fully reduced."""
-    return any(
-        holds_partial_reduction(group) or any(_unreduced_gradient(param) is not None for param in group.fsdp_params)
-        for group in fsdp_param_groups(cast(nn.Module, root))
-    )
+def _holds_unreduced_gradients(group: FSDPParamGroup) -> bool:
+    return holds_partial_reduction(group) or any(_unreduced_gradient(param) is not None for param in group.fsdp_params)
 
 
 def _unreduced_gradient(param: FSDPParam) -> Tensor | None:
@@ -225,15 +211,20 @@ def _unreduced_gradient(param: FSDPParam) -> Tensor | None:
 
 
 def reduce_deferred_gradients(root: FSDPModule) -> None:
-    """Reduce the deferred gradients of ``root`` by its current flags, outside of any backward. A collective."""
+    """Reduce the deferred gradients at or below ``root``, if any, by its current flags, outside of any backward.
+
+    A collective if there are any: the last backward, in which FSDP2 reduces, did not pass through ``root``.
+    """
     module: Any = root
+    pending = [group for group in fsdp_param_groups(module) if _holds_unreduced_gradients(group)]
+    if not pending:
+        return
     if not hasattr(module, "finalize_backward"):  # before torch 2.15
         module._get_fsdp_state()._root_post_backward_final_callback()
         return
-    for group in fsdp_param_groups(module):
+    for group in pending:
         # What finalize_backward refuses, and what it leaves out: gradients that came after the group's own reduction.
-        if holds_partial_reduction(group) or any(_unreduced_gradient(param) is not None for param in group.fsdp_params):
-            group.post_backward()
+        group.post_backward()
     module.set_manual_backward_finalization(True)
     try:
         module.finalize_backward()
@@ -264,9 +255,8 @@ def mixed_precision_policies(model: nn.Module) -> list[MixedPrecisionPolicy]:
 
 def unsharded_gradient_dtype(param: FSDPParam) -> torch.dtype:
     """The dtype in which the gradient of one parameter is accumulated and reduced."""
-    if ACCUMULATES_IN_LEAF:
-        return param.unsharded_grad_dtype or param.param_dtype or param.orig_dtype
-    return param.reduce_dtype or param.param_dtype or param.orig_dtype
+    dtype = param.unsharded_grad_dtype if ACCUMULATES_IN_LEAF else param.reduce_dtype
+    return dtype or param.param_dtype or param.orig_dtype
 
 
 def reduction_dtype(group: FSDPParamGroup) -> torch.dtype | None:
@@ -278,8 +268,8 @@ def reduction_dtype(group: FSDPParamGroup) -> torch.dtype | None:
 def accumulate_in_one_dtype(group: FSDPParamGroup) -> None:
     """Give zero gradients to parameters that no micro-batch has used so far, beside others with accumulated ones.
 
-    Before torch 2.15, FSDP2 reduces the gradients of a group only if all have one dtype. A parameter that is first used
-    in the last micro-batch would get its gradient in the compute dtype, while the others' are in the reduction dtype.
+    Before torch 2.15, FSDP2 reduces only gradients of one dtype. That of a parameter that is first used in the last
+    micro-batch would be in the compute dtype, while the others' are in the reduction dtype.
     """
     trainable = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
     if not ACCUMULATES_IN_LEAF and any(param.unsharded_accumulated_grad is not None for param in trainable):
@@ -315,15 +305,11 @@ def has_gradient_hook(parameter: nn.Parameter) -> bool:
 
 
 _COMPILED = "_orig_mod"
-WRAPPED = ("_checkpoint_wrapped_module", _COMPILED)
-"""Attributes in which activation checkpointing and ``torch.compile`` hold the module that they wrap."""
 
 
 def without_wrappers(name: str) -> str:
-    """A parameter's name without the prefixes of modules that wrap others."""
-    for wrapped in WRAPPED:
-        name = name.replace(f"{wrapped}.", "")
-    return name
+    """A parameter's name without the prefixes of ``torch.compile`` and activation checkpointing."""
+    return name.replace(f"{_COMPILED}.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -395,10 +381,9 @@ def patch_unscaling(
 ) -> None:
     """Make ``scaler.unscale_`` work on shards, and only look for overflow if gradients are already unscaled.
 
-    DTensor's own check for overflow takes neither plain tensors beside DTensors nor a rank without gradients, and
-    includes only the ranks of the first gradient's mesh. ``is_checked``, updated here, has the optimizers whose
-    gradients are unscaled, with whether overflow was looked for since. ``agree`` combines what ranks with sharded
-    gradients have found, by device: a collective.
+    DTensor's own check for overflow takes neither plain tensors beside DTensors nor a rank without gradients.
+    ``is_checked``, updated here, has the optimizers whose gradients are unscaled, with whether overflow was looked for
+    since. ``agree`` combines what ranks with sharded gradients have found, by device: a collective.
     """
 
     def unscale_gradients(
@@ -435,15 +420,9 @@ def _with_local_gradient(parameter: Tensor) -> Tensor:
     return stand_in
 
 
-# --- DDP -------------------------------------------------------------------------------------------------------------
-
-
 def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
     """Raise RuntimeError unless the last synchronised backward has reduced every bucket."""
     ddp._check_reducer_finalized()
-
-
-# --- Meshes ----------------------------------------------------------------------------------------------------------
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -479,9 +458,7 @@ def _probe_fsdp2(state: Any) -> None:
 def _probe() -> None:
     """Check at import the private names that the functions above use on public classes and modules."""
     check = partial(release_probe.check, "torch")
-    check(
-        FSDPModule, "_get_fsdp_state", "reset_iter_state", "set_reduce_scatter_unused_params", "_set_unshard_async_op"
-    )
+    check(FSDPModule, "_get_fsdp_state", "_set_unshard_async_op")
     if ACCUMULATES_IN_LEAF:
         check(FSDPModule, "set_manual_backward_finalization", "finalize_backward")
     check(_redistribute, "clear_redistribute_planner_cache")

@@ -62,8 +62,8 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
         units = torch_internals.fsdp_units(model)
         stack.enter_context(_reduction(units, is_optim_step, defer))
         yield
-        if is_optim_step:
-            _reduce_deferred(fsdp_roots(model))
+        for root in fsdp_roots(model) if is_optim_step else ():
+            torch_internals.reduce_deferred_gradients(root)
 
 
 def check_deferral(defer: Deferral) -> None:
@@ -76,7 +76,7 @@ def check_deferral(defer: Deferral) -> None:
 def _reduction(
     units: Sequence[FSDPModule], is_last: bool, defer: Deferral, with_unused: bool = False
 ) -> Iterator[None]:
-    """Context for one micro-batch, in which ``units`` reduce as ``defer`` says. Restores all they communicate.
+    """Context for one micro-batch, in which ``units`` reduce as ``defer`` says.
 
     ``with_unused``: zeros stand for parameters that this rank has not used, so that ranks send the same shapes.
     """
@@ -96,13 +96,6 @@ def _reduction(
         yield
 
 
-def _reduce_deferred(roots: Sequence[FSDPModule]) -> None:
-    """Reduce the deferred gradients of roots that took no part in the last backward: FSDP2 skips these roots."""
-    for root in roots:
-        if torch_internals.has_deferred_gradients(root):
-            torch_internals.reduce_deferred_gradients(root)
-
-
 def _reshard_unless_training(units: Sequence[FSDPModule], root: nn.Module, *_: object) -> None:
     """Forward hook of a root: frees parameters that no backward will free, and that would become stale.
 
@@ -116,8 +109,8 @@ def _reshard_unless_training(units: Sequence[FSDPModule], root: nn.Module, *_: o
 class GradSync:
     """What each micro-batch communicates, and gradients outside of ``.grad``. As it is, it communicates nothing.
 
-    FSDP2 and DDP give a zero gradient to some parameters that no rank has used, where one process has none. So the
-    parameters are tracked that a window has really used.
+    FSDP2 and DDP give a zero gradient to some parameters that no rank has used, where one process has none. So what a
+    window has really used is tracked.
     """
 
     def __init__(self) -> None:
@@ -173,10 +166,9 @@ class FSDPGradSync(GradSync):
     """Controls the communication of an FSDP2 model in each accumulation window.
 
     With ``retain_unsharded`` parameters are all-gathered in the first forward of a window only. Between two
-    micro-batches the module shows its sharded parameters, while the memory of the unsharded ones is retained: a
-    callback, a checkpoint or another forward finds an ordinary sharded module. Plain parameters are averaged over
-    ``group``; None for one rank. ``is_last`` says whether the window ends with the running micro-batch; None outside.
-    ``units`` are those of the model.
+    micro-batches the module shows its sharded parameters, while the memory of the unsharded ones is retained: others
+    find an ordinary sharded module. Plain parameters are averaged over ``group``; None for one rank. ``is_last`` says
+    whether the window ends with the running micro-batch; None outside.
     """
 
     def __init__(
@@ -301,8 +293,8 @@ class FSDPGradSync(GradSync):
                 " that it does not reduce, since training_step uses them outside of their unit's forward, as a penalty"
                 f" on weights does (`p.full_tensor()`). {PENALTY_ON_WEIGHTS}"
             )
-        if self.is_last:
-            _reduce_deferred(self._roots)
+        for root in self._roots if self.is_last else ():
+            torch_internals.reduce_deferred_gradients(root)
         for unit in self.units:
             if not torch_internals.is_unsharded(unit):
                 continue

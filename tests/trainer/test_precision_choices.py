@@ -80,8 +80,8 @@ def policy(dtype: torch.dtype | None) -> dict[str, Any]:
         (
             "64-true",
             policy(BF16),
-            "precision='64-true' beside mp_policy with param_dtype=torch.bfloat16: pass param_dtype=torch.float64 or None"
-            + OTHER,
+            "precision='64-true' beside mp_policy with param_dtype=torch.bfloat16: pass"
+            f" param_dtype=torch.float64 or None{OTHER}",
         ),
         (
             "bf16-mixed",
