@@ -41,8 +41,8 @@ class _Checkpoint:
     """Calls a function under activation checkpointing; its recomputation sees the buffers that the forward saw.
 
     Otherwise running statistics would be updated twice, and a power iteration would give other weights the second time.
-    ``contexts`` is the ``context_fn`` of ``torch.utils.checkpoint``, which decides which results are saved.
-    ``offloaded`` is where positional tensor arguments wait for the backward; None leaves them on the device.
+    ``contexts`` is the ``context_fn`` of ``torch.utils.checkpoint``. ``offloaded`` is where positional tensor arguments
+    wait for the backward; None leaves them on the device.
     """
 
     def __init__(
@@ -114,8 +114,7 @@ def checkpoint_blocks(
     """Let blocks keep only their inputs in the forward and recompute their activations in the backward; return names.
 
     ``choice`` is the option ``activation_checkpointing``; ``policy`` and ``root_is_model`` choose units as for
-    :func:`~lightning_automodel.sharding.units.plan_sharding`. Raises ValueError if no module is chosen, or one that
-    cannot recompute in its mode, or is compiled (``"offload"``).
+    ``plan_sharding``. Raises ValueError if no module is chosen, or one that cannot recompute.
     """
     if choice is False:
         return []

@@ -26,11 +26,7 @@ class _Saved:
     """A tensor that a backward will need: on the host, and on the device as long as it leaves, or is on its way back.
 
     Device memory is allocated and freed in the order of the computing stream, which waits for copies: the allocator
-    needs to know of no other stream.
-
-    Args:
-        tensor: What is saved, on an accelerator.
-        before: What was saved before it, which the backward will need after it.
+    needs to know of no other stream. The backward will need ``before``, which was saved before it, after it.
     """
 
     def __init__(self, tensor: Tensor, before: "weakref.ref[_Saved] | None") -> None:
@@ -72,8 +68,7 @@ class OffloadedActivations:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def __reduce__(self) -> Any:
-        # Copies of a module share no tensors that are on their way.
-        return OffloadedActivations, ()
+        return OffloadedActivations, ()  # copies of a module share no tensors that are on their way
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
         if type(tensor) is not Tensor or tensor.device.type == "cpu" or tensor.layout != torch.strided:

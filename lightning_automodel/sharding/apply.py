@@ -14,7 +14,6 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -54,19 +53,14 @@ def apply_fsdp2(
     A collective over ``mesh``: every rank must call it with the same model, weights and plan. The model, where it is a
     root, stays gathered through a step. Inputs and outputs are cast at the modules that the LightningModule calls.
     """
-    offload: OffloadPolicy = OffloadPolicy()
-    if cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     by_name = dict(model.named_parameters())
     for parameter in by_name.values():
         # FSDP2 refuses transposed weights, and convolutions in the channels-last format.
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-    kwargs: dict[str, Any] = {
-        "mesh": mesh,
-        "offload_policy": offload,
-        "ignored_params": {by_name[name] for name in plan.replicated},
-    }
+    kwargs: dict[str, Any] = {"mesh": mesh, "ignored_params": {by_name[name] for name in plan.replicated}}
+    if cpu_offload:
+        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     for unit in plan.units:
         fully_shard(unit, reshard_after_forward=reshard_after_forward, mp_policy=unit_policy(mp_policy), **kwargs)
     for root in plan.roots:
@@ -94,8 +88,8 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module]) -> None:
     """Gather the root's parameters for each Lightning step, and for submodules that are called outside of a step.
 
-    A step uses parameters outside of ``forward`` too. ``register_fsdp_forward_method`` would leave the root's own hooks
-    in place, which run again for the ``forward`` inside a step: one more all-gather in each micro-batch.
+    ``register_fsdp_forward_method`` would leave the root's own hooks in place, which run again for the ``forward``
+    inside a step: one more all-gather in each micro-batch.
     """
     root = cast(FSDPModule, model)
     units = torch_internals.fsdp_units(model)
@@ -134,7 +128,7 @@ def call_as_step(model: nn.Module, function: Callable[[], T]) -> T:
 
 
 def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
-    """Run FSDP2's lazy initialisation at set-up, so that its errors come now. Not a collective.
+    """Run FSDP2's lazy initialisation at set-up, so that its errors come now (tied parameters, mixed dtypes).
 
     Raises ValueError if gradients would be averaged over other ranks than the ``divisor`` that hold different tokens,
     or by another factor.

@@ -114,8 +114,8 @@ def check_equal_models(module: nn.Module, host_group: dist.ProcessGroup) -> None
 def check_callbacks(callbacks: Iterable[pl.Callback], shards: bool = False) -> None:
     """Refuse callbacks of the package ``pytorch_lightning``, and pruning if the model will be sharded.
 
-    Lightning and this package find the callbacks that save, average weights or prune by their classes. They would
-    silently overlook those of the other package, except classes derived only from ``Callback``.
+    Callbacks that save, average weights or prune are found by their classes: those of the other package would silently
+    be overlooked, except classes derived only from ``Callback``.
     """
     for callback in callbacks:
         if shards and isinstance(callback, ModelPruning):
@@ -134,11 +134,7 @@ def check_callbacks(callbacks: Iterable[pl.Callback], shards: bool = False) -> N
 
 
 def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: int) -> None:
-    """Raise ValueError for optimizers that would silently train something else than the distributed model.
-
-    These have parameters that are not the module's (any more), choose their step from a rank's own loss, or cannot
-    compute with shards.
-    """
+    """Raise ValueError for optimizers that would silently train something else than the distributed model."""
     trained = list(module.parameters())
     known = set(map(id, trained))
     is_sharded = any(isinstance(parameter, DTensor) for parameter in trained)

@@ -177,7 +177,6 @@ class FSDPGradSync(GradSync):
         super().__init__()
         self._defer, self._group = defer, group
         self._retain_unsharded = retain_unsharded
-        self._names = {id(module): name or "the root" for name, module in model.named_modules()}
         self.units = torch_internals.fsdp_units(model)
         self._roots = fsdp_roots(model)
         self._groups = [group for unit in self.units for group in torch_internals.param_groups(unit)]
@@ -331,9 +330,9 @@ class FSDPGradSync(GradSync):
             if owned and torch_internals.holds_partial_reduction(group):
                 if any(p.sharded_param in self._tracked for p in group.fsdp_params if p not in owned):
                     raise RuntimeError(
-                        f"Gradients of {self._names[id(group.modules[0])]} belong to several optimizers, and one of"
-                        " them is zeroed in the middle of a window whose replicas have not been added up:"
-                        " defer_fsdp_grad_sync='all_reduce' cannot drop a part. Pass True or False."
+                        "Gradients of one FSDP unit belong to several optimizers, and one of them is zeroed in the"
+                        " middle of a window whose replicas have not been added up: defer_fsdp_grad_sync='all_reduce'"
+                        " cannot drop a part. Pass True or False."
                     )
                 torch_internals.discard_partial_reduction(group)
             for param in owned:
