@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
-from lightning_automodel.sharding import prefetch
+from lightning_automodel.sharding.gathers import drop_unused
 from lightning_automodel.sharding.precision import OutermostCall, cast_around, step_policy, unit_policy
 from lightning_automodel.sharding.quantized import has_parts
 from lightning_automodel.sharding.units import (
@@ -99,7 +99,7 @@ def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module]) -> None:
         try:
             args, kwargs = before(root, args, kwargs)
             output = method(*args, **kwargs)
-            prefetch.drop_unused(units)
+            drop_unused(units)
             return after(root, args, output)
         finally:
             # No backward will free the gathered parameters, and they would be stale after the next optimizer step.

@@ -16,7 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.distributed import collectives
 from lightning_automodel.sharding.grad_sync import PENALTY_ON_WEIGHTS
-from lightning_automodel.sharding.units import class_name, distinct
+from lightning_automodel.sharding.units import class_name
 
 _FREED = (
     "A backward needed parameters that FSDP2 had freed: a second backward through the same forward (gradient"
@@ -59,12 +59,11 @@ def explained_errors(model: nn.Module, loss: Tensor | None = None) -> Iterator[N
 
 def _uses_of_shards(model: nn.Module, error: RuntimeError) -> str:
     """Why a forward has met shards: a unit was passed by, or code outside of any unit uses its parameters."""
-    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    running = distinct(owner for owner in owners if isinstance(owner, nn.Module))
+    running = [id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     for name, unit in model.named_modules():
-        inside = [module for module in running if any(module is below for below in unit.modules())]
-        if inside and unit not in running and isinstance(unit, FSDPModule):
-            called, of_unit = class_name(inside[0]), class_name(model.get_submodule(name))
+        inside = sorted((running.index(id(m)), class_name(m)) for m in unit.modules() if id(m) in running)
+        if inside and id(unit) not in running and isinstance(unit, FSDPModule):
+            called, of_unit = inside[0][1], class_name(model.get_submodule(name))
             return (
                 f"{name} ({of_unit}) is an FSDP unit, whose parameters are gathered when it is called, but"
                 f" only modules in it are ({called}): call {name} itself, or pass auto_wrap_policy={{{called}}}, the"

@@ -20,15 +20,14 @@ from lightning_automodel.sharding import (
     checks,
     memory,
     precision,
-    prefetch,
     quantized,
     tensor_parallel,
     units,
     weight_averaging,
 )
 from lightning_automodel.sharding.engine import Engine
+from lightning_automodel.sharding.gathers import JoinedGathers, set_prefetch
 from lightning_automodel.sharding.grad_sync import Deferral, FSDPGradSync
-from lightning_automodel.sharding.joined_gathers import JoinedGathers
 
 _SHARDED_BEFORE = "sharded before this set-up (by configure_model or an earlier run); left as they were"
 
@@ -141,7 +140,7 @@ class FSDP2Engine(Engine):
         else:
             ahead, reason = 0, "auto: FSDP2's own (one in the backward); no other was measured on this device"
         if ahead:
-            prefetch.set_prefetch(module, ahead, in_background=is_cpu)
+            set_prefetch(module, ahead, in_background=is_cpu)
         self._report["prefetch"], self._report["prefetch_reason"] = ahead, reason
 
     def _fits_everywhere(self, needed_bytes: int) -> tuple[bool, str]:
@@ -217,7 +216,7 @@ class FSDP2Engine(Engine):
     def close(self) -> None:
         super().close()
         if self._report["prefetch"]:
-            prefetch.set_prefetch(self._module, 0, in_background=False)
+            set_prefetch(self._module, 0, in_background=False)
 
     @override
     def describe(self) -> dict[str, Any]:

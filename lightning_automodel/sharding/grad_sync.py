@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_automodel import torch_internals
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.sharding.prefetch import drop_unused, reshard
+from lightning_automodel.sharding.gathers import drop_unused, reshard
 from lightning_automodel.sharding.units import fsdp_roots
 
 Deferral = bool | Literal["all_reduce"]
