@@ -41,7 +41,6 @@ NOT_MESSAGES = {
     "…, which is not to be converted to …": "in describe()",
     "Using DistributedSampler with the dataloaders": "a warning of Lightning's that is filtered",
     "but its data is not allocated yet": "torch's own message, which ours replaces",
-    "undefined, but still allreduced by DDP": "torch's own message, which ours replaces",
     # Parts of messages whose whole is explained.
     "an import (…)": "of `lightning_automodel needs …`",
     "nowhere (a single process)": "a place to join at",

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -23,37 +23,20 @@ _FREED = (
     " penalties by torch.autograd.grad(..., create_graph=True), retain_graph=True) does not gather them again. Pass"
     " data_parallel='ddp'."
 )
-_DROPPED = (
-    "DistributedDataParallel would reduce a gradient that zero_grad has dropped within the accumulation window, of a"
-    " parameter that its last micro-batch does not use: zero gradients between windows, or pass data_parallel='fsdp2'."
-)
 _MIXED = "got mixed torch.Tensor and DTensor"
-_TORCH_ERRORS = {
-    "out of bounds for storage of size 0": _FREED,
-    "but its data is not allocated yet": _FREED,
-    "undefined, but still allreduced by DDP": _DROPPED,
-}
-"""Parts of torch's messages from inside FSDP2 and DDP, and what they mean for the user."""
+_FREED_SYMPTOMS = ("out of bounds for storage of size 0", "but its data is not allocated yet")
 
 
 @contextmanager
-def explained_errors(model: nn.Module, loss: Tensor | None = None) -> Iterator[None]:
-    """Context of a forward of ``model``, or a backward of ``loss``, which explains errors of torch without a cause."""
+def explained_errors(model: nn.Module) -> Iterator[None]:
+    """Context of a forward of ``model`` or a backward, which explains errors of torch without a cause."""
     try:
         yield
     except RuntimeError as error:
         if _MIXED in str(error):
             raise RuntimeError(_uses_of_shards(model, error)) from error
-        if loss is not None and not loss.requires_grad:
-            trainable = sum(parameter.requires_grad for parameter in model.parameters())
-            raise RuntimeError(
-                f"The loss of {class_name(model)} does not depend on any of its {trainable} trainable parameters: it"
-                " was detached, or computed under torch.no_grad() or from frozen layers alone. Return a loss that"
-                " depends on trainable parameters."
-            ) from error
-        for symptom, explanation in _TORCH_ERRORS.items():
-            if symptom in str(error):
-                raise RuntimeError(explanation) from error
+        if any(symptom in str(error) for symptom in _FREED_SYMPTOMS):
+            raise RuntimeError(_FREED) from error
         raise
 
 

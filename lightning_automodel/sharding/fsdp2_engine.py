@@ -92,12 +92,7 @@ class FSDP2Engine(Engine):
         apply.broadcast_states(module, self.mesh)
         if plan is not None:
             apply.apply_fsdp2(
-                module,
-                plan,
-                self.mesh.fsdp,
-                self.options.reshard_after_forward,
-                self.options.cpu_offload,
-                self._policy,
+                module, plan, self.mesh.fsdp, self.options.reshard_after_forward, self.options.cpu_offload, self._policy
             )
 
     def _plan(self, module: pl.LightningModule) -> units.ShardingPlan:

@@ -60,11 +60,6 @@ class NormOfWeightsFirst(Net):
         return super().training_step(batch, batch_idx) + norm
 
 
-class Detached(Net):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx).detach()
-
-
 class Unused(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -113,12 +108,6 @@ REFUSED: dict[str, Refused] = {
         "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit for its forward, so code that"
         " uses them outside of it sees shards. Call the module that holds them. For a penalty on weights, use"
         " weight_decay. Add the penalty's gradient",
-    ),
-    "detached": Refused(
-        Detached,
-        "The loss of Detached does not depend on any of its 4 trainable parameters: it was detached, or computed"
-        " under torch.no_grad() or from frozen layers alone. Return a loss that depends on trainable parameters.",
-        DDP,
     ),
     "unused": Refused(Unused, UNREDUCED.format("extra.weight, extra.bias"), DDP, {"accumulate_grad_batches": 2}),
     "frozen-later": Refused(
