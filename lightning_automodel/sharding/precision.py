@@ -69,10 +69,9 @@ def resolve_policy(
 ) -> MixedPrecisionPolicy:
     """The policy of FSDP2 units for a Trainer precision: the user's ``mp_policy`` if it agrees, or the default.
 
-    Mixed precisions keep parameters as they are ("master weights", float32 unless the user made them otherwise),
-    gather and compute in half precision, reduce in float32 and return float32 to the code around the model: losses are
-    not rounded then, and a sum over tokens does not overflow, as it would in float16. True precisions compute in the
-    dtype of the parameters, cast nothing, and reduce in float32 at least.
+    Mixed precisions keep parameters as they are, gather and compute in half precision, reduce in float32 and return
+    float32 to the code around the model: losses are not rounded, and a sum over tokens does not overflow. True
+    precisions compute in the dtype of the parameters, cast nothing, and reduce in float32 at least.
     """
     if mp_policy is not None:
         _check_agreement(plugin, mp_policy)
@@ -113,8 +112,7 @@ def step_policy(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
 def kept_wide(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]:
     """Parameters that stay whole and keep their dtype under a half-precision policy, with the reason.
 
-    The running statistics of batch normalisation are buffers, which no policy casts, and torch requires its parameters
-    in their dtype.
+    No policy casts running statistics, and torch requires the parameters beside them in their dtype.
     """
     if policy.param_dtype not in HALF:
         return {}
@@ -202,10 +200,7 @@ def enabled_scaler(plugin: Precision) -> GradScaler | None:
 
 
 def passes_float16(plugin: Precision, model: nn.Module) -> bool:
-    """Whether gradients may pass through float16, whose range ends at 65504.
-
-    They may in float16 layers, also frozen ones, and where they are reduced in float16.
-    """
+    """Whether gradients may pass through float16 (range 65504): in layers, also frozen ones, or in reductions."""
     reductions = {torch_internals.reduction_dtype(group) for group in torch_internals.fsdp_param_groups(model)}
     dtypes = unit_dtypes(model) | reductions | {parameter.dtype for parameter in model.parameters()}
     return plugin.precision in ("16-mixed", "16-true") or torch.float16 in dtypes

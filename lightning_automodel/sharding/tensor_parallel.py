@@ -104,10 +104,7 @@ def _apply_plan(model: Any, mesh: DeviceMesh) -> None:
 
 
 def share_random_state(mesh: RunMesh, device: torch.device) -> None:
-    """Give tensor-parallel peers one stream of random numbers, so that they drop out the same activations.
-
-    A collective over the tensor-parallel group: all ranks get its first rank's state.
-    """
+    """Give tensor-parallel peers their first rank's random state: they drop out the same activations. A collective."""
     group = mesh.tensor_group
     if group is None:
         return
@@ -138,7 +135,7 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device,
     """Raise ValueError on all peers if their batches differ: they would silently compute a mixture of both.
 
     A collective over the group: two all-reduces of one number. Copies all tensors to the host, except sparse and nested
-    ones, which are not compared. ``kind`` names the ranks in the message.
+    ones, which are not compared.
     """
     checksum = 0
 

@@ -1,8 +1,8 @@
 """Lightning's callbacks that average weights (EMA, SWA), with sharded weights.
 
-They deep-copy the module in their ``setup`` hook. There it is not sharded yet; or it has no values, so the copy cannot
-be moved; or an earlier run has sharded it, and FSDP2 refuses the copy. So their hook runs once the module is
-distributed, with a copy that is distributed like it. Each rank averages its own shards, without communication.
+They deep-copy the module in their ``setup`` hook, where it is not sharded yet, or has no values, or FSDP2 refuses the
+copy. So their hook runs once the module is distributed, with a copy that is distributed like it. Each rank averages its
+own shards, without communication.
 """
 
 from collections.abc import Callable
