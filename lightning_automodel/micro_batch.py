@@ -133,7 +133,7 @@ class MicroBatches:
         # Checkpointed blocks recompute their attention.
         attention = nullcontext() if self.context is None else self.context.backward()
         with (
-            checks.explained_errors(module, loss),
+            checks.explained_errors(module),
             self.windows.backward(window, loss, self._ends_window, counts=not is_filler),
             attention,
         ):

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel import release_probe
 from lightning_automodel.patching import PatchStack
@@ -69,9 +68,7 @@ def forget_meshes() -> None:
 def _caches(objects: Iterable[Any]) -> list[Any]:
     cache_type = type(functools.lru_cache(_caches))
     # Not isinstance: it reads __class__ of proxies, some of which then warn that they are deprecated.
-    return [
-        each for each in objects if type(each) is cache_type and str(each.__module__).startswith("torch.distributed")
-    ]
+    return [o for o in objects if type(o) is cache_type and str(o.__module__).startswith("torch.distributed")]
 
 
 def _module_and_class_attributes(package: str) -> Iterator[Any]:
@@ -106,19 +103,12 @@ def fsdp_param_groups(model: nn.Module) -> Iterator[FSDPParamGroup]:
 
 
 def initialise_fsdp_root(root: FSDPModule) -> None:
-    """Run FSDP2's lazy initialisation now, so that its errors (tied parameters, mixed dtypes) come at set-up.
-
-    It also settles ``post_forward_mesh_info`` of the root group, which the first forward would otherwise change after
-    this package has recorded it.
-    """
+    """Run FSDP2's lazy initialisation now: its errors come, and it settles ``post_forward_mesh_info`` of the root."""
     root._get_fsdp_state()._lazy_init()
 
 
 def detach_forward_hooks(root: FSDPModule) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Remove FSDP2's hooks ``(module, args, kwargs)`` before and ``(module, args, output)`` after ``root``'s forward.
-
-    They are returned, for the caller to run around more than ``forward``.
-    """
+    """Remove and return FSDP2's hooks ``(module, args, kwargs)`` and ``(module, args, output)`` of a forward."""
     state = root._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
@@ -135,24 +125,12 @@ _COMMUNICATION = (
 def communication_restored(units: Iterable[FSDPModule]) -> Iterator[None]:
     """Context that restores which communication follows a forward and a backward of ``units``; FSDP2 has no getters."""
     groups = [group for unit in units for group in param_groups(unit)]
-    before = [{name: getattr(group, name) for name in _COMMUNICATION} for group in groups]
+    before = [(group, name, getattr(group, name)) for group in groups for name in _COMMUNICATION]
     try:
         yield
     finally:
-        for group, values in zip(groups, before, strict=True):
-            for name, value in values.items():
-                setattr(group, name, value)
-
-
-def complete_forward(unit: FSDPModule) -> None:
-    """End a forward outside of any root that has called only some modules of a unit: FSDP2 waits for the others.
-
-    Until then it does not reshard the unit, and takes the next forward of the root for a part of this one.
-    """
-    state = unit._get_fsdp_state()
-    if state._modules_to_run_forward:
-        state._modules_to_run_forward.clear()
-        state._post_forward(cast(nn.Module, unit), (), None)
+        for group, name, value in before:
+            setattr(group, name, value)
 
 
 def is_unsharded(unit: FSDPModule) -> bool:
@@ -217,16 +195,12 @@ def holds_partial_reduction(group: FSDPParamGroup) -> bool:
 
 
 def discard_partial_reduction(group: FSDPParamGroup) -> None:
-    """Drop gradients that the group has reduce-scattered and not all-reduced yet."""
+    """Drop them."""
     group._partial_reduce_output = None
 
 
-def has_deferred_gradients(root: FSDPModule) -> bool:
-    """Whether any group at or below ``root`` holds gradients that are not fully reduced."""
-    return any(
-        holds_partial_reduction(group) or any(_unreduced_gradient(param) is not None for param in group.fsdp_params)
-        for group in fsdp_param_groups(cast(nn.Module, root))
-    )
+def _holds_unreduced_gradients(group: FSDPParamGroup) -> bool:
+    return holds_partial_reduction(group) or any(_unreduced_gradient(param) is not None for param in group.fsdp_params)
 
 
 def _unreduced_gradient(param: FSDPParam) -> Tensor | None:
@@ -237,15 +211,20 @@ def _unreduced_gradient(param: FSDPParam) -> Tensor | None:
 
 
 def reduce_deferred_gradients(root: FSDPModule) -> None:
-    """Reduce the deferred gradients of ``root`` by its current flags, outside of any backward. A collective."""
+    """Reduce the deferred gradients at or below ``root``, if any, by its current flags, outside of any backward.
+
+    A collective if there are any: the last backward, in which FSDP2 reduces, did not pass through ``root``.
+    """
     module: Any = root
+    pending = [group for group in fsdp_param_groups(module) if _holds_unreduced_gradients(group)]
+    if not pending:
+        return
     if not hasattr(module, "finalize_backward"):  # before torch 2.15
         module._get_fsdp_state()._root_post_backward_final_callback()
         return
-    for group in fsdp_param_groups(module):
+    for group in pending:
         # What finalize_backward refuses, and what it leaves out: gradients that came after the group's own reduction.
-        if holds_partial_reduction(group) or any(_unreduced_gradient(param) is not None for param in group.fsdp_params):
-            group.post_backward()
+        group.post_backward()
     module.set_manual_backward_finalization(True)
     try:
         module.finalize_backward()
@@ -276,9 +255,8 @@ def mixed_precision_policies(model: nn.Module) -> list[MixedPrecisionPolicy]:
 
 def unsharded_gradient_dtype(param: FSDPParam) -> torch.dtype:
     """The dtype in which the gradient of one parameter is accumulated and reduced."""
-    if ACCUMULATES_IN_LEAF:
-        return param.unsharded_grad_dtype or param.param_dtype or param.orig_dtype
-    return param.reduce_dtype or param.param_dtype or param.orig_dtype
+    dtype = param.unsharded_grad_dtype if ACCUMULATES_IN_LEAF else param.reduce_dtype
+    return dtype or param.param_dtype or param.orig_dtype
 
 
 def reduction_dtype(group: FSDPParamGroup) -> torch.dtype | None:
@@ -287,29 +265,17 @@ def reduction_dtype(group: FSDPParamGroup) -> torch.dtype | None:
     return next((unsharded_gradient_dtype(param) for param in trainable), None)
 
 
-def accumulate_in_one_dtype(group: FSDPParamGroup) -> list[RemovableHandle]:
-    """Make parameters that no micro-batch has used so far get gradients in the dtype of the group's other ones.
+def accumulate_in_one_dtype(group: FSDPParamGroup) -> None:
+    """Give zero gradients to parameters that no micro-batch has used so far, beside others with accumulated ones.
 
-    Before torch 2.15, FSDP2 reduces the gradients of a group only if all have one dtype. A parameter that is first used
-    in the last micro-batch would get its gradient in the compute dtype, while the others' are in the reduction dtype.
-    Returns hooks to be removed after the backward.
+    Before torch 2.15, FSDP2 reduces only gradients of one dtype. That of a parameter that is first used in the last
+    micro-batch would be in the compute dtype, while the others' are in the reduction dtype.
     """
     trainable = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
-    if ACCUMULATES_IN_LEAF or all(param.unsharded_accumulated_grad is None for param in trainable):
-        return []
-    lacking = [param for param in trainable if param.unsharded_accumulated_grad is None]
-    if group.reduce_scatter_unused_params:
-        for param in lacking:
-            param.unsharded_accumulated_grad = torch.zeros_like(param.unsharded_param, dtype=param.reduce_dtype)
-        return []
-
-    def widen(param: FSDPParam, _: nn.Parameter) -> None:
-        if param.unsharded_accumulated_grad is None:
-            param.to_accumulated_grad_if_needed()
-        else:
-            param.accumulate_unsharded_grad_if_needed()
-
-    return [param.unsharded_param.register_post_accumulate_grad_hook(partial(widen, param)) for param in lacking]
+    if not ACCUMULATES_IN_LEAF and any(param.unsharded_accumulated_grad is not None for param in trainable):
+        for param in trainable:
+            if param.unsharded_accumulated_grad is None:
+                _set_zero_gradient(param)
 
 
 def zero_missing_gradients(group: FSDPParamGroup, parameters: Container[nn.Parameter]) -> None:
@@ -317,11 +283,15 @@ def zero_missing_gradients(group: FSDPParamGroup, parameters: Container[nn.Param
     for param in group.fsdp_params:
         shard = param.sharded_param
         if shard in parameters and not shard.requires_grad and _unreduced_gradient(param) is None:
-            zeros = torch.zeros_like(param.unsharded_param, dtype=unsharded_gradient_dtype(param))
-            if ACCUMULATES_IN_LEAF:
-                param.unsharded_param.grad = zeros
-            else:
-                param.unsharded_accumulated_grad = zeros
+            _set_zero_gradient(param)
+
+
+def _set_zero_gradient(param: FSDPParam) -> None:
+    zeros = torch.zeros_like(param.unsharded_param, dtype=unsharded_gradient_dtype(param))
+    if ACCUMULATES_IN_LEAF:
+        param.unsharded_param.grad = zeros
+    else:
+        param.unsharded_accumulated_grad = zeros
 
 
 def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
@@ -335,8 +305,11 @@ def has_gradient_hook(parameter: nn.Parameter) -> bool:
 
 
 _COMPILED = "_orig_mod"
-WRAPPED = ("_checkpoint_wrapped_module", _COMPILED)
-"""Attributes in which activation checkpointing and ``torch.compile`` hold the module that they wrap."""
+
+
+def without_wrappers(name: str) -> str:
+    """A parameter's name without the prefixes of ``torch.compile`` and activation checkpointing."""
+    return name.replace(f"{_COMPILED}.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -400,25 +373,6 @@ def sharded_versions(unit: FSDPModule) -> list[int]:
     return [param.sharded_param._version for group in param_groups(unit) for param in group.fsdp_params]
 
 
-def own_shard_changed(group: FSDPParamGroup) -> bool:
-    """Whether this rank's sharded parameters differ from what was all-gathered. Reads tensors on the host."""
-    for param in group.fsdp_params:
-        if len(param.all_gather_outputs) != 1 or param.fsdp_placement.dim != 0:
-            continue
-        local = local_tensor(param.sharded_param)
-        if hasattr(local, "fsdp_pre_all_gather"):  # all-gathers something other than its values
-            continue
-        local = local.reshape(-1)
-        own_part = param.all_gather_outputs[0].view(param.mesh_info.shard_mesh_size, -1)[
-            param.mesh_info.shard_mesh_rank
-        ]
-        own_part, local = own_part[: local.numel()], local.to(own_part.dtype)  # the part may be padded
-        # NaN does not equal itself, but its bytes do.
-        if not torch.equal(own_part, local) and not torch.equal(own_part.view(torch.uint8), local.view(torch.uint8)):
-            return True
-    return False
-
-
 def patch_unscaling(
     scaler: GradScaler,
     is_checked: dict[Optimizer, bool],
@@ -427,10 +381,9 @@ def patch_unscaling(
 ) -> None:
     """Make ``scaler.unscale_`` work on shards, and only look for overflow if gradients are already unscaled.
 
-    DTensor's own check for overflow takes neither plain tensors beside DTensors nor a rank without gradients, and
-    includes only the ranks of the first gradient's mesh. ``is_checked``, updated here, has the optimizers whose
-    gradients are unscaled, with whether overflow was looked for since. ``agree`` combines what ranks with sharded
-    gradients have found, by device: a collective.
+    DTensor's own check for overflow takes neither plain tensors beside DTensors nor a rank without gradients.
+    ``is_checked``, updated here, has the optimizers whose gradients are unscaled, with whether overflow was looked for
+    since. ``agree`` combines what ranks with sharded gradients have found, by device: a collective.
     """
 
     def unscale_gradients(
@@ -467,15 +420,9 @@ def _with_local_gradient(parameter: Tensor) -> Tensor:
     return stand_in
 
 
-# --- DDP -------------------------------------------------------------------------------------------------------------
-
-
 def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
     """Raise RuntimeError unless the last synchronised backward has reduced every bucket."""
     ddp._check_reducer_finalized()
-
-
-# --- Meshes ----------------------------------------------------------------------------------------------------------
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -489,7 +436,7 @@ _probed_states: set[type] = set()
 def _probe_fsdp2(state: Any) -> None:
     """Check, on the first FSDP2 unit of this process, the attributes that the functions above read and write."""
     check = partial(release_probe.check, "torch")
-    check(state, "_fsdp_param_groups", "_modules_to_run_forward", "_lazy_init")
+    check(state, "_fsdp_param_groups", "_lazy_init")
     check(state, "_pre_forward", "_post_forward", "_pre_forward_hook_handle", "_post_forward_hook_handle")
     for group in state._fsdp_param_groups[:1]:
         check(group, "fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "device", "post_backward")
@@ -498,13 +445,12 @@ def _probe_fsdp2(state: Any) -> None:
         check(group, "is_sharded", "is_unsharded", "unshard", "_to_unsharded")
         check(group, "_partial_reduce_output", "_all_gather_result", *_COMMUNICATION, writable=True)
         for param in group.fsdp_params[:1]:
-            check(param, "sharded_param", "unsharded_param", "all_gather_outputs", "fsdp_placement", "mesh_info")
+            check(param, "sharded_param", "unsharded_param", "all_gather_outputs", "mesh_info")
             check(param, "mp_policy", "free_unsharded_param")
             check(type(param), "orig_dtype", "param_dtype", "reduce_dtype")  # assigned by the lazy initialisation
             if ACCUMULATES_IN_LEAF:
                 check(param, "unsharded_grad_dtype")
             else:
-                check(param, "to_accumulated_grad_if_needed", "accumulate_unsharded_grad_if_needed")
                 check(param, "unsharded_accumulated_grad", writable=True)
         _probed_states.add(type(state))
 
@@ -512,9 +458,7 @@ def _probe_fsdp2(state: Any) -> None:
 def _probe() -> None:
     """Check at import the private names that the functions above use on public classes and modules."""
     check = partial(release_probe.check, "torch")
-    check(
-        FSDPModule, "_get_fsdp_state", "reset_iter_state", "set_reduce_scatter_unused_params", "_set_unshard_async_op"
-    )
+    check(FSDPModule, "_get_fsdp_state", "_set_unshard_async_op")
     if ACCUMULATES_IN_LEAF:
         check(FSDPModule, "set_manual_backward_finalization", "finalize_backward")
     check(_redistribute, "clear_redistribute_planner_cache")

@@ -29,7 +29,7 @@ from lightning_automodel.micro_batch import MicroBatches
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import checks, finetuning, meta_init, precision, tensor_parallel, units
-from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks, compile_blocks
+from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks, compile_blocks
 from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
@@ -70,8 +70,8 @@ class TrainingRun:
         precision.check_precision(plugin, options.data_parallel)
         if options.is_sharded:
             precision.check_conversion(plugin, module)
-        if fitting:
-            checks.check_training(module, module.trainer.accumulate_grad_batches, options.count_window_ahead)
+        if fitting and options.count_window_ahead:
+            checks.check_ahead(module)
         for note in options.without_effect():
             self.advice.say_once(note)
 
@@ -93,8 +93,9 @@ class TrainingRun:
                 "activation_checkpointing='offload' is the same as True on a CPU, whose memory is the host's."
             )
         is_automatic = module.automatic_optimization
-        self._checkpointed = CheckpointedBlocks(module, checkpointed, options.auto_wrap_policy, is_automatic)
-        self.patches.callback(self._checkpointed.undo)
+        self._checkpointed = checkpoint_blocks(
+            module, checkpointed, options.auto_wrap_policy, is_automatic, self.patches
+        )
         # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not trace.
         self._compiled = compile_blocks(module, options.compile, options.auto_wrap_policy, is_automatic, self.patches)
 
@@ -243,17 +244,15 @@ class TrainingRun:
     # --- What is saved, and how it ends -------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs of earlier windows: state of the engine, range factor, last report."""
+        """What a resumed run needs of earlier windows: range factor, last report."""
         report = self.windows.last_step
         return {
-            "engine": self.engine.state(),
             "range_scale": self.windows.scaling.range_factor,
             "last_step": None if report is None else vars(report),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
-        self.engine.load_state(state["engine"])
         self.windows.scaling.restore_range(state["range_scale"])
         if state["last_step"] is not None:
             self.windows.last_step = StepReport(**move_data_to_device(state["last_step"], self.device))
@@ -267,7 +266,7 @@ class TrainingRun:
             "gradient_denominator": self.windows.weighting.unit,
             "precision": precision.describe_dtypes(self.plugin, self.module, self._policy),
             "tensors_created_without_values": len(self._without_values),
-            "activation_checkpointing": self._checkpointed.names,
+            "activation_checkpointing": self._checkpointed,
             "compiled": self._compiled,
             **self.engine.describe(),
         }

@@ -38,12 +38,10 @@ NOT_MESSAGES = {
     "…, which is not to be converted to …": "in describe()",
     "Using DistributedSampler with the dataloaders": "a warning of Lightning's that is filtered",
     "but its data is not allocated yet": "torch's own message, which ours replaces",
-    "undefined, but still allreduced by DDP": "torch's own message, which ours replaces",
     # Parts of messages whose whole is explained.
     "an import (…)": "of `lightning_automodel needs …`",
     "world size … and backend …": "of `give every rank the same WORLD_SIZE and backend`",
     "was told to save and requeue": "of `all ranks stop after this step`",
-    "(… frozen since set-up, or not toggled)": "of `took no part in its last micro-batch`",
     "the num_label_tokens that … returned": "of `must be finite`",
     "the num_label_tokens that training_step returned": "of `must be finite`",
     "a tensor of shape …, …": "of `must be a number or a tensor of one element`",

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_automodel.sharding.param_names import without_wrappers
-from lightning_automodel.torch_internals import uncompiled
+from lightning_automodel.torch_internals import uncompiled, without_wrappers
 
 KEY = "hugging_face"
 """Key of the list of descriptions in a checkpoint."""

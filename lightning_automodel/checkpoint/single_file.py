@@ -35,7 +35,7 @@ from lightning_automodel.checkpoint.state_dict import (
     optimizer_key,
 )
 from lightning_automodel.sharding.apply import shard_like
-from lightning_automodel.sharding.param_names import without_wrappers
+from lightning_automodel.torch_internals import without_wrappers
 
 
 class FileCheckpointIO(TorchCheckpointIO):

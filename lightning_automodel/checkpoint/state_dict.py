@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.gradients.windows import mixing_shards
-from lightning_automodel.sharding.param_names import without_wrappers
+from lightning_automodel.torch_internals import without_wrappers
 
 MODEL = "state_dict"
 

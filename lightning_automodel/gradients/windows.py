@@ -20,7 +20,7 @@ from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting, WindowTotals, sums_of
 
 if TYPE_CHECKING:  # it is built above this room
-    from lightning_automodel.sharding.engine import GradSync
+    from lightning_automodel.sharding.grad_sync import GradSync
 
 OneOptimizer = Optimizer | LightningOptimizer
 

@@ -25,7 +25,8 @@ from lightning_automodel.context_parallel import attention, hugging_face, slices
 from lightning_automodel.distributed.mesh import CONTEXT, REPLICATE, SHARD, TENSOR, MeshSizes, view_mesh
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
-from lightning_automodel.sharding import activation_checkpointing, precision, tensor_parallel, units
+from lightning_automodel.sharding import precision, tensor_parallel, units
+from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks
 
 PRECISIONS: dict[str, Precision] = {
     "32-true": Precision(),
@@ -163,7 +164,7 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBat
             tensor_parallel.distribute(
                 module, view_mesh(mesh, MeshSizes(1, 1, tensor, context), (REPLICATE, SHARD), TENSOR)
             )
-            _note_units(micro, module, plugin, options)
+            _note_units(micro, module, plugin, options, stack)
             batch, sliced = _slice(module, batch, mesh, options, stack) if context > 1 else (batch, None)
         _stand_in(micro, stack)
         micro.follow((dict(module.named_buffers()), batch))
@@ -205,7 +206,9 @@ def _optimizer_state(module: pl.LightningModule) -> float:
     return size / max(sum(parameter.numel() for parameter in trained), 1)
 
 
-def _note_units(micro: MicroBatch, module: nn.Module, plugin: Precision, options: StrategyOptions) -> None:
+def _note_units(
+    micro: MicroBatch, module: nn.Module, plugin: Precision, options: StrategyOptions, stack: PatchStack
+) -> None:
     """Note parameters and buffers, watch units and gradients, and let blocks compute as under the strategy."""
     buffers = dict(module.named_buffers())
     kept = module.state_dict(keep_vars=True).keys() & buffers
@@ -221,11 +224,10 @@ def _note_units(micro: MicroBatch, module: nn.Module, plugin: Precision, options
         reduced = policy.reduce_dtype or computed
         sizes = local.shape[0] if local.ndim else 1, local.numel(), local.element_size()
         micro.parameters.append(Parameter(unit, *sizes, computed.itemsize, reduced.itemsize, parameter.requires_grad))
-    for index, parts in enumerate(map(units.parts_of, plan.units)):
-        parts[0].register_forward_pre_hook(partial(micro.mark, "gather", index))
-        parts[-1].register_forward_hook(partial(micro.mark, "free", index))
-    choice = options.activation_checkpointing
-    activation_checkpointing.CheckpointedBlocks(module, choice, options.auto_wrap_policy, root_is_model=True)
+    for index, own in enumerate(plan.units):
+        own.register_forward_pre_hook(partial(micro.mark, "gather", index))
+        own.register_forward_hook(partial(micro.mark, "free", index))
+    checkpoint_blocks(module, options.activation_checkpointing, options.auto_wrap_policy, True, stack)
     if policy.param_dtype is not None:
         module.to(policy.param_dtype)
         precision.cast_around(units.distinct(units.callable_children(module)), policy)

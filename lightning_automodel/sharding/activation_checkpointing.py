@@ -1,6 +1,13 @@
-"""Activation checkpointing: blocks recompute their activations in the backward; and compiling the same blocks."""
+"""Activation checkpointing: blocks drop their activations after the forward and recompute them in the backward.
 
-from collections import Counter
+What a recomputation starts from may wait in pinned host memory. ``torch.autograd.graph.save_on_cpu`` copies on the
+stream that computes, and waits for each copy on devices other than CUDA. Here copies have a stream of their own, and a
+tensor is on its way back while the block behind it computes.
+"""
+
+import functools
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -8,10 +15,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_automodel.patching import PatchStack
-from lightning_automodel.sharding.activation_offload import OffloadedActivations
 from lightning_automodel.sharding.units import WrapPolicy, class_name, distinct, has_forward, outermost, units_of
 from lightning_automodel.torch_internals import compile_in_place, is_compiled, uncompiled
 
@@ -41,12 +48,12 @@ class _Checkpoint:
     """Calls a function under activation checkpointing; its recomputation sees the buffers that the forward saw.
 
     Otherwise running statistics would be updated twice, and a power iteration would give other weights the second time.
-    ``contexts`` is the ``context_fn`` of ``torch.utils.checkpoint``, which decides which results are saved.
-    ``offloaded`` is where positional tensor arguments wait for the backward; None leaves them on the device.
+    ``contexts`` is the ``context_fn`` of ``torch.utils.checkpoint``. ``offloaded`` is where positional tensor arguments
+    wait for the backward; None leaves them on the device.
     """
 
     def __init__(
-        self, module: nn.Module, contexts: Callable[[], Any] | None, offloaded: OffloadedActivations | None
+        self, module: nn.Module, contexts: Callable[[], Any] | None, offloaded: "OffloadedActivations | None"
     ) -> None:
         self._offloaded = offloaded
         self._kwargs: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
@@ -94,84 +101,73 @@ def _replace(buffers: Iterable[_Buffers], values: Iterable[_Buffers]) -> None:
 class _CheckpointedForward:
     """Replaces the forward of one module. An object, not a closure, so that a deep copy of the module copies it too.
 
-    The module's hooks, FSDP2's among them, stay outside and do not run again in the backward. Parameter names and keys
-    of the state dict do not change.
+    The module's hooks, FSDP2's among them, stay outside and do not run again in the backward. It stays when the run
+    ends, since the forward may be wrapped since (casts around FSDP units), and passes calls on.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
         self.checkpoint: _Checkpoint | None = None
-        self._module = module
-        self._own_forward = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self._own_forward or partial(type(self._module).forward, self._module)
-        return forward(*args, **kwargs) if self.checkpoint is None else self.checkpoint(forward, *args, **kwargs)
-
-    def deactivate(self) -> None:
-        """Stop checkpointing the module."""
-        self.checkpoint = None
-        held = vars(self._module)
-        # If the forward was wrapped since (casts around FSDP units), this object stays and passes calls on.
-        if held.get("forward") is self:
-            del held["forward"], held[_ATTRIBUTE]
-            if self._own_forward is not None:
-                held["forward"] = self._own_forward
+        if self.checkpoint is None:
+            return self._forward(*args, **kwargs)
+        return self.checkpoint(self._forward, *args, **kwargs)
 
 
-class CheckpointedBlocks:
-    """Blocks of a model that keep only their inputs in the forward and recompute their activations in the backward.
+def checkpoint_blocks(
+    model: nn.Module, choice: ActivationCheckpointing, policy: WrapPolicy, root_is_model: bool, patches: PatchStack
+) -> list[str]:
+    """Let blocks keep only their inputs in the forward and recompute their activations in the backward; return names.
 
     ``choice`` is the option ``activation_checkpointing``; ``policy`` and ``root_is_model`` choose units as for
-    :func:`~lightning_automodel.sharding.units.plan_sharding`. Raises ValueError if no module is chosen, or one that
-    cannot recompute in its mode, or is compiled (``"offload"``).
+    ``plan_sharding``. Raises ValueError if no module is chosen, or one that cannot recompute.
     """
+    if choice is False:
+        return []
+    contexts: Callable[[], Any] | None = None
+    if choice == "selective":
+        contexts = _selective
+    elif callable(choice):
+        contexts = partial(create_selective_checkpoint_contexts, choice)
+    if isinstance(choice, (set, frozenset)):
+        blocks = _instances(model, choice)
+    else:
+        blocks = units_of(model, policy, root_is_model)
+    if not blocks:
+        raise ValueError(_nothing_to_checkpoint(model, choice))
+    paths = {id(module): name for name, module in model.named_modules()}
+    names = [f"{paths[id(block)]} ({class_name(block)})" for block in blocks]
+    for block, name in zip(blocks, names, strict=True):
+        _check(block, name, choice)
+    # One for all blocks: while one block's backward runs, the input of the block before it comes back.
+    offloaded = OffloadedActivations() if choice == "offload" else None
+    for block in blocks:
+        layer = uncompiled(block)
+        checkpointed = _Checkpoint(layer, contexts, offloaded)
+        if not _has_switch(layer):
+            if _ATTRIBUTE not in vars(block):
+                vars(block)[_ATTRIBUTE] = _CheckpointedForward(block.forward)
+                block.forward = vars(block)[_ATTRIBUTE]
+            patches.set(vars(block)[_ATTRIBUTE], "checkpoint", checkpointed)
+        elif not layer.gradient_checkpointing:
+            patches.set(layer, "gradient_checkpointing", True)
+            patches.set(layer, "_gradient_checkpointing_func", checkpointed, is_new=True)
+    return names
 
-    def __init__(
-        self, model: nn.Module, choice: ActivationCheckpointing, policy: WrapPolicy, root_is_model: bool
-    ) -> None:
-        blocks: list[nn.Module] = []
-        contexts: Callable[[], Any] | None = None
-        if choice == "selective":
-            contexts = _selective
-        elif callable(choice):
-            contexts = partial(create_selective_checkpoint_contexts, choice)
-        if choice is not False:
-            blocks = (
-                _instances(model, choice)
-                if isinstance(choice, (set, frozenset))
-                else units_of(model, policy, root_is_model)
-            )
-            if not blocks:
-                raise ValueError(_nothing_to_checkpoint(model, choice))
-        # One for all blocks: while one block's backward runs, the input of the block before it comes back.
-        make = partial(
-            _Checkpoint, contexts=contexts, offloaded=OffloadedActivations() if choice == "offload" else None
+
+def _check(block: nn.Module, name: str, choice: ActivationCheckpointing) -> None:
+    layer = uncompiled(block)
+    if _has_switch(layer) and not layer.training:
+        raise ValueError(
+            f"activation_checkpointing has no effect on {name}: layers of transformers recompute in training mode only,"
+            " and from_pretrained() leaves them in evaluation mode. Call .train() on the model before trainer.fit."
         )
-        names = {id(module): name for name, module in model.named_modules()}
-        self.names = [f"{names[id(block)]} ({class_name(block)})" for block in blocks]
-        layers = [uncompiled(block) for block in blocks]
-        for block, layer, name in zip(blocks, layers, self.names, strict=True):
-            if _has_switch(layer) and not layer.training:
-                raise ValueError(
-                    f"activation_checkpointing has no effect on {name}: layers of transformers recompute in training"
-                    " mode only, and from_pretrained() leaves them in evaluation mode. Call .train() on the model"
-                    " before trainer.fit."
-                )
-            if choice == "offload" and is_compiled(block):
-                raise ValueError(
-                    f"activation_checkpointing='offload' does not work with {name}, which is compiled: torch would"
-                    " not compile it. Compile other modules, or pass activation_checkpointing=True."
-                )
-        self._undo = [
-            _switch_on(layer, make(layer)) if _has_switch(layer) else _wrap(block, make(block))
-            for block, layer in zip(blocks, layers, strict=True)
-        ]
-
-    def undo(self) -> None:
-        """Stop checkpointing all modules."""
-        for undo in self._undo:
-            undo()
-        self._undo = []
+    if choice == "offload" and is_compiled(block):
+        raise ValueError(
+            f"activation_checkpointing='offload' does not work with {name}, which is compiled: torch would not compile"
+            " it. Compile other modules, or pass activation_checkpointing=True."
+        )
 
 
 def _instances(model: nn.Module, classes: set[type[nn.Module]]) -> list[nn.Module]:
@@ -184,26 +180,9 @@ def _instances(model: nn.Module, classes: set[type[nn.Module]]) -> list[nn.Modul
     return distinct(found for child in model.children() for found in outermost(child, matches))
 
 
-def _wrap(block: nn.Module, checkpointed: _Checkpoint) -> Callable[[], None]:
-    wrapper = block.__dict__.get(_ATTRIBUTE)
-    if wrapper is None:
-        wrapper = block.__dict__[_ATTRIBUTE] = _CheckpointedForward(block)
-        block.forward = wrapper
-    wrapper.checkpoint = checkpointed
-    return wrapper.deactivate
-
-
 def _has_switch(block: nn.Module) -> bool:
     """Whether this is a Hugging Face layer: its own checkpointing keeps the cache from being filled twice."""
     return isinstance(getattr(type(block), "gradient_checkpointing", None), bool)
-
-
-def _switch_on(block: nn.Module, checkpointed: _Checkpoint) -> Callable[[], None]:
-    patches = PatchStack()
-    if not block.gradient_checkpointing:
-        patches.set(block, "gradient_checkpointing", True)
-        patches.set(block, "_gradient_checkpointing_func", checkpointed, is_new=True)
-    return patches.restore
 
 
 def _nothing_to_checkpoint(model: nn.Module, choice: ActivationCheckpointing) -> str:
@@ -213,6 +192,84 @@ def _nothing_to_checkpoint(model: nn.Module, choice: ActivationCheckpointing) ->
         wanted = ", ".join(sorted(entry.__name__ for entry in choice)) or "none"
         looked_for = f"finds no instance of the named classes ({wanted}) in"
     return f"activation_checkpointing {looked_for} {class_name(model)}; pass a set of classes that are: {classes}."
+
+
+_NUM_LEAVING = 1
+"""Tensors whose copy to the host may still run when the next is saved. With more, more of them are on the device."""
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
+
+
+class _Saved:
+    """A tensor that a backward will need: on the host, and on the device as long as it leaves, or is on its way back.
+
+    Device memory is allocated and freed in the order of the computing stream, which waits for copies: the allocator
+    needs to know of no other stream. The backward will need ``before``, which was saved before it, after it.
+    """
+
+    def __init__(self, tensor: Tensor, before: "weakref.ref[_Saved] | None") -> None:
+        self.before = before
+        self._here: Tensor | None = tensor
+        self._device = tensor.device
+        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._copied = self._copy(self._host, tensor)
+
+    def _copy(self, target: Tensor, source: Tensor) -> torch.Event:
+        stream = _copy_stream(self._device)
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with stream:
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+    def fetch(self) -> None:
+        """Start to bring it back, unless it is on the device."""
+        if self._here is None:
+            self._here = torch.empty_like(self._host, device=self._device)
+            self._copied = self._copy(self._here, self._host)
+
+    def release(self) -> Tensor | None:
+        """Let what is computed from now on wait for the copy, and keep the tensor on the host alone."""
+        here, self._here = self._here, None
+        torch.accelerator.current_stream(self._device).wait_event(self._copied)
+        return here
+
+
+class OffloadedActivations:
+    """Keeps tensors that autograd saves in pinned host memory. Those on a CPU, parameters and DTensors stay."""
+
+    def __init__(self) -> None:
+        self._leaving: deque[_Saved] = deque()
+        self._newest: weakref.ref[_Saved] | None = None
+
+    def hooks(self) -> saved_tensors_hooks:
+        """A context: what autograd saves in it is offloaded."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def __reduce__(self) -> Any:
+        return OffloadedActivations, ()  # copies of a module share no tensors that are on their way
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Saved:
+        if type(tensor) is not Tensor or tensor.device.type == "cpu" or tensor.layout != torch.strided:
+            return tensor
+        saved = _Saved(tensor, self._newest)
+        self._newest = weakref.ref(saved)
+        self._leaving.append(saved)
+        if len(self._leaving) > _NUM_LEAVING:
+            self._leaving.popleft().release()
+        return saved
+
+    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        saved.fetch()
+        tensor = saved.release()
+        assert tensor is not None
+        if saved.before is not None and (before := saved.before()) is not None:
+            before.fetch()
+        return tensor
 
 
 def compile_blocks(

@@ -10,18 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
-from lightning_automodel.sharding import prefetch
+from lightning_automodel.sharding.gathers import drop_unused
 from lightning_automodel.sharding.precision import OutermostCall, cast_around, step_policy, unit_policy
 from lightning_automodel.sharding.quantized import has_parts
 from lightning_automodel.sharding.units import (
@@ -32,7 +26,6 @@ from lightning_automodel.sharding.units import (
     distinct,
     fsdp_roots,
     has_fsdp_units,
-    parts_of,
 )
 
 T = TypeVar("T")
@@ -49,30 +42,22 @@ def apply_fsdp2(
     reshard_after_forward: bool | int,
     cpu_offload: bool,
     mp_policy: MixedPrecisionPolicy,
-    opens_sequentials: bool = True,
 ) -> None:
     """Shard ``model``, on its device, in place by the plan, over a 1-D mesh or a 2-D one (replicate, shard).
 
     A collective over ``mesh``: every rank must call it with the same model, weights and plan. The model, where it is a
     root, stays gathered through a step. Inputs and outputs are cast at the modules that the LightningModule calls.
-    ``opens_sequentials``: whether the modules in a Sequential may be called without it (:func:`parts_of`).
     """
-    offload: OffloadPolicy = OffloadPolicy()
-    if cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     by_name = dict(model.named_parameters())
     for parameter in by_name.values():
         # FSDP2 refuses transposed weights, and convolutions in the channels-last format.
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-    kwargs: dict[str, Any] = {
-        "mesh": mesh,
-        "offload_policy": offload,
-        "ignored_params": {by_name[name] for name in plan.replicated},
-    }
+    kwargs: dict[str, Any] = {"mesh": mesh, "ignored_params": {by_name[name] for name in plan.replicated}}
+    if cpu_offload:
+        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     for unit in plan.units:
-        parts = parts_of(unit) if opens_sequentials else [unit]
-        fully_shard(parts, reshard_after_forward=reshard_after_forward, mp_policy=unit_policy(mp_policy), **kwargs)
+        fully_shard(unit, reshard_after_forward=reshard_after_forward, mp_policy=unit_policy(mp_policy), **kwargs)
     for root in plan.roots:
         # The model's own parameters are needed again at once in the backward. For roots below it that is not known,
         # and parameters that stayed gathered would be stale after the next optimizer step.
@@ -87,29 +72,19 @@ def apply_fsdp2(
 
 
 @contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[bool]:
-    """Context that may replace parameters: keeps the attributes that users gave them (a tag for weight decay).
-
-    It gives whether there are any.
-    """
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Context that may replace parameters: keeps the attributes that users gave them (a tag for weight decay)."""
     before = {name: dict(vars(p)) for name, p in model.named_parameters(remove_duplicate=False)}
-    yield any(before.values())
+    yield
     for name, parameter in model.named_parameters(remove_duplicate=False):
         vars(parameter).update(before[name])
-
-
-def show_attributes(model: nn.Module) -> None:
-    """Give the attributes of sharded parameters to the gathered ones too, which forwards see."""
-    for group in torch_internals.fsdp_param_groups(model):
-        for sharded, gathered in torch_internals.sharded_and_unsharded(group):
-            vars(gathered).update(vars(sharded))
 
 
 def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module]) -> None:
     """Gather the root's parameters for each Lightning step, and for submodules that are called outside of a step.
 
-    A step uses parameters outside of ``forward`` too. ``register_fsdp_forward_method`` would leave the root's own hooks
-    in place, which run again for the ``forward`` inside a step: one more all-gather in each micro-batch.
+    ``register_fsdp_forward_method`` would leave the root's own hooks in place, which run again for the ``forward``
+    inside a step: one more all-gather in each micro-batch.
     """
     root = cast(FSDPModule, model)
     units = torch_internals.fsdp_units(model)
@@ -119,7 +94,7 @@ def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module]) -> None:
         try:
             args, kwargs = before(root, args, kwargs)
             output = method(*args, **kwargs)
-            prefetch.drop_unused(units)
+            drop_unused(units)
             return after(root, args, output)
         finally:
             # No backward will free the gathered parameters, and they would be stale after the next optimizer step.
@@ -148,7 +123,7 @@ def call_as_step(model: nn.Module, function: Callable[[], T]) -> T:
 
 
 def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
-    """Run FSDP2's lazy initialisation at set-up, so that its errors come now. Not a collective.
+    """Run FSDP2's lazy initialisation at set-up, so that its errors come now (tied parameters, mixed dtypes).
 
     Raises ValueError if gradients would be averaged over other ranks than the ``divisor`` that hold different tokens,
     or by another factor.
@@ -215,8 +190,11 @@ def _plain_parts(tensor: Any) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite ``tensors`` with those of the group's first rank, in buckets. A collective over the group."""
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+    """Overwrite ``tensors`` with those of the group's first rank, in buckets, on their own device or the given one.
+
+    A collective over the group.
+    """
     if group.size() == 1:
         return
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
@@ -229,7 +207,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> No
             while remaining and num_bytes + remaining[0].nbytes <= _BROADCAST_BUCKET_BYTES:
                 num_bytes += remaining[0].nbytes
                 bucket.append(remaining.pop(0))
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).to(device)
             # As bytes: no backend knows every dtype.
             dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
             for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):

@@ -5,10 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -17,55 +16,37 @@ from torch.optim import LBFGS, Optimizer
 from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.distributed import collectives
 from lightning_automodel.sharding.grad_sync import PENALTY_ON_WEIGHTS
-from lightning_automodel.sharding.units import class_name, distinct
+from lightning_automodel.sharding.units import class_name
 
 _FREED = (
     "A backward needed parameters that FSDP2 had freed: a second backward through the same forward (gradient"
     " penalties by torch.autograd.grad(..., create_graph=True), retain_graph=True) does not gather them again. Pass"
     " data_parallel='ddp'."
 )
-_DROPPED = (
-    "DistributedDataParallel would reduce a gradient that zero_grad has dropped within the accumulation window, of a"
-    " parameter that its last micro-batch does not use: zero gradients between windows, or pass data_parallel='fsdp2'."
-)
 _MIXED = "got mixed torch.Tensor and DTensor"
-_TORCH_ERRORS = {
-    "out of bounds for storage of size 0": _FREED,
-    "but its data is not allocated yet": _FREED,
-    "undefined, but still allreduced by DDP": _DROPPED,
-}
-"""Parts of torch's messages from inside FSDP2 and DDP, and what they mean for the user."""
+_FREED_SYMPTOMS = ("out of bounds for storage of size 0", "but its data is not allocated yet")
 
 
 @contextmanager
-def explained_errors(model: nn.Module, loss: Tensor | None = None) -> Iterator[None]:
-    """Context of a forward of ``model``, or a backward of ``loss``, which explains errors of torch without a cause."""
+def explained_errors(model: nn.Module) -> Iterator[None]:
+    """Context of a forward of ``model`` or a backward, which explains errors of torch without a cause."""
     try:
         yield
     except RuntimeError as error:
         if _MIXED in str(error):
             raise RuntimeError(_uses_of_shards(model, error)) from error
-        if loss is not None and not loss.requires_grad:
-            trainable = sum(parameter.requires_grad for parameter in model.parameters())
-            raise RuntimeError(
-                f"The loss of {class_name(model)} does not depend on any of its {trainable} trainable parameters: it"
-                " was detached, or computed under torch.no_grad() or from frozen layers alone. Return a loss that"
-                " depends on trainable parameters."
-            ) from error
-        for symptom, explanation in _TORCH_ERRORS.items():
-            if symptom in str(error):
-                raise RuntimeError(explanation) from error
+        if any(symptom in str(error) for symptom in _FREED_SYMPTOMS):
+            raise RuntimeError(_FREED) from error
         raise
 
 
 def _uses_of_shards(model: nn.Module, error: RuntimeError) -> str:
     """Why a forward has met shards: a unit was passed by, or code outside of any unit uses its parameters."""
-    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    running = distinct(owner for owner in owners if isinstance(owner, nn.Module))
+    running = [id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     for name, unit in model.named_modules():
-        inside = [module for module in running if any(module is below for below in unit.modules())]
-        if inside and unit not in running and isinstance(unit, FSDPModule):
-            called, of_unit = class_name(inside[0]), class_name(model.get_submodule(name))
+        inside = sorted((running.index(id(m)), class_name(m)) for m in unit.modules() if id(m) in running)
+        if inside and id(unit) not in running and isinstance(unit, FSDPModule):
+            called, of_unit = inside[0][1], class_name(model.get_submodule(name))
             return (
                 f"{name} ({of_unit}) is an FSDP unit, whose parameters are gathered when it is called, but"
                 f" only modules in it are ({called}): call {name} itself, or pass auto_wrap_policy={{{called}}}, the"
@@ -78,26 +59,12 @@ def _uses_of_shards(model: nn.Module, error: RuntimeError) -> str:
     )
 
 
-def check_training(module: pl.LightningModule, accumulate_grad_batches: int, counts_ahead: bool) -> None:
-    """Raise ValueError for a fit that could not take one step, or whose windows cannot be counted ahead."""
-    if counts_ahead and (
-        not module.automatic_optimization or lightning_internals.draws_its_batches(module.training_step)
-    ):
+def check_ahead(module: pl.LightningModule) -> None:
+    """Raise ValueError for a fit whose windows cannot be counted ahead."""
+    if not module.automatic_optimization or lightning_internals.draws_its_batches(module.training_step):
         raise ValueError(
             "count_window_ahead=True needs automatic optimization, and a training_step that takes the batch instead of"
             " a dataloader_iter: otherwise the batches of a window are not known ahead. Leave it out."
-        )
-    if accumulate_grad_batches < 1:
-        raise ValueError(
-            f"Trainer(accumulate_grad_batches={accumulate_grad_batches}) must be at least 1, the micro-batches of one"
-            " optimizer step."
-        )
-    parameters = list(module.parameters())
-    if module.automatic_optimization and not any(parameter.requires_grad for parameter in parameters):
-        raise ValueError(
-            f"None of the {len(parameters)} parameters of {class_name(module)} is trainable (requires_grad=True), so"
-            " there is no gradient to compute: unfreeze some before trainer.fit, at the latest in configure_model, or"
-            " evaluate with trainer.validate."
         )
 
 
@@ -105,8 +72,7 @@ def check_equal_models(module: nn.Module, host_group: dist.ProcessGroup) -> None
     """Refuse on every rank a model that ranks cannot train together. A collective over the group."""
     if host_group.size() == 1:
         return
-    buffers = dict(module.named_buffers())
-    tensors = {**dict(module.named_parameters()), **buffers}
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     held = {
         name: f"{tuple(tensor.shape)} and {'' if tensor.requires_grad else 'not '}trainable"
         for name, tensor in tensors.items()
@@ -125,20 +91,13 @@ def check_equal_models(module: nn.Module, host_group: dist.ProcessGroup) -> None
             f"Ranks hold different models: {name} is {on_first} on rank 0 and {on_other} on rank {rank} (of ranks"
             f" {list(differing)}). Build and freeze the same model on every rank."
         )
-    for name, buffer in buffers.items():
-        sizes = buffer.shape if buffer.layout == torch.strided else ()
-        if any(size > 1 and buffer.stride(dim) == 0 for dim, size in enumerate(sizes)):
-            raise ValueError(
-                f"The buffer {name} is expanded: several of its elements share one place in memory, so that it cannot"
-                " be made equal on all ranks. Register a copy of it (tensor.expand(...).clone())."
-            )
 
 
 def check_callbacks(callbacks: Iterable[pl.Callback], shards: bool = False) -> None:
     """Refuse callbacks of the package ``pytorch_lightning``, and pruning if the model will be sharded.
 
-    Lightning and this package find the callbacks that save, average weights or prune by their classes. They would
-    silently overlook those of the other package, except classes derived only from ``Callback``.
+    Callbacks that save, average weights or prune are found by their classes: those of the other package would silently
+    be overlooked, except classes derived only from ``Callback``.
     """
     for callback in callbacks:
         if shards and isinstance(callback, ModelPruning):
@@ -157,11 +116,7 @@ def check_callbacks(callbacks: Iterable[pl.Callback], shards: bool = False) -> N
 
 
 def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: int) -> None:
-    """Raise ValueError for optimizers that would silently train something else than the distributed model.
-
-    These have parameters that are not the module's (any more), choose their step from a rank's own loss, or cannot
-    compute with shards.
-    """
+    """Raise ValueError for optimizers that would silently train something else than the distributed model."""
     trained = list(module.parameters())
     known = set(map(id, trained))
     is_sharded = any(isinstance(parameter, DTensor) for parameter in trained)
@@ -190,7 +145,7 @@ def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: in
 def check_hooks(module: nn.Module, counts_ahead: bool) -> None:
     """Raise ValueError for hooks that get a gradient before it is final, as to step inside of the backward."""
     parameters = dict(module.named_parameters())
-    check_shardable(module, {name: p for name, p in parameters.items() if isinstance(p, DTensor)})
+    check_shardable({name: p for name, p in parameters.items() if isinstance(p, DTensor)})
     hooked = {name: p for name, p in parameters.items() if torch_internals.has_post_accumulate_hook(p)}
     named = f"{len(hooked)} parameters have post-accumulate-gradient hooks ({', '.join(list(hooked)[:3])}, ...)"
     if hooked and not counts_ahead:
@@ -205,18 +160,10 @@ def check_hooks(module: nn.Module, counts_ahead: bool) -> None:
         )
 
 
-def check_shardable(module: nn.Module, sharded: Mapping[str, nn.Parameter]) -> None:
-    """Refuse gradient hooks of ``sharded`` parameters, which FSDP2 never calls, and sparse embeddings beside them."""
+def check_shardable(sharded: Mapping[str, nn.Parameter]) -> None:
+    """Refuse gradient hooks of ``sharded`` parameters, which FSDP2 never calls."""
     if hooked := [name for name, parameter in sharded.items() if torch_internals.has_gradient_hook(parameter)]:
         raise ValueError(
             f"{len(hooked)} parameters that FSDP2 shards have gradient hooks ({', '.join(hooked[:3])}), which it never"
             " calls: change gradients in on_before_optimizer_step, or pass data_parallel='ddp'."
-        )
-    if not sharded:
-        return
-    sparse = [name for name, submodule in module.named_modules() if getattr(submodule, "sparse", False) is True]
-    if sparse:
-        raise ValueError(
-            f"{', '.join(sparse[:3])}: embeddings with sparse=True have sparse gradients, which FSDP2 cannot reduce:"
-            " pass sparse=False, or data_parallel='ddp'."
         )

@@ -6,7 +6,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,9 +14,9 @@ from typing_extensions import override
 from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import apply, quantized, units
-from lightning_automodel.sharding.engine import Engine, GradSync
+from lightning_automodel.sharding.engine import Engine
+from lightning_automodel.sharding.grad_sync import GradSync
 
 
 class DDPGradSync(GradSync):
@@ -64,12 +63,11 @@ class DDPGradSync(GradSync):
             names = list(self._reduced.values())
             listed = re.search(r"did not receive grad for rank \d+: (\d[\d ]*)", str(error))
             unused = [names[int(index)] for index in listed[1].split()] if listed else ["(DDP does not say which)"]
-            frozen = {n for n, p in ddp.module.named_parameters() if not p.requires_grad}.intersection(unused)
-            reason = f" ({', '.join(sorted(frozen))} frozen since set-up, or not toggled)" if frozen else ""
             raise RuntimeError(
                 "DistributedDataParallel did not reduce all gradients of this window: parameters"
-                f" {', '.join(unused)} took no part in its last micro-batch{reason}, so ranks would step with different"
-                " gradients. Pass AutomodelStrategy(data_parallel='ddp', ddp_kwargs={'find_unused_parameters': True})."
+                f" {', '.join(unused)} took no part in its last micro-batch (unused, frozen since set-up, or not"
+                " toggled), so ranks would step with different gradients. Pass"
+                " AutomodelStrategy(data_parallel='ddp', ddp_kwargs={'find_unused_parameters': True})."
             ) from error
 
     @override
@@ -82,11 +80,6 @@ class DDPGradSync(GradSync):
 class DDPEngine(Engine):
     """The whole model on every rank, gradients averaged by ``DistributedDataParallel``."""
 
-    def __init__(self, mesh: RunMesh, device: torch.device, options: StrategyOptions) -> None:
-        super().__init__(mesh, device)
-        self._options, self._ddp_kwargs = options, options.ddp_kwargs or {}
-        self._ddp: DistributedDataParallel | None = None
-
     @override
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
         if units.is_sharded(module):
@@ -94,7 +87,8 @@ class DDPEngine(Engine):
                 f"{units.class_name(module)} is already sharded by FSDP2, which data_parallel='ddp' cannot"
                 " replicate: pass data_parallel='fsdp2', or a module that was not sharded before."
             )
-        if self._ddp_kwargs.get("static_graph") and not module.automatic_optimization:
+        kwargs = self.options.ddp_kwargs or {}
+        if kwargs.get("static_graph") and not module.automatic_optimization:
             raise ValueError(
                 "ddp_kwargs: static_graph=True works under automatic optimization alone: DDP learns the graph from one"
                 " backward for each training_step, and manual optimization may run any number."
@@ -103,30 +97,19 @@ class DDPEngine(Engine):
         if not fitting:
             apply.broadcast_states(module, self.mesh)
             return module
-        kwargs = self._ddp_kwargs
         quantized.check_replicable(module)
         if any(quantized.has_parts(parameter) for parameter in module.parameters()):
             # To make parameters equal, DDP would flatten all of them into one plain tensor.
             apply.broadcast_states(module, self.mesh)
             kwargs = {**kwargs, "init_sync": False}
         device_ids = None if self.device.type == "cpu" else [self.device.index]
-        self._ddp = DistributedDataParallel(module, device_ids=device_ids, process_group=self.mesh.group, **kwargs)
-        hook, wrapper = self._options.ddp_comm_hook, self._options.ddp_comm_wrapper
+        ddp = DistributedDataParallel(module, device_ids=device_ids, process_group=self.mesh.group, **kwargs)
+        hook, wrapper = self.options.ddp_comm_hook, self.options.ddp_comm_wrapper
         if hook is not None:
-            self._ddp.register_comm_hook(self._options.ddp_comm_state, hook if wrapper is None else wrapper(hook))
-        self.sync = DDPGradSync(self._ddp, self.mesh, pads=self._options.uneven_inputs == "pad")
-        return self._ddp
-
-    @override
-    def state(self) -> dict[str, Any]:
-        """Whether the next forward broadcasts rank 0's buffers: not after a micro-batch without synchronisation."""
-        return {} if self._ddp is None else {"broadcasts_buffers": self._ddp.require_forward_param_sync}
-
-    @override
-    def load_state(self, state: dict[str, Any]) -> None:
-        if self._ddp is not None and "broadcasts_buffers" in state:
-            self._ddp.require_forward_param_sync = state["broadcasts_buffers"]
+            ddp.register_comm_hook(self.options.ddp_comm_state, hook if wrapper is None else wrapper(hook))
+        self.sync = DDPGradSync(ddp, self.mesh, pads=self.options.uneven_inputs == "pad")
+        return ddp
 
     @override
     def describe(self) -> dict[str, Any]:
-        return {"ddp_kwargs": dict(self._ddp_kwargs)}
+        return {"ddp_kwargs": dict(self.options.ddp_kwargs or {})}

@@ -20,15 +20,14 @@ from lightning_automodel.sharding import (
     checks,
     memory,
     precision,
-    prefetch,
     quantized,
     tensor_parallel,
     units,
     weight_averaging,
 )
 from lightning_automodel.sharding.engine import Engine
+from lightning_automodel.sharding.gathers import JoinedGathers, set_prefetch
 from lightning_automodel.sharding.grad_sync import Deferral, FSDPGradSync
-from lightning_automodel.sharding.joined_gathers import JoinedGathers
 
 _SHARDED_BEFORE = "sharded before this set-up (by configure_model or an earlier run); left as they were"
 
@@ -49,8 +48,7 @@ class FSDP2Engine(Engine):
         local_ranks: int,
         policy: MixedPrecisionPolicy,
     ) -> None:
-        super().__init__(mesh, device)
-        self._options = options
+        super().__init__(mesh, device, options)
         self._policy = policy
         self._local_ranks = local_ranks
         self._report: dict[str, Any] = {}
@@ -58,7 +56,7 @@ class FSDP2Engine(Engine):
 
     @override
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
-        with apply.attributes_kept(module) as has_attributes:
+        with apply.attributes_kept(module):
             self._shard(module)
         give_values()
         self._report["averaged_by_the_strategy"] = [
@@ -67,9 +65,6 @@ class FSDP2Engine(Engine):
         apply.initialise_fsdp2(module, self.mesh.sizes.divisor)
         group = self.mesh.group if self.mesh.sizes.divisor > 1 else None
         self.sync = FSDPGradSync(module, self._defer(), self._retain_unsharded(module), group)
-        if has_attributes:
-            self.sync.gather_once()
-            apply.show_attributes(module)
         self.sync.discard()
         self._start_gathers_ahead(module)
         self._gathers = JoinedGathers(self.sync.units)
@@ -86,7 +81,7 @@ class FSDP2Engine(Engine):
         if plan is None:
             self._report = {"units": _SHARDED_BEFORE}
         else:
-            checks.check_shardable(module, {n: p for n, p in module.named_parameters() if n not in plan.replicated})
+            checks.check_shardable({n: p for n, p in module.named_parameters() if n not in plan.replicated})
             names = {id(submodule): name or units.class_name(module) for name, submodule in module.named_modules()}
             self._report = {
                 "roots": [names[id(root)] for root in plan.roots],
@@ -96,38 +91,22 @@ class FSDP2Engine(Engine):
         tensor_parallel.distribute(module, self.mesh)
         apply.broadcast_states(module, self.mesh)
         if plan is not None:
-            recomputes = self._options.activation_checkpointing
             apply.apply_fsdp2(
-                module,
-                plan,
-                self.mesh.fsdp,
-                self._options.reshard_after_forward,
-                self._options.cpu_offload,
-                self._policy,
-                # What chooses among the operators of a recomputed block must not find FSDP2's own among them.
-                opens_sequentials=not (recomputes == "selective" or callable(recomputes)),
+                module, plan, self.mesh.fsdp, self.options.reshard_after_forward, self.options.cpu_offload, self._policy
             )
 
     def _plan(self, module: pl.LightningModule) -> units.ShardingPlan:
-        plan = units.plan_sharding(module, self._options.auto_wrap_policy, module.automatic_optimization)
-        shared = [name for name, reason in plan.replicated.items() if reason == units.SHARED_BETWEEN_ROOTS]
-        if shared and self._policy.param_dtype in precision.HALF:
-            raise ValueError(
-                f"{', '.join(shared[:3])}: {len(shared)} parameters belong to several of the modules that"
-                f" {units.class_name(module)} holds, each of which is sharded by itself under manual optimization. They"
-                f" stay whole, and as they are, among modules that compute in {self._policy.param_dtype}: pass"
-                " precision='32-true' or 'bf16-true', or data_parallel='ddp'."
-            )
+        plan = units.plan_sharding(module, self.options.auto_wrap_policy, module.automatic_optimization)
         whole = precision.kept_wide(module, self._policy) | quantized.kept_whole(module, self._policy)
         return replace(plan, replicated=plan.replicated | whole)
 
     def _defer(self) -> Deferral:
         """The option; False on one rank, where deferral would save nothing and only keep gradients out of ``.grad``."""
-        return self._options.defer_fsdp_grad_sync if self.mesh.sizes.divisor > 1 else False
+        return self.options.defer_fsdp_grad_sync if self.mesh.sizes.divisor > 1 else False
 
     def _retain_unsharded(self, module: pl.LightningModule) -> bool:
         """Decide ``reshard_during_accumulation``. A collective for "auto": one rank short of memory decides for all."""
-        option = self._options.reshard_during_accumulation
+        option = self.options.reshard_during_accumulation
         need = memory.estimate(module, defers_gradients=self._defer() is True)
         if not module.automatic_optimization:
             keep, reason = False, "manual optimization may step between two forwards of one training step"
@@ -136,7 +115,7 @@ class FSDP2Engine(Engine):
         else:
             keep, reason = self._fits_everywhere(sum(need.values()))
         if keep or "roots" in self._report:
-            self._report["reshard_after_forward"] = False if keep else self._options.reshard_after_forward
+            self._report["reshard_after_forward"] = False if keep else self.options.reshard_after_forward
         self._report["reshard_during_accumulation"] = not keep
         self._report["reshard_during_accumulation_reason"] = reason
         self._report["estimated_extra_bytes"] = need
@@ -144,7 +123,7 @@ class FSDP2Engine(Engine):
 
     def _start_gathers_ahead(self, module: pl.LightningModule) -> None:
         """Decide ``prefetch``, and set it."""
-        option, is_cpu = self._options.prefetch, self.device.type == "cpu"
+        option, is_cpu = self.options.prefetch, self.device.type == "cpu"
         if self.mesh.fsdp.size() == 1:
             ahead, reason = 0, "one rank gathers nothing"
         elif option != "auto":
@@ -156,7 +135,7 @@ class FSDP2Engine(Engine):
         else:
             ahead, reason = 0, "auto: FSDP2's own (one in the backward); no other was measured on this device"
         if ahead:
-            prefetch.set_prefetch(module, ahead, in_background=is_cpu)
+            set_prefetch(module, ahead, in_background=is_cpu)
         self._report["prefetch"], self._report["prefetch_reason"] = ahead, reason
 
     def _fits_everywhere(self, needed_bytes: int) -> tuple[bool, str]:
@@ -226,18 +205,14 @@ class FSDP2Engine(Engine):
 
     def _broadcast(self, buffers: list[Tensor]) -> None:
         plain = [buffer for buffer in buffers if not isinstance(buffer, DTensor)]
-        moved = [buffer.to(self.device) for buffer in plain]  # an average may be kept on another device
-        apply.broadcast_tensors(moved, self.mesh.group)
-        for buffer, values in zip(plain, moved, strict=True):
-            if values is not buffer:
-                buffer.copy_(values)
+        apply.broadcast_tensors(plain, self.mesh.group, self.device)  # an average may be kept on another device
 
     @override
     def close(self) -> None:
         super().close()
         if self._report["prefetch"]:
-            prefetch.set_prefetch(self._module, 0, in_background=False)
+            set_prefetch(self._module, 0, in_background=False)
 
     @override
     def describe(self) -> dict[str, Any]:
-        return {"defer_fsdp_grad_sync": self._defer(), "cpu_offload": self._options.cpu_offload, **self._report}
+        return {"defer_fsdp_grad_sync": self._defer(), "cpu_offload": self.options.cpu_offload, **self._report}

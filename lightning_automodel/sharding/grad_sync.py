@@ -1,7 +1,7 @@
 """Which micro-batch communicates what: deferring gradient reduction, and keeping parameters gathered between them."""
 
 from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Literal, cast
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_automodel import torch_internals
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.sharding.engine import GradSync
-from lightning_automodel.sharding.prefetch import drop_unused, reshard
+from lightning_automodel.sharding.gathers import drop_unused, reshard
 from lightning_automodel.sharding.units import fsdp_roots
 
 Deferral = bool | Literal["all_reduce"]
@@ -62,8 +62,8 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
         units = torch_internals.fsdp_units(model)
         stack.enter_context(_reduction(units, is_optim_step, defer))
         yield
-        if is_optim_step:
-            _reduce_deferred(fsdp_roots(model))
+        for root in fsdp_roots(model) if is_optim_step else ():
+            torch_internals.reduce_deferred_gradients(root)
 
 
 def check_deferral(defer: Deferral) -> None:
@@ -76,11 +76,11 @@ def check_deferral(defer: Deferral) -> None:
 def _reduction(
     units: Sequence[FSDPModule], is_last: bool, defer: Deferral, with_unused: bool = False
 ) -> Iterator[None]:
-    """Context for one micro-batch, in which ``units`` reduce as ``defer`` says. Restores all they communicate.
+    """Context for one micro-batch, in which ``units`` reduce as ``defer`` says.
 
     ``with_unused``: zeros stand for parameters that this rank has not used, so that ranks send the same shapes.
     """
-    with torch_internals.communication_restored(units), ExitStack() as hooks:
+    with torch_internals.communication_restored(units):
         for unit in units:
             unit.set_requires_gradient_sync(is_last or defer is not True, recurse=False)
             unit.set_requires_all_reduce(is_last or defer is False, recurse=False)
@@ -92,16 +92,8 @@ def _reduction(
                 unit.set_reduce_scatter_unused_params(True, recurse=False)
         # All gradients of a unit get one dtype: parameters that no earlier micro-batch has used would get a narrower.
         for group in (group for unit in units if is_last for group in torch_internals.param_groups(unit)):
-            for handle in torch_internals.accumulate_in_one_dtype(group):
-                hooks.callback(handle.remove)
+            torch_internals.accumulate_in_one_dtype(group)
         yield
-
-
-def _reduce_deferred(roots: Sequence[FSDPModule]) -> None:
-    """Reduce the deferred gradients of roots that took no part in the last backward: FSDP2 skips these roots."""
-    for root in roots:
-        if torch_internals.has_deferred_gradients(root):
-            torch_internals.reduce_deferred_gradients(root)
 
 
 def _reshard_unless_training(units: Sequence[FSDPModule], root: nn.Module, *_: object) -> None:
@@ -114,14 +106,71 @@ def _reshard_unless_training(units: Sequence[FSDPModule], root: nn.Module, *_: o
         cast(FSDPModule, root).reshard()
 
 
+class GradSync:
+    """What each micro-batch communicates, and gradients outside of ``.grad``. As it is, it communicates nothing.
+
+    FSDP2 and DDP give a zero gradient to some parameters that no rank has used, where one process has none. So what a
+    window has really used is tracked. ``reuses_gradients``: whether a backward may overwrite a tensor in ``.grad``.
+    """
+
+    reuses_gradients = False
+
+    def __init__(self) -> None:
+        self._hooks: list[RemovableHandle] = []
+        self._tracked: set[nn.Parameter] = set()
+        self._used: set[nn.Parameter] = set()
+        self._counts = True
+
+    def track(self, parameter: nn.Parameter, leaf: nn.Parameter) -> None:
+        """Note whether backwards use ``parameter``, whose gradient autograd accumulates in ``leaf``."""
+        if parameter.requires_grad and parameter not in self._tracked:
+            self._tracked.add(parameter)
+            hook = partial(self._mark_used, parameter)
+            self._hooks.append(leaf.register_post_accumulate_grad_hook(hook))
+
+    def _mark_used(self, parameter: nn.Parameter, _: Tensor) -> None:
+        if self._counts:
+            self._used.add(parameter)
+
+    def tracked(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
+        """Those of ``parameters`` that get a zero gradient if unused, and whether this rank has used them."""
+        return [(parameter, parameter in self._used) for parameter in parameters if parameter in self._tracked]
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Context for the forward and backward of one micro-batch; ``is_last``: its window ends with it."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor, trained: Set[nn.Parameter], counts: bool = True) -> AbstractContextManager[None]:
+        """Context of the backward of ``loss``; after it, gradients that were to be reduced are.
+
+        ``trained`` has what earlier backwards of the open windows have trained, the same on all ranks. ``counts``:
+        whether the parameters in it count as used (not with padding batches).
+        """
+        return nullcontext()
+
+    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Average what backward has left of parameters that a window has trained. May be a collective."""
+
+    def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Forget the window, and gradients that are held outside of ``.grad``, for these (or all) parameters."""
+        self._used.difference_update(self._tracked if parameters is None else parameters)
+
+    def recover(self) -> None:
+        """Drop the state of an interrupted micro-batch."""
+
+    def close(self) -> None:
+        """Remove hooks from the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+
 class FSDPGradSync(GradSync):
     """Controls the communication of an FSDP2 model in each accumulation window.
 
     With ``retain_unsharded`` parameters are all-gathered in the first forward of a window only. Between two
-    micro-batches the module shows its sharded parameters, while the memory of the unsharded ones is retained: a
-    callback, a checkpoint or another forward finds an ordinary sharded module. Plain parameters are averaged over
-    ``group``; None for one rank. ``is_last`` says whether the window ends with the running micro-batch; None outside.
-    ``units`` are those of the model.
+    micro-batches the module shows its sharded parameters, while the memory of the unsharded ones is retained: others
+    find an ordinary sharded module. Plain parameters are averaged over ``group``; None for one rank. ``is_last`` says
+    whether the window ends with the running micro-batch; None outside.
     """
 
     def __init__(
@@ -130,7 +179,6 @@ class FSDPGradSync(GradSync):
         super().__init__()
         self._defer, self._group = defer, group
         self._retain_unsharded = retain_unsharded
-        self._names = {id(module): name or "the root" for name, module in model.named_modules()}
         self.units = torch_internals.fsdp_units(model)
         self._roots = fsdp_roots(model)
         self._groups = [group for unit in self.units for group in torch_internals.param_groups(unit)]
@@ -214,8 +262,8 @@ class FSDPGradSync(GradSync):
     def resume(self) -> None:
         """Start a micro-batch: use retained parameters again unless the sharded ones were written since.
 
-        Everything else that is still unsharded (by another forward) is resharded, so that nothing stale is used. Raises
-        RuntimeError if weights were changed past autograd's version counters (``.data``), unnoticed on other ranks.
+        Everything else that is still unsharded (by another forward) is resharded, so that nothing stale is used. A
+        write past autograd's version counters (``.data``) is not noticed.
         """
         retained, self._retained = self._retained, []
         taken_back: set[int] = set()
@@ -224,22 +272,10 @@ class FSDPGradSync(GradSync):
                 continue
             torch_internals.show_kept_storage(unit)
             if versions == torch_internals.sharded_versions(unit):
-                # Reading all weights takes time, and once in a window is enough to raise before its step.
-                if self.is_last:
-                    self._check_own_shards(unit)
                 taken_back.add(id(unit))
         for unit in self.units:
             if id(unit) not in taken_back:
                 reshard(unit)
-
-    def _check_own_shards(self, unit: FSDPModule) -> None:
-        for group in torch_internals.param_groups(unit):
-            if group.device.type == "cpu" and torch_internals.own_shard_changed(group):
-                raise RuntimeError(
-                    f"Parameters of {self._names[id(unit)]} were written through `.data` between two micro-batches of"
-                    " one accumulation window, while they are retained unsharded. Write them in place under"
-                    " torch.no_grad() (`p.copy_(...)`), which is noticed, or pass reshard_during_accumulation=True."
-                )
 
     @override
     @contextmanager
@@ -258,8 +294,8 @@ class FSDPGradSync(GradSync):
                 " that it does not reduce, since training_step uses them outside of their unit's forward, as a penalty"
                 f" on weights does (`p.full_tensor()`). {PENALTY_ON_WEIGHTS}"
             )
-        if self.is_last:
-            _reduce_deferred(self._roots)
+        for root in self._roots if self.is_last else ():
+            torch_internals.reduce_deferred_gradients(root)
         for unit in self.units:
             if not torch_internals.is_unsharded(unit):
                 continue
@@ -296,9 +332,9 @@ class FSDPGradSync(GradSync):
             if owned and torch_internals.holds_partial_reduction(group):
                 if any(p.sharded_param in self._tracked for p in group.fsdp_params if p not in owned):
                     raise RuntimeError(
-                        f"Gradients of {self._names[id(group.modules[0])]} belong to several optimizers, and one of"
-                        " them is zeroed in the middle of a window whose replicas have not been added up:"
-                        " defer_fsdp_grad_sync='all_reduce' cannot drop a part. Pass True or False."
+                        "Gradients of one FSDP unit belong to several optimizers, and one of them is zeroed in the"
+                        " middle of a window whose replicas have not been added up: defer_fsdp_grad_sync='all_reduce'"
+                        " cannot drop a part. Pass True or False."
                     )
                 torch_internals.discard_partial_reduction(group)
             for param in owned:

@@ -8,8 +8,7 @@ from torch import nn
 from lightning_automodel import torch_internals
 
 FREE_MEMORY_SHARE = 0.5
-"""Part of the free memory that unsharded parameters, unreduced gradients and optimizer state may fill; activations need
-the rest."""
+"""Part of the free memory that the estimate may fill; activations need the rest."""
 
 _OPTIMIZER_MOMENTS = 2  # in the parameter's dtype, or float32 for narrower ones
 

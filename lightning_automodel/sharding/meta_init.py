@@ -1,12 +1,10 @@
 """Initialises a model that was created on the meta device: allocates the shards, then runs each module's initialiser.
 
-As in torchtitan, the model is sharded while it has no values, and memory is allocated only for the shards. Unlike
-there, an initialiser runs on whole tensors in host memory, from rank 0's random state, and each rank keeps its shards
-of the result. Shard by shard, random numbers would depend on the number of ranks, torch would draw the same ones for
-every shard of a CPU mesh, and writes to a row of a sharded matrix (``padding_idx``) would be lost.
-
-So one seed gives one model, whatever the layout. The cost: while an initialiser runs, every rank holds all tensors
-below its module whole in host memory. Large models should initialise layer by layer.
+As in torchtitan, only shards are allocated. Unlike there, an initialiser runs on whole tensors in host memory, from
+rank 0's random state, and each rank keeps its shards of the result. Shard by shard, random numbers would depend on the
+number of ranks, and writes to a row of a sharded matrix (``padding_idx``) would be lost. So one seed gives one model,
+whatever the layout. While an initialiser runs, every rank holds all tensors below its module in host memory: large
+models should initialise layer by layer.
 """
 
 import inspect
@@ -35,7 +33,7 @@ _UNINITIALIZED = "lightning_automodel_uninitialized"
 
 def names_without_values(model: nn.Module) -> list[str]:
     """Names of the parameters and buffers that are on the meta device."""
-    return [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.device.type == "meta"]
+    return [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
 
 
 def materialize(model: nn.Module, device: torch.device, offload: bool) -> None:
@@ -51,16 +49,14 @@ def materialize(model: nn.Module, device: torch.device, offload: bool) -> None:
     # `Module.to_empty` would also drop existing values, and untie shared tensors.
     for prefix, module in _children_first(model):
         for name, tensor in _own_tensors(module):
-            if tensor.device.type != "meta":
+            if not tensor.is_meta:
                 continue
             if tensor not in allocated:
                 where = torch.device("cpu") if offload and isinstance(tensor, DTensor) else device
-                allocated[tensor] = _unfilled(
-                    tensor, torch.empty_like(tensor, device=where, memory_format=torch.contiguous_format)
-                )
+                memory = torch.empty_like(tensor, device=where, memory_format=torch.contiguous_format)
+                allocated[tensor] = _unfilled(tensor, memory)
                 owners[allocated[tensor]] = module
-                if tensor.numel() > 0:
-                    pending[allocated[tensor]] = f"{prefix}{name}"
+                pending[allocated[tensor]] = f"{prefix}{name}"
             setattr(module, name, allocated[tensor])
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -107,9 +103,7 @@ def _run(
     if not any(tensor in owners for _, _, tensor in held):
         return
     whole: dict[Tensor, Tensor] = {}
-    for _, _, tensor in held:
-        if tensor in whole:
-            continue
+    for tensor in {tensor: None for _, _, tensor in held}:
         if tensor in pending:
             whole[tensor] = _unfilled(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
         else:
@@ -134,12 +128,11 @@ def _run(
 def move_what_has_values(module: nn.Module, device: torch.device) -> None:
     """Move parameters and buffers to ``device``; ``Module.to`` raises where some are on the meta device."""
     for each in module.modules():
-        for parameter in each.parameters(recurse=False):
-            if not parameter.is_meta:
-                parameter.data = parameter.data.to(device)
-        for name, buffer in each.named_buffers(recurse=False):
-            if not buffer.is_meta:
-                setattr(each, name, buffer.to(device))
+        for name, tensor in _own_tensors(each):
+            if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
+                tensor.data = tensor.data.to(device)
+            elif not tensor.is_meta:
+                setattr(each, name, tensor.to(device))
 
 
 def check_initialized(model: nn.Module, device: torch.device) -> None:
@@ -148,19 +141,18 @@ def check_initialized(model: nn.Module, device: torch.device) -> None:
     A collective over the default group where :func:`materialize` left any; ``device`` is where that can reduce. It then
     reads tensors on the host.
     """
-    names = vars(model).pop(_UNINITIALIZED, [])
+    names = vars(model).get(_UNINITIALIZED, [])
     if not names:
         return
-    holders = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
-    flags = torch.tensor([_has_no_values(getattr(holders[n], n.rpartition(".")[2])) for n in names], dtype=torch.int32)
+    tensors = {n: t for prefix, module in _children_first(model) for n, t in _own_tensors(module, prefix)}
+    flags = torch.tensor([_has_no_values(tensors[name]) for name in names], dtype=torch.int32)
     if dist.group.WORLD is not None:
         # A rank whose shard is empty cannot tell; others can.
         flags = collectives.reduce_tensor(flags, dist.group.WORLD, "max", device)
-    missing = [name for name, flag in zip(names, flags, strict=True) if flag]
+    missing = vars(model)[_UNINITIALIZED] = [name for name, flag in zip(names, flags, strict=True) if flag]
     if not missing:
         return
-    vars(model)[_UNINITIALIZED] = missing
-    listed = ", ".join(f"{name} ({class_name(holders[name])})" for name in missing[:5])
+    listed = ", ".join(f"{n} ({class_name(model.get_submodule(n.rpartition('.')[0]))})" for n in missing[:5])
     more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
     raise ValueError(
         f"{len(missing)} parameters or buffers of {class_name(model)} were created on the meta device and never"
@@ -200,10 +192,10 @@ def _takes(module: nn.Module, name: str, num_arguments: int) -> bool:
     return True
 
 
-def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+def _own_tensors(module: nn.Module, prefix: str = "") -> list[tuple[str, Tensor]]:
     """Parameters and buffers that ``module`` itself holds, with their names."""
-    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-    return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
+    named = (module.named_parameters, module.named_buffers)
+    return [(f"{prefix}{n}", t) for each in named for n, t in each(recurse=False, remove_duplicate=False)]
 
 
 def _as_parameter(original: Tensor, tensor: Tensor) -> Tensor:

@@ -69,10 +69,9 @@ def resolve_policy(
 ) -> MixedPrecisionPolicy:
     """The policy of FSDP2 units for a Trainer precision: the user's ``mp_policy`` if it agrees, or the default.
 
-    Mixed precisions keep parameters as they are ("master weights", float32 unless the user made them otherwise),
-    gather and compute in half precision, reduce in float32 and return float32 to the code around the model: losses are
-    not rounded then, and a sum over tokens does not overflow, as it would in float16. True precisions compute in the
-    dtype of the parameters, cast nothing, and reduce in float32 at least.
+    Mixed precisions keep parameters as they are, gather and compute in half precision, reduce in float32 and return
+    float32 to the code around the model: losses are not rounded, and a sum over tokens does not overflow. True
+    precisions compute in the dtype of the parameters, cast nothing, and reduce in float32 at least.
     """
     if mp_policy is not None:
         _check_agreement(plugin, mp_policy)
@@ -87,19 +86,16 @@ def resolve_policy(
 
 def _check_agreement(plugin: Precision, policy: MixedPrecisionPolicy) -> None:
     precision, computes_in = plugin.precision, FSDP2_PRECISIONS[plugin.precision]
+    valid: tuple[torch.dtype | None, ...] = (computes_in, None)
     if precision == "32-true":
-        if policy.param_dtype == torch.float16:
-            raise ValueError(
-                "mp_policy computes in torch.float16, whose small gradients vanish without a gradient scaler: pass"
-                " Trainer(precision='16-mixed') beside it, or param_dtype=torch.bfloat16."
-            )
-        return
-    valid = (computes_in,) if isinstance(plugin, MixedPrecision) else (computes_in, None)
+        valid = (None, torch.bfloat16, torch.float32, torch.float64)
+    elif isinstance(plugin, MixedPrecision):
+        valid = (computes_in,)
     if policy.param_dtype not in valid:
         raise ValueError(
-            f"precision={precision!r} computes in {computes_in}, but mp_policy says param_dtype={policy.param_dtype}:"
-            f" pass param_dtype={' or '.join(map(str, valid))}, or precision='32-true', under which mp_policy alone"
-            " decides."
+            f"precision={precision!r} beside mp_policy with param_dtype={policy.param_dtype}: pass param_dtype="
+            f"{' or '.join(map(str, valid))}, or a precision that computes in it (torch.float16 needs the gradient"
+            " scaler of '16-mixed'; under '32-true' mp_policy alone decides)."
         )
 
 
@@ -116,8 +112,7 @@ def step_policy(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
 def kept_wide(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]:
     """Parameters that stay whole and keep their dtype under a half-precision policy, with the reason.
 
-    The running statistics of batch normalisation are buffers, which no policy casts, and torch requires its parameters
-    in their dtype.
+    No policy casts running statistics, and torch requires the parameters beside them in their dtype.
     """
     if policy.param_dtype not in HALF:
         return {}
@@ -205,10 +200,7 @@ def enabled_scaler(plugin: Precision) -> GradScaler | None:
 
 
 def passes_float16(plugin: Precision, model: nn.Module) -> bool:
-    """Whether gradients may pass through float16, whose range ends at 65504.
-
-    They may in float16 layers, also frozen ones, and where they are reduced in float16.
-    """
+    """Whether gradients may pass through float16 (range 65504): in layers, also frozen ones, or in reductions."""
     reductions = {torch_internals.reduction_dtype(group) for group in torch_internals.fsdp_param_groups(model)}
     dtypes = unit_dtypes(model) | reductions | {parameter.dtype for parameter in model.parameters()}
     return plugin.precision in ("16-mixed", "16-true") or torch.float16 in dtypes

@@ -1,7 +1,6 @@
 """Tensor parallelism: Hugging Face models' own plans, and what tensor-parallel ranks must have in common."""
 
 import zlib
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -44,8 +43,8 @@ STYLES: dict[str, ParallelStyle] = {
 def distribute(module: nn.Module, mesh: RunMesh) -> None:
     """Distribute the Hugging Face models in ``module`` by their ``tp_plan``, unless the module is distributed already.
 
-    A collective over the tensor-parallel group: all ranks get its first rank's weights. Raises ValueError if no
-    parameter would be distributed, a plan cannot be applied on this many ranks, or a distributed module is compiled.
+    A collective over the tensor-parallel group: all ranks get its first rank's weights. Raises ValueError where that
+    cannot be.
     """
     if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
         return
@@ -100,29 +99,12 @@ def _apply_plan(model: Any, mesh: DeviceMesh) -> None:
                 f"tensor_parallel_size={mesh.size()} does not divide {name}={heads} of {type(model).__name__}: choose a"
                 " size that does."
             )
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for path, parameter in model.named_parameters(remove_duplicate=False):
-        holder, _, name = path.rpartition(".")
-        places[parameter].append((model.get_submodule(holder), name))
     parallelize_module(model, mesh, {name: STYLES[style] for name, style in plan.items()})
-    for (first, first_name), *others in places.values():
-        # Modules that shared a parameter share it again: each was distributed by itself.
-        shared = getattr(first, first_name)
-        for module, name in others:
-            if getattr(shared, "placements", None) != getattr(getattr(module, name), "placements", None):
-                raise ValueError(
-                    f"The tp_plan lays out {first_name} of {type(first).__name__} and of {type(module).__name__}"
-                    " differently, though they are one parameter: untie them, or apply a plan of your own with"
-                    " parallelize_module in configure_model."
-                )
-            setattr(module, name, shared)
+    model.tie_weights()  # modules that share a parameter were distributed each by itself
 
 
 def share_random_state(mesh: RunMesh, device: torch.device) -> None:
-    """Give tensor-parallel peers one stream of random numbers, so that they drop out the same activations.
-
-    A collective over the tensor-parallel group: all ranks get its first rank's state.
-    """
+    """Give tensor-parallel peers their first rank's random state: they drop out the same activations. A collective."""
     group = mesh.tensor_group
     if group is None:
         return
@@ -139,15 +121,12 @@ def synchronize_metrics(module: nn.Module, mesh: RunMesh, patches: PatchStack) -
     By default they synchronise over the world, which has each sample once for each tensor-parallel peer: sums would be
     too large. A metric with a process group or a ``dist_sync_fn`` of its own keeps it.
     """
-    if mesh.tensor_group is None:
-        return
-    data_parallel = mesh.group
 
+    # A function, not the group itself: users copy metrics in mid-run, and groups cannot be copied.
     def gather(value: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-        return gather_all_tensors(value, data_parallel if group is None else group)
+        return gather_all_tensors(value, group or mesh.group)
 
-    for metric in module.modules():
-        # A function, not the group itself: users copy metrics in mid-run, and groups cannot be copied.
+    for metric in module.modules() if mesh.tensor_group is not None else ():
         if isinstance(metric, Metric) and metric.dist_sync_fn is None:
             patches.set(metric, "dist_sync_fn", gather)
 
@@ -156,7 +135,7 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device,
     """Raise ValueError on all peers if their batches differ: they would silently compute a mixture of both.
 
     A collective over the group: two all-reduces of one number. Copies all tensors to the host, except sparse and nested
-    ones, which are not compared. ``kind`` names the ranks in the message.
+    ones, which are not compared.
     """
     checksum = 0
 

@@ -9,11 +9,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.torch_internals import fsdp_units, is_compiled, uncompiled
+from lightning_automodel.torch_internals import fsdp_units, uncompiled
 
 WrapPolicy = set[type[nn.Module]] | Callable[[nn.Module], bool] | None
-
-SHARED_BETWEEN_ROOTS = "shared between FSDP roots"
 
 
 @dataclass(frozen=True)
@@ -43,10 +41,9 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
     there. A block that shares a parameter with anything outside of it is left to the root, so that tied parameters stay
     in one unit. A ``policy`` overrides the default: classes whose outermost instances become units, or a predicate.
 
-    With ``root_is_model`` the whole model is one root, if its class allows that, and its steps run as its forward.
-    Else, for manual optimization, each child is a root, since gradients are needed while the step still runs.
+    With ``root_is_model`` the whole model is one root, and its steps run as its forward. Else, for manual
+    optimization, each child is a root, since gradients are needed while the step still runs.
     """
-    root_is_model = root_is_model and _takes_fsdp_class(type(model))
     roots = [model] if root_is_model else distinct(callable_children(model))
     starts = list(model.children()) if root_is_model and policy is not None else roots
     found = distinct(unit for start in starts for unit in _find_units(start, policy))
@@ -69,21 +66,9 @@ def units_of(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> list[
     roots = {id(root) for root in fsdp_roots(model)}
 
     def is_unit(module: nn.Module) -> bool:
-        has_one = all(isinstance(part, FSDPModule) for part in parts_of(module)) and len(fsdp_units(module)) == 1
-        return has_one and id(module) not in roots
+        return isinstance(module, FSDPModule) and id(module) not in roots and len(fsdp_units(module)) == 1
 
     return distinct(outermost(model, is_unit))
-
-
-def parts_of(unit: nn.Module) -> list[nn.Module]:
-    """The modules that FSDP2 takes together as one unit: ``unit``, or what holds parameters in an ``nn.Sequential``.
-
-    FSDP2 gathers a unit when one of its modules is called, and a Sequential may be iterated over instead.
-    """
-    if type(unit) is not nn.Sequential or is_compiled(unit):
-        return [unit]
-    parts = distinct(part for child in unit if any(True for _ in child.parameters()) for part in parts_of(child))
-    return parts if all(map(can_be_unit, parts)) else [unit]
 
 
 def _find_units(module: nn.Module, policy: WrapPolicy, is_entry: bool = False) -> Iterator[nn.Module]:
@@ -126,19 +111,8 @@ def _matches(module: nn.Module, policy: set[type[nn.Module]] | Callable[[nn.Modu
 
 
 def can_be_unit(module: nn.Module) -> bool:
-    """Whether ``module`` has what FSDP2 needs: parameters, a forward of its own and a class that can be extended."""
-    return has_forward(module) and any(True for _ in module.parameters()) and _takes_fsdp_class(type(module))
-
-
-def _takes_fsdp_class(cls: type) -> bool:
-    """Whether FSDP2 can put a class of its own in front of this one on an instance.
-
-    Python allows no such change where the first base has no ``__dict__``, as in ``class Net(Generic[T], nn.Module)``.
-    """
-    base = cls
-    while base.__base__ not in (None, object):
-        base = base.__base__
-    return base.__dictoffset__ != 0
+    """Whether ``module`` has what FSDP2 needs: parameters, and a forward of its own."""
+    return has_forward(module) and any(True for _ in module.parameters())
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -183,7 +157,7 @@ def _find_replicated(model: nn.Module, roots: list[nn.Module]) -> dict[str, str]
         elif owners[parameter] == 0:
             reasons[name] = "outside of every FSDP root"
         elif owners[parameter] > 1:
-            reasons[name] = SHARED_BETWEEN_ROOTS
+            reasons[name] = "shared between FSDP roots"
     return reasons
 
 

@@ -1,26 +1,24 @@
 """Lightning's callbacks that average weights (EMA, SWA), with sharded weights.
 
-They deep-copy the module in their ``setup`` hook. There it is not sharded yet; or it has no values, so the copy cannot
-be moved; or an earlier run has sharded it, and FSDP2 refuses the copy. So their hook runs once the module is
-distributed, with a copy that is distributed like it. Each rank averages its own shards, without communication.
+They deep-copy the module in their ``setup`` hook, where it is not sharded yet, or has no values, or FSDP2 refuses the
+copy. So their hook runs once the module is distributed, with a copy that is distributed like it. Each rank averages its
+own shards, without communication.
 """
 
-import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-from typing_extensions import override
 
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import meta_init
-from lightning_automodel.sharding.units import is_sharded
-from lightning_automodel.torch_internals import WRAPPED, local_tensor
+from lightning_automodel.sharding.units import class_name, is_sharded
+from lightning_automodel.torch_internals import local_tensor, without_wrappers
 
 
 class LateAverages:
@@ -56,61 +54,30 @@ class LateAverages:
 
 
 def _copy_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """The weights of ``module`` under their names, shards as shards, without a forward. Not a collective."""
+    """The weights of ``module`` under their names, shards as shards, without wrappers and forwards."""
     copied = nn.Module()
-    _copy_weights(module, copied, {})
-    return copied
-
-
-def _copy_weights(module: nn.Module, into: nn.Module, copies: dict[int, Any]) -> None:
-    """Copy parameters and buffers, shared ones once, under names without the prefixes of wrappers."""
-    copies[id(module)] = into
-    while wrapped := _wrapped_by(module):
-        module = wrapped
-        copies[id(module)] = into
-    into.training = module.training
     persistent = module.state_dict(keep_vars=True).keys()
-    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-        if id(parameter) not in copies:
-            copies[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-        into.register_parameter(name, copies[id(parameter)])
-    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-        if id(buffer) not in copies:
-            copies[id(buffer)] = buffer.detach().clone()
-        into.register_buffer(name, copies[id(buffer)], persistent=name in persistent)
-    # Not named_children(), which leaves out a module's second name.
-    for name, child in module.named_modules(remove_duplicate=False):
-        if name and "." not in name:
-            if id(child) not in copies:
-                _copy_weights(child, _empty_copy(child), copies)
-            into.register_module(name, copies[id(child)])
-
-
-def _wrapped_by(module: nn.Module) -> nn.Module | None:
-    return next((child for name, child in module.named_children() if name in WRAPPED), None)
-
-
-def _empty_copy(module: nn.Module) -> nn.Module:
-    while wrapped := _wrapped_by(module):
-        module = wrapped
-    keeps_more = type(module).get_extra_state is not nn.Module.get_extra_state
-    return _ExtraState(copy.deepcopy(module.get_extra_state())) if keeps_more else nn.Module()
-
-
-class _ExtraState(nn.Module):
-    """Part of a copy whose original has an extra state: holds it as it was copied, or loaded since."""
-
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        self._state = state
-
-    @override
-    def get_extra_state(self) -> Any:
-        return self._state
-
-    @override
-    def set_extra_state(self, state: Any) -> None:
-        self._state = state
+    copies: dict[Tensor, Tensor] = {}  # shared tensors stay shared
+    for path, original in module.named_modules(remove_duplicate=False):
+        if type(original).get_extra_state is not nn.Module.get_extra_state:
+            raise ValueError(
+                f"{class_name(original)} has an extra state (get_extra_state), which an average of sharded weights"
+                " would lose: keep it in buffers, or pass data_parallel='ddp'."
+            )
+        into = copied
+        for name in filter(None, without_wrappers(f"{path}.").split(".")):
+            if name not in dict(into.named_children()):
+                into.register_module(name, nn.Module())
+            into = into.get_submodule(name)
+        into.training = original.training
+        for name, parameter in original.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter not in copies:
+                copies[parameter] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            into.register_parameter(name, cast(nn.Parameter, copies[parameter]))
+        for name, buffer in original.named_buffers(recurse=False, remove_duplicate=False):
+            is_persistent = f"{path}.{name}".removeprefix(".") in persistent
+            into.register_buffer(name, copies.setdefault(buffer, buffer.detach().clone()), is_persistent)
+    return copied
 
 
 def _callbacks(module: pl.LightningModule) -> list[Callback]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_automodel.checkpoint.__main__ import main
 from tests.checkpoint.checkpoints import FORMS, AdamModule, fit, forms
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankError, RankPool
 
 EXTRA: dict[str, Any] = {
     "text": "abc",
@@ -68,9 +68,13 @@ def _load_extra_state(options: dict[str, Any], path: str, with_average: bool) ->
 def test_extra_state(pool2: RankPool, tmp_path: Path, form: str, with_average: bool) -> None:
     """Of any kind, also what `torch.distributed.checkpoint` would take apart or lose.
 
-    A callback that averages puts both the weights and their average into the checkpoint.
+    A callback that averages puts both the weights and their average into the checkpoint; of shards that is refused.
     """
     path = tmp_path / "last.ckpt"
+    if with_average and FORMS[form].get("data_parallel") != "ddp":
+        with pytest.raises(RankError, match="HasExtraState has an extra state"):
+            pool2.run(_load_extra_state, FORMS[form], str(path), with_average)
+        return
     for loaded in pool2.run(_load_extra_state, FORMS[form], str(path), with_average):
         assert loaded == [WANTED] * 2
     if path.is_dir() and not with_average:

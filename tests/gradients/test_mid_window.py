@@ -184,24 +184,16 @@ def _loss_with_swapped_initial_weights() -> float:
 class WritesWeights(MidWindow):
     """Changes weights for good in the middle of the first window."""
 
-    def __init__(self, through_data: bool) -> None:
-        self.through_data = through_data
-
     def act(self, trainer: Trainer, module: Any) -> None:
         if trainer.fit_loop.epoch_loop.batch_idx == 1:
-            for parameter in module.parameters():
-                if self.through_data:
-                    parameter.data.mul_(SWAPPED_BY)
-                else:
-                    with torch.no_grad():
-                        parameter.mul_(SWAPPED_BY)
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.mul_(SWAPPED_BY)
 
 
-def _fit_and_write(options: dict[str, Any], through_data: bool) -> dict[str, Tensor]:
+def _fit_and_write(options: dict[str, Any]) -> dict[str, Tensor]:
     module = LabelledModule()
-    trainer = make_trainer(
-        AutomodelStrategy(**options), accumulate_grad_batches=4, callbacks=[WritesWeights(through_data)]
-    )
+    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=4, callbacks=[WritesWeights()])
     trainer.fit(module, loader())
     return full_weights(module.model)
 
@@ -228,21 +220,8 @@ def _plain_weights_written_after_two_micro_batches() -> dict[str, Tensor]:
 def test_weights_written_for_good_are_used(pool2: RankPool, options: dict[str, Any]) -> None:
     """The next micro-batch trains with weights that a callback wrote in place, kept gathered or not."""
     expected = Outcome(_plain_weights_written_after_two_micro_batches(), None)
-    for weights in pool2.run(_fit_and_write, options, False):
+    for weights in pool2.run(_fit_and_write, options):
         assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
-
-
-def _raises_when_written_through_data() -> str:
-    with pytest.raises(RuntimeError) as raised:
-        _fit_and_write(STRATEGIES["kept"], through_data=True)
-    return str(raised.value)
-
-
-def test_weights_written_past_the_version_counters_raise(pool2: RankPool) -> None:
-    """`.data` hides the write from the version counters: on a CPU it is found and refused, never trained over."""
-    for message in pool2.run(_raises_when_written_through_data):
-        assert "were written through `.data` between two micro-batches" in message
-        assert "reshard_during_accumulation=True" in message
 
 
 def _kinds_of_parameters(options: dict[str, Any]) -> set[str]:

@@ -62,7 +62,7 @@ def test_as_many_samples_count_as_used(then: int, now: int, batches: int) -> Non
     saved = {
         "stage": loops.STEP,
         "batches": 3,
-        "own": {"engine": {"order": [0]}, "last_step": None},
+        "own": {"last_step": None},
         "loaders": [{"kind": "indices", "iteration": (1, 0), "yielded": 3, "seed": 5}, {"kind": "state", "state": {}}],
     }
     plan = fit.carried_over({"ranks": [saved], "sizes": {"data_parallel": then}}, now)

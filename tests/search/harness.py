@@ -29,15 +29,14 @@ REFUSALS: dict[str, Callable[[Case], Any]] = {
     r"DistributedDataParallel did not reduce all gradients": lambda c: (
         {"unused", "sometimes"} & set(c.parts) or c.manual in ("gan", "gan_window")
     ),
-    r"would reduce a gradient that zero_grad has dropped within the accumulation window": lambda c: (
+    r"undefined, but still allreduced by DDP": lambda c: (
         c.engine == "ddp" and "sometimes" in c.parts and "zero_in_mid_window" in c.hooks
     ),
     r"activation_checkpointing finds no repeated blocks": lambda c: c.container in ("direct", "dict", "dict_of_groups"),
     r"got a gradient that it does not reduce": lambda c: c.penalty == "full_tensor" and c.engine != "ddp",
     r"manual_backward is called again for the same batch": lambda c: c.manual == "chunks",
-    # A policy of recomputation keeps a Sequential whole.
     r"is an FSDP unit, whose parameters are gathered when it is called": lambda c: (
-        c.container in ("iterated", "indexed") and has(c, "activation_checkpointing", "selective")
+        c.container in ("iterated", "indexed") and c.engine != "ddp"
     ),
     # Torch's own: the option leaves what an evaluation in mid-window has gathered, and the hook writes to that.
     r"copy_.default got mixed torch.Tensor and DTensor": lambda c: (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_automodel.sharding.activation_offload import OffloadedActivations
+from lightning_automodel.sharding.activation_checkpointing import OffloadedActivations
 from tests.second_device import device
 
 HERE, NEIGHBOUR = f"{device.TYPE}:0", f"{device.TYPE}:1"

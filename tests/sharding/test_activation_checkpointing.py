@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks
+from lightning_automodel.patching import PatchStack
+from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
     VOCABULARY,
@@ -356,7 +357,7 @@ def test_compiled_blocks_write_their_buffers_once(choice: Any) -> None:
         torch.manual_seed(1)
         module = ModelModule(nn.Sequential(Averaging(), Averaging()))
         if is_recomputed:
-            CheckpointedBlocks(module, choice, None, True)
+            checkpoint_blocks(module, choice, None, True, PatchStack())
             for block in module.model:
                 block.compile(backend="eager")
         for _ in range(2):
@@ -397,14 +398,15 @@ def test_each_fit_chooses_anew(pool2: RankPool, options: dict[str, Any]) -> None
 
 def _outputs_of_a_copy() -> tuple[float, float]:
     module = ModelModule(filled_decoder())
-    blocks = CheckpointedBlocks(module, True, None, True)
+    patches = PatchStack()
+    checkpoint_blocks(module, True, None, True, patches)
     copied = copy.deepcopy(module)
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter.zero_()
     hidden = torch.ones(1, 2, WIDTH, dtype=torch.float64, requires_grad=True)
     outputs = [model.blocks[0](hidden).sum().item() for model in (copied.model, module.model)]
-    blocks.undo()
+    patches.restore()
     return outputs[0], outputs[1]
 
 
@@ -413,14 +415,6 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     copied, original = _outputs_of_a_copy()
     assert copied == 2 * WIDTH
     assert original != copied
-
-
-def test_undone_blocks_are_as_before() -> None:
-    """No attribute of theirs stays."""
-    module = ModelModule(filled_decoder())
-    before = [dict(block.__dict__) for block in module.model.blocks]
-    CheckpointedBlocks(module, True, None, True).undo()
-    assert [dict(block.__dict__) for block in module.model.blocks] == before
 
 
 class WithoutBlocks(nn.Module):
@@ -449,7 +443,7 @@ class WithoutBlocks(nn.Module):
 def test_nothing_to_recompute_raises(choice: Any, message: str) -> None:
     """The classes that there are stand in the message."""
     with pytest.raises(ValueError, match="activation_checkpointing") as raised:
-        CheckpointedBlocks(ModelModule(WithoutBlocks()), choice, None, True)
+        checkpoint_blocks(ModelModule(WithoutBlocks()), choice, None, True, PatchStack())
     assert str(raised.value).startswith(message)
     assert str(raised.value).endswith(" Embedding, Linear, WithoutBlocks.")
 
@@ -502,9 +496,11 @@ def test_hugging_face_layers_in_evaluation_mode_raise() -> None:
     layers[1].eval()
     before = [dict(vars(layer)) for layer in layers]
     with pytest.raises(ValueError, match=r"has no effect on model\.inner\.model\.layers\.1 .*Call \.train"):
-        CheckpointedBlocks(module, True, None, True)
+        checkpoint_blocks(module, True, None, True, PatchStack())
     assert [dict(vars(layer)) for layer in layers] == before
     layers[1].train()
     before[1] = dict(vars(layers[1]))
-    CheckpointedBlocks(module, True, None, True).undo()
+    patches = PatchStack()
+    checkpoint_blocks(module, True, None, True, patches)
+    patches.restore()
     assert [dict(vars(layer)) for layer in layers] == before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -115,36 +115,6 @@ def test_complex_parameters_stay_whole(pool2: RankPool) -> None:
     for outcome, described in pool2.run(_fit, _complex, STRATEGIES["kept"]):
         assert weight_error(_real(outcome), _real(expected)) <= TOLERANCE
         assert described["replicated"] == dict.fromkeys(("model.turn", "model.decoder.blocks.0.turn"), "complex")
-
-
-class GenericModule(Generic[T], ModelModule):
-    """Python does not let FSDP2 change the class of an instance whose first base has no `__dict__`."""
-
-
-class GenericFirst(Generic[T], nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.inner(hidden)
-
-
-def _generic() -> ModelModule:
-    model = filled_decoder()
-    model.blocks[1] = GenericFirst(model.blocks[1])
-    return GenericModule(model)
-
-
-def test_generic_classes(pool2: RankPool) -> None:
-    """The children of such a LightningModule are sharded; such a block belongs to the unit around it."""
-    model = filled_decoder()
-    expected = prefixed(plain_weights(model, ACCUMULATE))
-    for outcome, described in pool2.run(_fit, _generic, STRATEGIES["kept"]):
-        weights = {name.replace(".inner", ""): weight for name, weight in outcome.weights.items()}
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
-        assert described["roots"] == ["model"]
-        assert described["units"] == ["model.blocks.0 (Block)", "model.blocks.2 (Block)"]
 
 
 def _differs(by: str, options: dict[str, Any]) -> str:

@@ -19,7 +19,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.sharding.activation_checkpointing import CheckpointedBlocks
+from lightning_automodel.patching import PatchStack
+from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, full_weights, weight_error
 from tests.trainer.plain import ModelModule, filled_decoder, plain_weights, prefixed
@@ -167,4 +168,4 @@ def test_compiled_blocks_are_not_offloaded() -> None:
     with pytest.raises(ValueError, match="activation_checkpointing='offload' does not work with compile"):
         AutomodelStrategy(activation_checkpointing="offload", compile=True)
     with pytest.raises(ValueError, match=r"'offload' does not work with model\.blocks\.0 \(Block\), which is compiled"):
-        CheckpointedBlocks(Compiled("in place"), "offload", None, True)
+        checkpoint_blocks(Compiled("in place"), "offload", None, True, PatchStack())

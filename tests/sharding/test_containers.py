@@ -1,4 +1,4 @@
-"""Repeated Sequentials are units, whether the model calls them or only what is in them."""
+"""Repeated Sequentials are units where the model calls them; where it calls only what is in them, it is told so."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_automodel import AutomodelStrategy
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import VOCABULARY, WIDTH, Block, Outcome, full_weights, weight_error
 from tests.trainer.plain import ModelModule, fill, plain_weights, prefixed
 from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer
@@ -56,46 +56,6 @@ class Iterated(Stacked):
         return hidden
 
 
-class Indexed(Stacked):
-    """The modules in a Sequential one by one, one of them twice, in another order."""
-
-    def use(self, layers: Any, hidden: Tensor) -> Tensor:
-        return layers[0](layers[2](hidden) + layers[2][1](hidden))
-
-
-class Partly(Stacked):
-    """Leaves a module of a Sequential out, another one in every second micro-batch."""
-
-    def use(self, layers: Any, hidden: Tensor) -> Tensor:
-        return layers[2][0](hidden) if self.step % 2 else layers[0](layers[2][0](hidden))
-
-
-class Parallel(Stacked):
-    """Modules of a Sequential side by side; the first to be called is the last to get its gradient, or the first."""
-
-    def use(self, layers: Any, hidden: Tensor) -> Tensor:
-        return torch.tanh(layers[2](layers[0](hidden)) * layers[0](hidden)) + layers[2][1](hidden)
-
-
-class Again(Stacked):
-    """A Sequential is called, and then another one iterated over before and after it."""
-
-    def use(self, layers: Any, hidden: Tensor) -> Tensor:
-        for layer in self.stack[0]:
-            hidden = layer(hidden)
-        return layers[0](layers(hidden))
-
-
-class Skipped(Stacked):
-    """The last Sequential is not used in every micro-batch."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        hidden = self.embedding(input_ids)
-        for layers in self.stack[: 2 + self.step % 2]:
-            hidden = torch.tanh(hidden + layers[2](layers[0](hidden)))
-        return self.head(hidden)
-
-
 class Experts(Stacked):
     """Each batch chooses one, so that ranks choose differently."""
 
@@ -128,12 +88,11 @@ class Opened(Iterated):
         return layers.layers(hidden)
 
 
-MODELS: list[type[Stacked]] = [Iterated, Stacked, Indexed, Partly, Parallel, Again, Skipped, Experts]
-RECOMPUTED: dict[str, Any] = {"activation_checkpointing": True, "reshard_during_accumulation": True}
+MODELS: list[type[Stacked]] = [Stacked, Experts]
 OPTIONS: dict[str, dict[str, Any]] = {
     **STRATEGIES,
     "ddp": {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}},
-    "recomputed": RECOMPUTED,
+    "recomputed": {"activation_checkpointing": True, "reshard_during_accumulation": True},
     "selective": {"activation_checkpointing": "selective"},
     "gathered": {"reshard_after_forward": False, "reshard_during_accumulation": True},
     "offloaded": {"cpu_offload": True, "prefetch": 2},
@@ -155,14 +114,10 @@ def test_containers(pool2: RankPool, make_model: type[Stacked], options: dict[st
     expected = prefixed(plain_weights(make_model(), accumulate))
     if make_model is Experts and "activation_checkpointing" in options:
         options = STRATEGIES["resharded"]  # there are no units to recompute
-    elif options == OPTIONS["selective"] and make_model is not Stacked:
-        return  # nothing to choose from where the Sequential is not called
     for outcome, units in pool2.run(fit, make_model, options, accumulate):
         assert weight_error(outcome, expected) <= TOLERANCE
         if "data_parallel" not in options:
-            keys = (
-                [] if make_model is Experts else [f"layer {i}" for i in range(3)] if make_model is Iterated else "012"
-            )
+            keys = "" if make_model is Experts else "012"
             assert units == [f"model.stack.{key} (Sequential)" for key in keys]
 
 
@@ -194,18 +149,27 @@ def test_the_policy_that_the_message_names(pool2: RankPool) -> None:
     assert all(weight_error(weights, expected) <= TOLERANCE for weights in pool2.run(_fit_with, {nn.Sequential}))
 
 
+def _iterate(policy: Any) -> Outcome:
+    return fit(Iterated, {"auto_wrap_policy": policy}, 2)[0]
+
+
+def test_a_sequential_that_is_iterated_over(pool2: RankPool) -> None:
+    """Is told like any unit that is not called, and trains with the classes that are."""
+    with pytest.raises(RankError, match=r"model.stack.layer 0.* is an FSDP unit.*auto_wrap_policy=\{Linear\}"):
+        pool2.run(_iterate, None)
+    expected = prefixed(plain_weights(Iterated(), 2))
+    assert all(weight_error(weights, expected) <= TOLERANCE for weights in pool2.run(_iterate, {nn.Linear, Block}))
+
+
 def _switch_validation_off() -> tuple[bool, str]:
-    module = ModelModule(Iterated())
+    module = ModelModule(Stacked())
     module.validation_step = None
     module.test_step = lambda batch, batch_idx: module.log("loss", module(batch), batch_size=1)
     trainer = make_trainer(AutomodelStrategy(), limit_train_batches=2)
     trainer.fit(module, loader(), loader())
-    with torch.no_grad():
-        module.model.stack[0][0](torch.ones(1, WIDTH).double())
     results = trainer.test(module, loader())
     return module.validation_step is None and "loss" in results[0], type(module).__name__
 
 
 def test_a_step_that_is_switched_off_and_a_class_that_keeps_its_name(pool2: RankPool) -> None:
-    """A module of a Sequential may be called between two runs, too."""
     assert pool2.run(_switch_validation_off) == [(True, "ModelModule")] * 2

@@ -192,8 +192,6 @@ def _change(training: Training, how: str) -> None:
     elif how == "write":
         with torch.no_grad():
             block.weight.mul_(2.0)
-    elif how == "write .data":
-        block.weight.data.to_local().mul_(2.0)
     elif how == "release":
         training.sync.release()
 
@@ -214,8 +212,3 @@ def test_parameters_are_retained(pool2: RankPool, change: str, gathers: list[int
     for found in pool2.run(_retain, change):
         assert found[:3] == (gathers, True, True)
         assert error(found[3], expected) <= TOLERANCE
-
-
-def test_writes_that_torch_does_not_notice_raise(pool2: RankPool) -> None:
-    with pytest.raises(RankError, match=r"Parameters of inner\.net\.blocks\.0 were written through `\.data`"):
-        pool2.run(_retain, "write .data")

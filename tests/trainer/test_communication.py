@@ -117,19 +117,16 @@ class CountsStart(Callback):
             self.counts.ops["counted"] = 1
 
 
-def _count_start(is_tagged: bool) -> Counter[str]:
+def _count_start() -> Counter[str]:
     counter, module = CountsStart(), LabelledModule(CASE.seed)
-    for parameter in module.parameters() if is_tagged else []:
-        parameter.no_decay = True
     make_trainer(AutomodelStrategy(), callbacks=[counter], max_steps=1).fit(module, loader(CASE))
     return counter.counts.ops
 
 
 def test_nothing_is_gathered_before_the_first_forward(pool2: RankPool) -> None:
-    """All weights of a large model take minutes on a slow network. Only tags are put on gathered parameters ahead."""
-    for is_tagged, gathers in ((False, 0), (True, NUM_UNITS)):
-        for ops in pool2.run(_count_start, is_tagged):
-            assert (ops[GATHER], ops["counted"]) == (gathers, 1)
+    """All weights of a large model take minutes on a slow network."""
+    for ops in pool2.run(_count_start):
+        assert (ops[GATHER], ops["counted"]) == (0, 1)
 
 
 def test_ddp(pool2: RankPool) -> None:

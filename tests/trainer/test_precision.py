@@ -332,32 +332,6 @@ def test_module_under_two_names(pool2: RankPool, precision: str) -> None:
         assert weight_error(Outcome(weights, None), own) <= tolerances(precision)[0]
 
 
-class SharedEncoder(Manual):
-    """Two models with one encoder, each an FSDP root."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.other = WithEncoder(model.encoder)
-
-    def forward(self, batch: Batch) -> Tensor:
-        return super().forward(batch) + wide_loss(self.other(batch["input_ids"]), batch)
-
-
-def _error_of_a_shared_encoder() -> str:
-    module = SharedEncoder(WithEncoder())
-    with pytest.raises(ValueError, match="belong to several") as raised:
-        make_trainer(AutomodelStrategy(), **precision_options("bf16-mixed")).fit(module, loader())
-    return str(raised.value)
-
-
-def test_a_module_shared_between_roots_is_refused(pool2: RankPool) -> None:
-    """Its parameters would stay in float32 where everything around it computes in half precision."""
-    for message in pool2.run(_error_of_a_shared_encoder):
-        assert message.startswith("model.encoder.")
-        assert "of the modules that SharedEncoder holds" in message
-        assert "compute in torch.bfloat16: pass precision='32-true' or 'bf16-true'" in message
-
-
 @pytest.mark.skipif(torch_internals.ACCUMULATES_IN_LEAF, reason="from torch 2.15 on, FSDP2 accepts two dtypes")
 def test_fsdp2_alone_refuses_that(pool2: RankPool) -> None:
     """The repair is needed."""

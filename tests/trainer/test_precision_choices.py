@@ -34,6 +34,10 @@ NAMES = "32-true, 64-true, bf16-mixed, bf16-true, 16-mixed, 16-true"
 DDP = {"data_parallel": "ddp"}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PLUGINS = {"fsdp": FSDPPrecision, "engine": TransformerEnginePrecision, "bits": BitsandbytesPrecision}
+OTHER = (
+    ", or a precision that computes in it (torch.float16 needs the gradient scaler of '16-mixed'; under '32-true'"
+    " mp_policy alone decides)."
+)
 
 
 def _error(options: dict[str, Any], precision: str) -> str:
@@ -76,20 +80,19 @@ def policy(dtype: torch.dtype | None) -> dict[str, Any]:
         (
             "64-true",
             policy(BF16),
-            "precision='64-true' computes in torch.float64, but mp_policy says param_dtype=torch.bfloat16: pass"
-            " param_dtype=torch.float64 or None, or precision='32-true', under which mp_policy alone decides.",
+            "precision='64-true' beside mp_policy with param_dtype=torch.bfloat16: pass"
+            f" param_dtype=torch.float64 or None{OTHER}",
         ),
         (
             "bf16-mixed",
             policy(None),
-            "precision='bf16-mixed' computes in torch.bfloat16, but mp_policy says param_dtype=None: pass"
-            " param_dtype=torch.bfloat16, or precision='32-true', under which mp_policy alone decides.",
+            f"precision='bf16-mixed' beside mp_policy with param_dtype=None: pass param_dtype=torch.bfloat16{OTHER}",
         ),
         (
             "32-true",
             policy(FP16),
-            "mp_policy computes in torch.float16, whose small gradients vanish without a gradient scaler: pass"
-            " Trainer(precision='16-mixed') beside it, or param_dtype=torch.bfloat16.",
+            "precision='32-true' beside mp_policy with param_dtype=torch.float16: pass"
+            f" param_dtype=None or torch.bfloat16 or torch.float32 or torch.float64{OTHER}",
         ),
         ("16-mixed", policy(FP16), "nothing"),
         ("bf16-true", policy(None), "nothing"),
