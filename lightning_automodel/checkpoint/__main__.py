@@ -3,28 +3,27 @@
 import argparse
 import json
 import sys
+from collections import Counter
 from typing import Any
 
 import torch
+from fsspec.core import url_to_fs
+from torch import Tensor
 
 from lightning_automodel.checkpoint import paths
-from lightning_automodel.checkpoint.cli.consolidate import consolidate
-from lightning_automodel.checkpoint.cli.export import export_checkpoint
-from lightning_automodel.checkpoint.cli.inspect import inspect
+from lightning_automodel.checkpoint.consolidate import consolidate
 from lightning_automodel.checkpoint.errors import CheckpointError
+from lightning_automodel.checkpoint.hugging_face import KEY, export_checkpoint
+from lightning_automodel.checkpoint.reading import open_checkpoint
+from lightning_automodel.checkpoint.safe_load import NotPlainDataError
+from lightning_automodel.checkpoint.state_dict import Saved
+from lightning_automodel.resume import CHECKPOINT_KEY
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: Command-line arguments; None for those of this process.
-
-    Returns:
-        The exit status: 0, or 1 if something is wrong with a checkpoint.
-    """
+    """Run one command, with ``arguments`` in place of this process's; returns the exit status."""
     parsed = _parser().parse_args(arguments)
     try:
         return parsed.run(parsed)
@@ -74,7 +73,7 @@ def _add_path(parser: argparse.ArgumentParser, what: str, **options: Any) -> Non
 
 
 def _inspect(parsed: argparse.Namespace) -> int:
-    reports = [inspect(paths.normalize(path), parsed.verify, not parsed.trust) for path in parsed.path]
+    reports = [_report(paths.normalize(path), parsed.verify, not parsed.trust) for path in parsed.path]
     if parsed.json:
         print(json.dumps({"checkpoints": reports}))
     else:
@@ -95,6 +94,45 @@ def _export(parsed: argparse.Namespace) -> int:
     export_checkpoint(paths.normalize(parsed.path), parsed.out, not parsed.trust, dtype=dtype, **names)
     print(f"Wrote {parsed.out}")
     return 0
+
+
+def _report(path: str, verify: bool, weights_only: bool) -> dict[str, Any]:
+    """Describe a checkpoint of either form; ``not_plain`` names classes and functions that loading it needs."""
+    filesystem, place = url_to_fs(path)
+    if not filesystem.exists(place):
+        raise CheckpointError(f"Cannot load {path}: there is no such file or directory")
+    form = "directory of shards" if paths.is_directory(path) else "one file"
+    report: dict[str, Any] = {"path": path, "form": form, "damage": None, "verified": verify, "not_plain": []}
+    try:
+        report.update(_described(open_checkpoint(path, weights_only, reads_content=verify)))
+    except Exception as error:  # what others wrote can raise anything
+        if isinstance(error.__cause__, NotPlainDataError):
+            report["not_plain"] = error.__cause__.names
+        elif isinstance(error, CheckpointError):
+            report["damage"] = str(error)
+        else:
+            report["damage"] = f"it is damaged, or not a checkpoint ({type(error).__name__}: {str(error)[:200]})"
+    return {**report, "num_bytes": filesystem.du(place)}
+
+
+def _described(saved: Saved) -> dict[str, Any]:
+    rest, of_run = saved.rest, saved.rest.get(CHECKPOINT_KEY)
+    dtypes: Counter[str] = Counter()
+    for tensor in saved.model.values():
+        if isinstance(tensor, Tensor):
+            dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    return {
+        "written_by": f"Lightning {rest.get('pytorch-lightning_version')}" if of_run is None else "lightning_automodel",
+        "world_size": saved.world_size,
+        "mesh": None if of_run is None else {str(name): int(size) for name, size in of_run["sizes"].items()},
+        **{key: rest[key] if isinstance(rest.get(key), int) else None for key in ("epoch", "global_step")},
+        "num_elements": sum(dtypes.values()),
+        "dtypes": dict(dtypes),
+        "rest": sorted(key for key in rest if isinstance(key, str)),
+        "hugging_face": {
+            model["prefix"]: model["class"] + (", adapters" if "peft" in model else "") for model in rest.get(KEY, [])
+        },
+    }
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Paths of checkpoints: local ones, which are replaced in one step, and URLs that fsspec knows."""
+"""Paths of checkpoints: local ones, which are replaced by renaming, and URLs that fsspec knows."""
 
 from pathlib import Path
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_automodel.checkpoint import atomic
 from lightning_automodel.checkpoint.errors import CheckpointError
@@ -48,16 +49,22 @@ def member(folder: str, name: str) -> str:
 
 
 def size_of_file(path: str) -> int:
-    """Bytes of a regular file; anything else raises CheckpointError, as reading a fifo or a device would never end."""
+    """Bytes of a file; CheckpointError if it is missing, or a fifo or device, whose reading would never end."""
     filesystem, place = url_to_fs(path)
+    name = path.rpartition("/")[2]
+    if not filesystem.exists(place):
+        raise CheckpointError(
+            f"{name} is missing: this is no directory of shards that Lightning or this package has written, its save"
+            " did not end, or the file was lost"
+        )
     found = filesystem.info(place)
-    if found["type"] != "file" or found.get("islink"):
-        raise CheckpointError(f"{path.rpartition('/')[2]} is not a regular file")
+    if found["type"] != "file":
+        raise CheckpointError(f"{name} is not a regular file")
     return found["size"]
 
 
 def read_file(path: str) -> bytes:
-    """Content of a regular file; raises as :func:`size_of_file` does."""
+    """Content of a file; raises as :func:`size_of_file` does."""
     size_of_file(path)
     filesystem, place = url_to_fs(path)
     return filesystem.cat_file(place)
@@ -71,28 +78,31 @@ def write_file(path: str, content: bytes) -> None:
         atomic.sync(place)
 
 
-def refuse_to_replace(path: str) -> None:
-    """Raise CheckpointError if ``path`` is a local directory that holds something other than a checkpoint."""
-    folder = Path(path)
-    if not is_local(path) or folder.is_symlink() or not folder.is_dir():
-        return
-    names = sorted(each.name for each in folder.iterdir())
-    if names and not any(name in _OF_CHECKPOINTS or name.endswith(".distcp") for name in names):
+def prepare_place(path: str) -> str:
+    """Make the directory that ``path`` lies in. Called by one rank.
+
+    Returns:
+        A new folder for the files of a directory at ``path``: beside it, or within a URL, where nothing is renamed.
+
+    Raises:
+        CheckpointError: If ``path`` is a local directory that holds something other than a checkpoint.
+    """
+    filesystem, place = url_to_fs(path)
+    above = place.rpartition("/")[0]
+    if above:
+        filesystem.makedirs(above, exist_ok=True)
+    if not is_local(path):
+        return f"{path}/{atomic.temporary_name()}"
+    for leftover in Path(path).parent.glob(f"{atomic.TEMPORARY}*"):
+        rank_zero_warn(f"{leftover} was left by a save that did not end: remove it, unless another run is writing it.")
+    names = sorted(each.name for each in Path(path).iterdir()) if Path(path).is_dir() else []
+    is_checkpoint = any(name in _OF_CHECKPOINTS or name.endswith(".distcp") for name in names)
+    if names and not is_checkpoint and not Path(path).is_symlink():
         raise CheckpointError(
             f"it is a directory, but not a checkpoint (it holds {names[0]}), and saving would replace it: choose"
             f" another path, such as {path}/last.ckpt"
         )
-
-
-def parent(path: str) -> str:
-    """The directory that ``path`` lies in."""
-    above = path.rpartition("/")[0]
-    return f"{above}/" if above == "" or above.endswith(":/") else above
-
-
-def new_folder(path: str) -> str:
-    """A new folder to write the files of ``path`` to: beside a local path, within a URL, where nothing is renamed."""
-    return f"{parent(path) if is_local(path) else path}/{atomic.temporary_name()}"
+    return f"{above}/{atomic.temporary_name()}"
 
 
 def new_local_target(path: str | Path) -> Path:

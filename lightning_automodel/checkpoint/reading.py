@@ -1,6 +1,5 @@
 """Opening a checkpoint of either form in one process."""
 
-import io
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import paths
-from lightning_automodel.checkpoint.errors import on_every_rank
+from lightning_automodel.checkpoint.errors import on_this_rank
 from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import WholeCheckpoint, load_file
 from lightning_automodel.checkpoint.state_dict import MODEL, Saved
@@ -24,7 +23,7 @@ def open_checkpoint(path: str, weights_only: bool | None, reads_content: bool = 
     """
     if paths.is_directory(path):
         return ShardDirectory(path, weights_only, alone=True, reads_content=reads_content)
-    with on_every_rank(f"Cannot load {path}", alone=True):
+    with on_this_rank(f"Cannot load {path}"):
         return WholeCheckpoint(path, load_file(path, weights_only, reads_content))
 
 
@@ -52,10 +51,7 @@ def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> d
     if not paths.is_directory(place):
         return None
     saved = open_checkpoint(place, weights_only)
-    # `map_location` can be of many kinds: loading an empty tensor shows to which device it maps the host's tensors.
-    stream = io.BytesIO()
-    torch.save(torch.empty(0), stream)
-    stream.seek(0)
-    device = torch.load(stream, map_location=map_location).device
+    # Of its other kinds, functions and dicts, none has to move what is in host memory.
+    device = map_location if isinstance(map_location, str | torch.device) else "cpu"
     state = saved.read_model(saved.model)
     return {**saved.rest, MODEL: {n: v.to(device) if isinstance(v, Tensor) else v for n, v in state.items()}}

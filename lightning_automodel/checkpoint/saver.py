@@ -1,30 +1,21 @@
 """The two forms of a save: each prepares, on every rank, a function that writes, at once or in the background."""
 
 import io
-import json
-import pickle
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsspec.core import url_to_fs
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
-from typing_extensions import override
+from torch import Tensor
 
 from lightning_automodel.checkpoint import paths
-from lightning_automodel.checkpoint.atomic import clear_leftovers
-from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, translated
-from lightning_automodel.checkpoint.safe_load import warn_about_code
+from lightning_automodel.checkpoint.errors import on_every_rank, on_this_rank
 from lightning_automodel.checkpoint.sharded import ShardWriter
 from lightning_automodel.checkpoint.state_dict import EXTRA_STATE, MODEL, optimizer_key, split_shards
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
-from lightning_automodel.sharding.units import is_sharded
 
 Write = Callable[[dist.ProcessGroup | None], None]
 """Writes what was prepared: a collective over the group (None: the default one), which every rank must call.
@@ -46,11 +37,8 @@ def prepare_shards(checkpoint: dict[str, Any], path: str, copy: bool = False) ->
     folder, content = "", io.BytesIO()
     with on_every_rank(what):
         if group_rank() == 0:
-            folder = paths.new_folder(path)
-            with naming_what_fails(rest):
-                torch.save(rest, content)
-            warn_about_code(content)
-            prepare_place(path)
+            torch.save(rest, content)
+            folder = paths.prepare_place(path)
     # The folder's name is random, and all ranks write into it.
     folder = collectives.broadcast_object(folder, 0)
     writer = ShardWriter(path, folder, content.getvalue())
@@ -58,7 +46,7 @@ def prepare_shards(checkpoint: dict[str, Any], path: str, copy: bool = False) ->
 
     def write(group: dist.ProcessGroup | None) -> None:
         try:
-            with translated(what):
+            with on_this_rank(what):
                 dcp.save(staged, storage_writer=writer, process_group=group)
         except BaseException:
             if group_rank() == 0:
@@ -78,59 +66,16 @@ def prepare_file(
     what = f"Cannot save {path}"
     with on_every_rank(what):
         if group_rank() == 0:
-            prepare_place(path)
+            paths.prepare_place(path)
             if copy:
                 checkpoint = _copied(checkpoint)
 
     def write(group: dist.ProcessGroup | None) -> None:
         with on_every_rank(what, group):
             if group_rank() == 0:
-                with naming_what_fails(checkpoint):
-                    save(checkpoint, path)
+                save(checkpoint, path)
 
     return write
-
-
-@contextmanager
-def naming_what_fails(checkpoint: dict[str, Any]) -> Iterator[None]:
-    """If the block cannot save ``checkpoint``, raise the error of :func:`name_what_fails` if that finds one."""
-    try:
-        yield
-    except Exception:
-        name_what_fails(checkpoint)
-        raise
-
-
-class _PicklerWithoutTensors(pickle.Pickler):
-    @override
-    def reducer_override(self, obj: Any) -> Any:
-        return (int, ()) if isinstance(obj, Tensor) else NotImplemented
-
-
-def name_what_fails(tree: Mapping[Any, Any], *keys: str) -> None:
-    """Raise CheckpointError with the keys of the first part of a checkpoint that cannot be pickled, if there is one."""
-    for key, value in tree.items():
-        try:
-            _PicklerWithoutTensors(io.BytesIO(), protocol=2).dump(value)
-        except Exception as error:
-            first, *others = path = (*keys, str(key))
-            if isinstance(value, Mapping):
-                name_what_fails(value, *path)
-            where = first + "".join(f"[{json.dumps(each)}]" for each in others)
-            what = "holds a sharded module" if isinstance(value, nn.Module) and is_sharded(value) else str(error)
-            remedy = "put its state_dict(), or plain data, in its place"
-            if others and first.endswith("hyper_parameters"):
-                remedy = f"call self.save_hyperparameters(ignore=[{json.dumps(others[0])}])"
-            raise CheckpointError(f"{where} of the checkpoint cannot be saved ({what}): {remedy}") from error
-
-
-def prepare_place(path: str) -> None:
-    """Make the directory of ``path``, and remove what crashed saves have left in it. Called by one rank."""
-    paths.refuse_to_replace(path)
-    filesystem, parent = url_to_fs(paths.parent(path))
-    filesystem.makedirs(parent, exist_ok=True)
-    if paths.is_local(path):
-        clear_leftovers(Path(parent))
 
 
 def _take_shards(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,7 +1,6 @@
 """The checkpoints of one run: what the strategy's hooks for saving and loading do."""
 
 import concurrent.futures
-import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,23 +13,20 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import atomic, paths, state_dict
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.saver import (
-    name_what_fails,
-    prepare_file,
-    prepare_place,
-    prepare_shards,
-)
+from lightning_automodel.checkpoint.saver import prepare_file, prepare_shards
 from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import FileCheckpointIO, WholeCheckpoint, fill_module, load_file
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import weight_averaging
+from lightning_automodel.sharding.units import is_sharded
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +55,9 @@ class RunCheckpoints:
         self._opened: ShardDirectory | None = None
         self._path = ""
         self._pending: Future[None] | None = None
-        self._pending_path: str | None = None
+        self._pending_path = ""
         self._defers = False
-        self._links: list[Callable[[], None]] = []
-        self._removals: list[Callable[[], None]] = []
+        self._deferred: list[Callable[[], None]] = []
         self._group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._thread: ThreadPoolExecutor | None = None
 
@@ -76,23 +71,19 @@ class RunCheckpoints:
         lightning_internals.patch_model_checkpoints(patches, trainer, self._link, self._is_pending)
 
     def _is_pending(self, path: str | Path) -> bool:
-        return self._pending_path is not None and paths.normalize(path) == self._pending_path
+        return paths.normalize(path) == self._pending_path
 
     def check_savable(self, trainer: "pl.Trainer") -> None:
-        """Raise CheckpointError now if what a ``ModelCheckpoint`` will save holds a sharded module. Not a collective.
-
-        A callback whose state does not exist yet is passed over.
-        """
+        """Raise CheckpointError now if hyperparameters that a ``ModelCheckpoint`` will save hold a sharded module."""
         if not (self.is_sharded and trainer.checkpoint_callbacks):
             return
-        tree: dict[str, Any] = {"callbacks": {}}
         for owner in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
-            if owner is not None and owner.hparams:
-                tree[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            with contextlib.suppress(Exception):
-                tree["callbacks"][callback.state_key] = callback.state_dict()
-        name_what_fails(tree)
+            for name, value in owner.hparams.items() if owner is not None else ():
+                if isinstance(value, nn.Module) and is_sharded(value):
+                    raise CheckpointError(
+                        f'hyper_parameters["{name}"] of the checkpoint is a sharded module, which cannot be saved: call'
+                        f' self.save_hyperparameters(ignore=["{name}"])'
+                    )
 
     # --- Saving -------------------------------------------------------------------------------------------------------
 
@@ -121,7 +112,7 @@ class RunCheckpoints:
         # One save at a time: two would need host memory for two copies, and the later one could be on disk first.
         self._finish()
         in_background = self.in_background and goes_on
-        self._pending_path = target if in_background else None
+        self._pending_path = target if in_background else ""
         if self.as_directory:
             write = prepare_shards(checkpoint, target, copy=in_background)
         else:
@@ -154,7 +145,7 @@ class RunCheckpoints:
             )
         elif group_rank() == 0:
             target = paths.normalize(path)
-            prepare_place(target)
+            paths.prepare_place(target)
             _files_by(io).save_checkpoint(checkpoint, target)
 
     def _background_group(self) -> dist.ProcessGroup | None:
@@ -168,24 +159,16 @@ class RunCheckpoints:
 
     def remove(self, path: str | Path, io: CheckpointIO) -> None:
         """Remove a checkpoint on rank 0, once the one that replaces it is on disk. Not a collective."""
-        target = paths.normalize(path)
-        self._pending_path = None if self._pending_path == target else self._pending_path
-        self._removals.append(partial(_files_by(io).remove_checkpoint, target))
+        self._deferred.append(partial(_files_by(io).remove_checkpoint, paths.normalize(path)))
         if not self._defers:
-            self._link_and_remove()
+            self._finish()
 
     def _link(self, path: str, link: str) -> None:
         """Link ``link`` to the checkpoint at ``path``, on rank 0, once the checkpoint is on disk. Not a collective."""
-        self._links.append(partial(atomic.link, Path(path), Path(link)))
+        # Before removals: until links lead to the new checkpoint, the old one is the newest.
+        self._deferred.insert(0, partial(atomic.link, Path(path), Path(link)))
         if not self._defers:
-            self._link_and_remove()
-
-    def _link_and_remove(self) -> None:
-        # Links first: until they lead to the new checkpoint, the old one is the newest.
-        actions, self._links, self._removals = [*self._links, *self._removals], [], []
-        if group_rank() == 0:
-            for action in actions:
-                action()
+            self._finish()
 
     def check(self) -> None:
         """Raise the error of a save in the background, if there is one by now. Not a collective; cheap."""
@@ -198,13 +181,12 @@ class RunCheckpoints:
         Not a collective, but every rank learns of a failure, from its thread that writes.
         """
         pending, self._pending = self._pending, None
-        try:
-            if pending is not None:
-                pending.result()
-        except BaseException:
-            self._links, self._removals = [], []  # the older checkpoint stays the newest
-            raise
-        self._link_and_remove()
+        deferred, self._deferred = self._deferred, []
+        if pending is not None:
+            pending.result()  # if it failed, the older checkpoint stays the newest
+        if group_rank() == 0:
+            for action in deferred:
+                action()
 
     def close(self, was_interrupted: bool) -> None:
         """Return when the last save is on disk, or raise its error; after a failure of the run, log it."""

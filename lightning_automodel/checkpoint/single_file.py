@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_automodel.checkpoint import atomic, paths
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.safe_load import Source, check_format, load_plain_data, warn_about_code
+from lightning_automodel.checkpoint.safe_load import load_plain_data
 from lightning_automodel.checkpoint.state_dict import (
     MODEL,
     SHARDED_STATES,
@@ -43,7 +43,6 @@ class FileCheckpointIO(TorchCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a file that appears in one step, once all of it is on disk. Called by one rank."""
         save_file(checkpoint, str(path))
 
     @override
@@ -58,25 +57,19 @@ class FileCheckpointIO(TorchCheckpointIO):
 def save_file(checkpoint: dict[str, Any], path: str) -> None:
     """Write ``checkpoint`` to a file that appears in one step, once all of it is on disk. Called by one rank."""
     if not paths.is_local(path):
+        filesystem, place = url_to_fs(path)
+        if filesystem.isdir(place):  # both can exist on an object store, and the directory would be loaded
+            raise CheckpointError(f"{path} is a directory: remove it, or choose another path")
         stream = io.BytesIO()
         with serialization_config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
             torch.save(checkpoint, stream)
-        warn_about_code(stream)
-        filesystem, place = url_to_fs(path)
-        # On an object store, a directory of the same name can exist too, and would be taken for the checkpoint.
-        below = filesystem.find(place) if filesystem.isdir(place) else []
         filesystem.pipe_file(place, stream.getvalue())
-        for name in below:
-            if name.strip("/") != place.strip("/"):
-                filesystem.rm_file(name)
         return
     temporary = Path(path).with_name(atomic.temporary_name())
     try:
         with open(temporary, "wb") as file, serialization_config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
             torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        warn_about_code(str(temporary))
+        atomic.sync(temporary)
         atomic.replace(temporary, Path(path))
     except BaseException:
         atomic.discard(temporary)
@@ -91,10 +84,10 @@ def load_file(path: str, weights_only: bool | None, reads_content: bool = True) 
     """
     filesystem, place = url_to_fs(path)
     if not filesystem.exists(place):
-        raise FileNotFoundError("there is no such file or directory")
+        raise CheckpointError("there is no such file or directory")
     if paths.is_local(path) and not os.path.isfile(place):
         raise CheckpointError("it is not a regular file")
-    source: Source = place if paths.is_local(path) else io.BytesIO(filesystem.cat_file(place))
+    source = place if paths.is_local(path) else io.BytesIO(filesystem.cat_file(place))
     if reads_content:
         with open(source, "rb") if isinstance(source, str) else contextlib.nullcontext(source) as file:
             check_content(file)
@@ -106,11 +99,12 @@ def load_file(path: str, weights_only: bool | None, reads_content: bool = True) 
 
 def check_content(file: IO[bytes], name: str = "it") -> None:
     """Compare what ``torch.save`` has written with its checksums; raises CheckpointError if it differs."""
-    check_format(file, name)
     try:
         damaged = zipfile.ZipFile(file).testzip()
     except Exception as error:  # damaged content can raise anything
-        raise CheckpointError(f"{name} is damaged ({type(error).__name__}: {error})") from error
+        raise CheckpointError(
+            f"{name} is damaged, or not what torch.save has written since release 1.6 ({type(error).__name__}: {error})"
+        ) from error
     if damaged is not None:
         raise CheckpointError(f"{name} has changed since it was written (wrong checksum of {damaged})")
 

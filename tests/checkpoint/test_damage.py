@@ -303,4 +303,4 @@ def test_directory_that_is_no_checkpoint(pool2: RankPool, tmp_path: Path, form: 
             (path / name).write_text(text)
         for message in pool2.run(opened, FORMS[form], str(path)):
             assert str(path) in message
-            assert "there is no .metadata" in message
+            assert ".metadata is missing" in message

@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import CheckpointError, export_hugging_face
+from lightning_automodel.checkpoint import hugging_face as export
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.checkpoint.cli import export
 from tests.rank_pool import RankError, RankPool
 from tests.sharding.test_hf_tensor_parallel import CASE as TENSOR_PARALLEL
 from tests.sharding.test_hf_tensor_parallel import make_model as make_logits_model

@@ -37,7 +37,21 @@ def consolidate(path: str, out: str, weights_only: bool | None) -> None:
     }
     shards.read_into(values)
     objects = shards.read_model(name for name, entry in shards.model.items() if entry is None)
-    save_file(_assembled(shards, values, objects), str(target))
+    # As Lightning makes it; with weights only it has no `optimizer_states`, and no schedules.
+    tree: dict[str, Any] = {**shards.rest, MODEL: objects}
+    dicts = dict(dicts_in(tree))
+    optimizers: dict[tuple[Any, ...], Any] = {}
+    for name, value in values.items():
+        place = shards.places[name]
+        if is_optimizer_key(place[0]):
+            optimizers[place] = value
+        else:
+            dicts[place[0]][place[1]] = value
+    built = _nested(optimizers)
+    states = [{"state": {}, "param_groups": [], **built[optimizer_key(index)]} for index in range(len(built))]
+    if states or "lr_schedulers" in tree:
+        tree["optimizer_states"] = states
+    save_file(tree, str(target))
 
 
 def _mapped(entry: Tensor, folder: Path) -> Tensor:
@@ -48,21 +62,6 @@ def _mapped(entry: Tensor, folder: Path) -> Tensor:
         # The mapping keeps the deleted file alive.
         storage = torch.UntypedStorage.from_file(file.name, True, entry.numel() * entry.element_size())
     return torch.empty(0, dtype=entry.dtype).set_(storage).view(entry.size())  # type: ignore[arg-type]
-
-
-def _assembled(shards: ShardDirectory, values: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoint as Lightning makes it; with weights only it has no ``optimizer_states``, and no schedules."""
-    tree: dict[str, Any] = {**shards.rest, MODEL: objects}
-    states_by_place = dict(dicts_in(tree))
-    of_optimizers = {name: value for name, value in values.items() if is_optimizer_key(shards.places[name][0])}
-    for name in values.keys() - of_optimizers.keys():
-        place, key = shards.places[name]
-        if place not in states_by_place:
-            raise CheckpointError(f"there are shards for {place}, which the rest of the checkpoint does not mention")
-        states_by_place[place][key] = values[name]
-    optimizers = _nested({shards.places[name]: value for name, value in of_optimizers.items()})
-    states = [{"state": {}, "param_groups": [], **optimizers[optimizer_key(index)]} for index in range(len(optimizers))]
-    return {**tree, "optimizer_states": states} if states or "lr_schedulers" in tree else tree
 
 
 def _nested(values: dict[tuple[Any, ...], Any]) -> Any:
