@@ -167,8 +167,7 @@ def _load_with_what_is_no_plain_data(options: dict[str, Any], folder: str) -> tu
     path = str(Path(folder) / "hyperparameters.ckpt")
     module = AdamModule()
     module.save_hyperparameters({"folder": Path(folder)})
-    with pytest.warns(UserWarning, match="only with weights_only=False") if dist.get_rank() == 0 else _nothing():
-        save(options, path, module=module)
+    save(options, path, module=module)
     message = opened(options, path)
     loaded = AdamModule(CASE.seed + 2)
     make_trainer(AutomodelStrategy(**options)).validate(
@@ -177,15 +176,9 @@ def _load_with_what_is_no_plain_data(options: dict[str, Any], folder: str) -> tu
     return message, full_weights(loaded.model)
 
 
-def _nothing() -> Any:
-    import contextlib
-
-    return contextlib.nullcontext()
-
-
 @pytest.mark.parametrize("form", ["shards", "replicated"])
 def test_other_objects_need_the_users_consent(pool2: RankPool, tmp_path: Path, form: str) -> None:
-    """Saving warns, loading raises and says what to do, and with `weights_only=False` it loads."""
+    """Loading raises and says what to do, and with `weights_only=False` it loads."""
     expected = None
     for message, weights in pool2.run(_load_with_what_is_no_plain_data, FORMS[form], str(tmp_path)):
         assert "weights_only=False" in message

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-import weakref
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -22,8 +21,6 @@ from lightning.pytorch.callbacks import Callback
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
@@ -242,30 +239,6 @@ def test_a_rank_that_cannot_write(pool2: RankPool, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def _held_at_each_write(folder: str) -> list[int]:
-    """Bytes of whole tensors that this rank holds whenever it writes; all were freed before it gathers again."""
-    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
-    held = []
-    write, cast = export._write, export._cast
-
-    def counting_write(save: Any, path: Any, tensors: dict[str, Tensor]) -> None:
-        alive.update(tensors.values())
-        held.append(sum(tensor.nbytes for tensor in alive))
-        write(save, path, tensors)
-
-    def checking_cast(*args: Any) -> Tensor:
-        assert not alive
-        return cast(*args)
-
-    module = ModelModule(TinyDecoder(seed=1))
-    fully_shard(module.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export, "_write", counting_write)
-        patch.setattr(export, "_cast", checking_cast)
-        export_hugging_face(module, f"{folder}/out", max_shard_size=TINY, prefix="model")
-    return held
-
-
 def _export_on_rank_zero(path: str) -> None:
     if dist.get_rank() == 1:
         time.sleep(1)
@@ -282,14 +255,6 @@ def test_every_rank_must_export(pool2: RankPool, tmp_path: Path) -> None:
     assert "barrier 'export_hugging_face', which every rank must reach" in message
     assert "Ranks 1 failed to pass" in message
     assert not list(tmp_path.iterdir())
-
-
-def test_one_file_in_memory(pool2: RankPool, tmp_path: Path) -> None:
-    """On rank 0 alone, one after the other."""
-    held, by_other = pool2.run(_held_at_each_write, str(tmp_path))
-    assert len(held) == len(list((tmp_path / "out").glob("*.safetensors"))) > 2
-    assert all(0 < size <= TINY for size in held)
-    assert by_other == []
 
 
 def test_description_is_plain_data(pool2: RankPool, tmp_path: Path) -> None:

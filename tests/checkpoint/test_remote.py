@@ -173,24 +173,16 @@ class ObjectStore(MemoryFileSystem):
 
 @pytest.mark.parametrize("place", ["objects://runs/last.ckpt", "objects://last.ckpt"])
 def test_a_file_after_a_directory(place: str) -> None:
-    """An object store can hold both at one place: the newer one counts, also at the root of the store."""
+    """An object store can hold both at one place, and the directory would be loaded: refused, also at its root."""
     ObjectStore.store.clear()
     fsspec.register_implementation("objects", ObjectStore, clobber=True)
     weight = torch.zeros(3)
-    for index, save_any in enumerate([_save_directory, _save_one_file]):
-        save_any({"state_dict": {"weight": weight + index}, "epoch": index}, place)
-        reader = open_checkpoint(place, None)
-        assert reader.rest["epoch"] == index
-        assert torch.equal(reader.read_model(["weight"])["weight"], weight + index)
+    prepare_shards({"state_dict": {"weight": weight}, "epoch": 0}, place)(None)
+    with pytest.raises(CheckpointError, match=f"{place} is a directory: remove it, or choose another path"):
+        prepare_file({"state_dict": {"weight": weight + 1}, "epoch": 1}, place, save_file)(None)
+    reader = open_checkpoint(place, None)
+    assert torch.equal(reader.read_model(["weight"])["weight"], weight)
     assert not Path("objects:").exists()
-
-
-def _save_directory(checkpoint: dict[str, Any], place: str) -> None:
-    prepare_shards(checkpoint, place)(None)
-
-
-def _save_one_file(checkpoint: dict[str, Any], place: str) -> None:
-    prepare_file(checkpoint, place, save_file)(None)
 
 
 def _load_where_one_rank_sees_nothing(path: str, blind: int) -> str:
