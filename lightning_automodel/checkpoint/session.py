@@ -105,9 +105,8 @@ class RunCheckpoints:
         target = paths.normalize(collectives.broadcast_object(path, 0))
         if storage_options is not None and (self.as_directory or type(io) is TorchCheckpointIO):
             raise TypeError(
-                f"storage_options ({storage_options!r}) would have no effect: give fsspec's settings by its"
-                " configuration (FSSPEC_<PROTOCOL>_<OPTION> in the environment, or fsspec.config.conf), or save one"
-                " file with save_distributed_checkpoint=False and a CheckpointIO that takes them."
+                f"storage_options ({storage_options!r}) would have no effect: configure fsspec (fsspec.config.conf), or"
+                " save one file with save_distributed_checkpoint=False and a CheckpointIO that takes them."
             )
         # One save at a time: two would need host memory for two copies, and the later one could be on disk first.
         self._finish()
@@ -223,27 +222,22 @@ class RunCheckpoints:
         the first rank of each node compares the content with its checksums.
         """
         self._path, self._opened = paths.normalize(collectives.broadcast_object(path, 0)), None
-        kinds: list[bool] = []
-        with on_every_rank(f"Cannot load {self._path}"):
-            kinds = [paths.is_directory(self._path)]
-        kinds = collectives.gather_objects(kinds[0])
-        if len(set(kinds)) > 1:
-            raise CheckpointError(
-                f"Cannot load {self._path}: it is a directory on rank {kinds.index(True)} and not on rank"
-                f" {kinds.index(False)}: give all ranks the same file system"
-            )
-        if kinds[0]:
+        what, files, is_directory = f"Cannot load {self._path}", _files_by(io), False
+        with on_every_rank(what):
+            is_directory = paths.is_directory(self._path)
+        # A rank that sees no directory where others do fails, and they learn of it: either way opens with one exchange.
+        if is_directory:
             self._opened = ShardDirectory(self._path, weights_only)
-            return self._opened.rest
-        files, loaded = _files_by(io), dict[str, Any]()
-        with on_every_rank(f"Cannot load {self._path}"):
-            if isinstance(files, FileCheckpointIO):
-                loaded = load_file(self._path, weights_only, reads_content=is_first_on_node)
-            else:
-                loaded = files.load_checkpoint(self._path, weights_only=weights_only)
+            loaded = self._opened.rest
+        else:
+            with on_every_rank(what):
+                if isinstance(files, FileCheckpointIO):
+                    loaded = load_file(self._path, weights_only, reads_content=is_first_on_node)
+                else:
+                    loaded = files.load_checkpoint(self._path, weights_only=weights_only)
         if len(moments := set(collectives.gather_objects((loaded.get("epoch"), loaded.get("global_step"))))) > 1:
             raise CheckpointError(
-                f"Cannot load {self._path}: ranks have read different checkpoints there (epoch and step"
+                f"{what}: ranks have read different checkpoints there (epoch and step"
                 f" {', '.join(map(str, moments))}). If a run that saves has replaced it meanwhile, load it again; else"
                 " give all ranks the same file system"
             )

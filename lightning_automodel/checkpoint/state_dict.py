@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.gradients.windows import mixing_shards
 from lightning_automodel.sharding.param_names import without_wrappers
 
 MODEL = "state_dict"
@@ -127,72 +126,36 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
     """Fill a model and its optimizers, once everything was checked. Every rank must call it.
 
     What had no state when it was saved (an optimizer that had not stepped, a parameter without gradients so far) starts
-    without state.
+    without state. Saved options of optimizers win; others stay this run's.
 
     Raises :class:`CheckpointError`, and loads nothing, if entries are missing, left over (``strict`` only), or have
     other shapes, or the optimizers differ from the saved ones.
     """
     model.zero_grad()  # which ends open windows, if a hook loads weights within a fit
     of_model = model_state(model)
+    parameters = {without_wrappers(name): parameter.detach() for name, parameter in model.named_parameters()}
     names = [parameter_names(model, optimizer) for optimizer in optimizers]
-    groups = [_with_state_of(optimizer, _stateful(saved, i), names[i]) for i, optimizer in enumerate(optimizers)]
-    states = [optimizer_state(model, optimizer) for optimizer in optimizers]
     with on_every_rank(f"Cannot load {saved.path}"):
         _check_model(saved.entries, of_model, strict)
         of_model = {name: value for name, value in of_model.items() if f"{MODEL}.{name}" in saved.entries}
-        targets = {MODEL: of_model}
+        targets: dict[str, Any] = {MODEL: of_model}
         keys = {name.partition(".")[0] for name in saved.entries}
         if optimizers and (num_saved := sum(map(is_optimizer_key, keys))):
             check_number("optimizers", num_saved, len(optimizers))
-        for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
-            targets[optimizer_key(index)] = _optimizer_targets(saved.entries, optimizer, state, index)
+        for index, optimizer in enumerate(optimizers):
+            own = {name: parameters[name] for name in names[index]}
+            targets[optimizer_key(index)] = _optimizer_targets(saved.entries, optimizer, own, index)
     # Everything fits on every rank: from here on tensors are overwritten.
     saved.read_into(targets)
-    own = {without_wrappers(name): name for name in model.state_dict()}
-    model.load_state_dict({own[name]: value for name, value in of_model.items()}, strict=False)
+    name_of = {without_wrappers(name): name for name in model.state_dict()}
+    model.load_state_dict({name_of[name]: value for name, value in of_model.items()}, strict=False)
     for index, optimizer in enumerate(optimizers):
-        read = targets[optimizer_key(index)]
-        number = {name: i for i, name in enumerate(names[index])}
-        optimizer.load_state_dict(
-            {
-                **optimizer.state_dict(),
-                "state": {number[name]: value for name, value in read["state"].items()},
-                # Options that were not saved stay this run's.
-                "param_groups": [
-                    {**group, **settings, "params": [number[name] for name in group["params"]]}
-                    for group, settings in zip(groups[index], read["param_groups"], strict=True)
-                ],
-            }
-        )
-
-
-def _stateful(saved: Saved, index: int) -> set[str]:
-    """Names of the parameters for which the ``index``-th optimizer had a state."""
-    start = f"{optimizer_key(index)}.state."
-    return {name.removeprefix(start).rpartition(".")[0] for name in saved.entries if name.startswith(start)}
-
-
-def _with_state_of(optimizer: Optimizer, stateful: set[str], names: list[str]) -> list[dict[str, Any]]:
-    """Let ``optimizer`` make its state for these parameters, frozen ones too, by a step that changes nothing else.
-
-    Returns:
-        Its groups without what that step has changed, with the names of their parameters.
-    """
-    name_of = iter(names)
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        before = {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
-        before["params"] = [next(name_of) for _ in group["params"]]
-        groups.append(before)
-        for parameter, name in zip(group["params"], before["params"], strict=True):
-            parameter.grad = torch.zeros_like(parameter) if name in stateful else None
-        if "lr" in group:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    optimizer.state.clear()
-    with mixing_shards(optimizer):
-        optimizer.step()
-    optimizer.zero_grad()
-    return groups
+        read, packed = targets[optimizer_key(index)], optimizer.state_dict()
+        groups = packed["param_groups"]
+        ids = dict(zip(names[index], (each for group in groups for each in group["params"]), strict=True))
+        packed["state"] = {ids[name]: value for name, value in read["state"].items()}
+        packed["param_groups"] = [{**group, **each} for group, each in zip(groups, read["param_groups"], strict=True)]
+        optimizer.load_state_dict(packed)
 
 
 def _check_model(entries: Mapping[str, Tensor | None], targets: dict[str, Any], strict: bool) -> None:
@@ -248,42 +211,43 @@ _AS_SAVED = "configure the optimizers that the run was saved with"
 
 
 def _optimizer_targets(
-    entries: Mapping[str, Tensor | None], optimizer: Optimizer, state: dict[str, Any], index: int
+    entries: Mapping[str, Tensor | None], optimizer: Optimizer, parameters: Mapping[str, Tensor], index: int
 ) -> dict[str, Any]:
-    """The part of an optimizer's ``state`` that was saved; CheckpointError if it was saved of another kind."""
+    """What to read of an optimizer's saved state: shards for what has its parameter's shape, the rest whole."""
     start = f"{optimizer_key(index)}."
     settings: dict[int, set[str]] = {}
-    found: dict[str, set[str]] = {name: set() for group in state["param_groups"] for name in group["params"]}
-    for entry in entries:
-        part, _, name = entry.removeprefix(start).partition(".")
-        if entry.startswith(start) and part == "param_groups":
-            group, setting, *_ = name.split(".")
+    state: dict[str, dict[str, Tensor | None]] = {}
+    for place in (each.removeprefix(start) for each in entries if each.startswith(start)):
+        part, _, within = place.partition(".")
+        name, _, kind = within.rpartition(".")
+        if part == "param_groups":
+            group, setting, *_ = within.split(".")
             settings.setdefault(int(group), set()).add(setting)
-        elif entry.startswith(start) and name.rpartition(".")[0] in found:
-            found[name.rpartition(".")[0]].add(name.rpartition(".")[2])
+        elif name in parameters:
+            entry = entries[f"{start}{place}"]
+            is_like = entry is not None and entry.dim() > 0 and entry.size() == parameters[name].size()
+            target = (
+                torch.empty_like(parameters[name], dtype=entry.dtype)
+                if entry is not None and is_like
+                else _empty(entry)
+            )
+            state.setdefault(name, {})[kind] = target
+        elif name.rpartition(".")[0] in parameters:
+            raise CheckpointError(f"optimizer {index} keeps a dict for {name}, which cannot be loaded into shards")
     if not settings:
         raise no_optimizer_state(index)
     check_groups(optimizer, list(settings.values()), index)
-    for name, kinds in found.items():
-        own = {kind for kind, value in state["state"].get(name, {}).items() if not isinstance(value, dict)}
-        if kinds and kinds != own:
-            raise CheckpointError(
-                f"the optimizer keeps {_some(sorted(own)) or 'nothing'} for {name}, but {_some(sorted(kinds))} was"
-                f" saved: {_AS_SAVED}"
-            )
     groups: list[dict[str, Any]] = []
-    for i, group in enumerate(state["param_groups"]):
+    for i, own in enumerate(optimizer.param_groups):
         # By what was saved: user code may have put more into a group while it trained.
-        places = {setting: f"{optimizer_key(index)}.param_groups.{i}.{setting}" for setting in settings[i] - {"params"}}
-        flat = {setting: entries[place] for setting, place in places.items() if place in entries}
-        values = {
-            s: None if entry is None else torch.empty(entry.size(), dtype=entry.dtype) for s, entry in flat.items()
-        }
-        groups.append({**{setting: group[setting] for setting in places.keys() & group.keys()}, **values})
-    return {
-        "state": {name: state["state"][name] for name, kinds in found.items() if kinds},
-        "param_groups": groups,
-    }
+        places = {setting: f"{start}param_groups.{i}.{setting}" for setting in settings[i] - {"params"}}
+        values = {setting: _empty(entries[place]) for setting, place in places.items() if place in entries}
+        groups.append({**{setting: own[setting] for setting in places.keys() & own.keys()}, **values})
+    return {"state": state, "param_groups": groups}
+
+
+def _empty(entry: Tensor | None) -> Tensor | None:
+    return None if entry is None else torch.empty(entry.size(), dtype=entry.dtype)
 
 
 def _some(names: list[str]) -> str:
