@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_automodel import report_page
 from lightning_automodel.advice import summary
 from lightning_automodel.callbacks import StepMonitor
-from lightning_automodel.checkpoint import atomic, paths
+from lightning_automodel.checkpoint import paths
 from lightning_automodel.strategy import AutomodelStrategy
 
 
@@ -128,7 +128,7 @@ def _write_atomically(page: str, path: str) -> None:
         return
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(atomic.temporary_name())
+    temporary = target.with_name(paths.temporary_name())
     try:
         temporary.write_text(page, encoding="utf-8")
         os.replace(temporary, target)

@@ -475,7 +475,6 @@ class AutomodelStrategy(ParallelStrategy):
         if fitting:
             if self._resume is not None:
                 self._resume.close()
-            self._checkpoints.check_savable(trainer)
             self._resume = Resume(
                 trainer,
                 self.root_device,

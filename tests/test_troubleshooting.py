@@ -33,7 +33,6 @@ NOT_MESSAGES = {
     "got mixed torch.Tensor and DTensor": "torch's own message, which ours explains",
     "out of bounds for storage of size 0": "torch's own message, which ours explains",
     "You're resuming from a checkpoint that ended before the epoch ended": "Lightning's own warning, which is filtered",
-    "This directory is one checkpoint, saved by lightning_automodel": "the README of a directory of shards",
     "one rank gathers nothing": "in describe()",
     "auto: 1 on CPU, where FSDP2 by itself waits for each all-gather": "in describe()",
     "auto: unchanged, as the model was sharded before": "in describe()",

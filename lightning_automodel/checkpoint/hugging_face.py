@@ -9,7 +9,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.checkpoint import atomic, paths
+from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
 from lightning_automodel.checkpoint.reading import open_checkpoint
 from lightning_automodel.checkpoint.state_dict import model_state
@@ -31,15 +30,7 @@ KEY = "hugging_face"
 """Key of the list of descriptions in a checkpoint."""
 
 Description = dict[str, Any]
-"""Description of one model, plain data.
-
-- ``prefix``: of its names in the LightningModule, with a dot at the end
-- ``class``: name of its class
-- ``config``, and ``generation_config`` if it has one: content of the JSON files
-- ``tied``: names below ``prefix`` of parameters that ``from_pretrained`` sets from others
-- ``peft``, if it has adapters: their ``config``, and ``names``: from names in an adapter file to names below ``prefix``
-"""
-
+"""Description of one model, plain data, as :func:`_described` makes it."""
 
 _PATIENCE = timedelta(minutes=30)  # the default of torch's process groups
 
@@ -66,10 +57,10 @@ def _described(prefix: str, model: Any) -> Description:
     # FSDP2 gives each module that it shards a subclass of its class, with this prefix in its name.
     name = type(base).__name__.removeprefix("FSDP")
     described: Description = {
-        "prefix": prefix,
+        "prefix": prefix,  # of its names in the LightningModule, with a dot at the end
         "class": name,
         "config": {**_plain(base.config), "architectures": [name]},
-        "tied": _tied(base),
+        "tied": _tied(base),  # names below the prefix of parameters that from_pretrained sets from others
     }
     if callable(getattr(getattr(base, "generation_config", None), "to_dict", None)):
         described["generation_config"] = _plain(base.generation_config)
@@ -101,7 +92,7 @@ def _tied(model: nn.Module) -> list[str]:
 
 
 def _adapters(model: Any) -> dict[str, Any]:
-    """Describe the active adapter. PEFT itself says which entries belong to it, and their names in a file."""
+    """Describe the active adapter. PEFT itself says its entries, and their names in a file, which lead to ours."""
     from_transformers = not hasattr(model, "get_base_model")
     adapter = model.active_adapters()[0] if from_transformers else model.active_adapter
     config = model.peft_config[adapter]
@@ -120,7 +111,7 @@ def _adapters(model: Any) -> dict[str, Any]:
     }
 
 
-# --- Exporting ---
+# --- Exporting -----------------------------------------------------------------------------------------------------
 
 
 def export_hugging_face(
@@ -137,7 +128,7 @@ def export_hugging_face(
     A collective over the default group, if there is one: every rank must call it, with the same arguments, between two
     optimizer steps (in a callback's hook, or after ``fit``, ``validate`` or ``test``). Tensors are gathered one by one
     and written by rank 0, which holds the whole model in host memory. If it fails to write, all raise and nothing is
-    left. A tokenizer that is an attribute of ``module`` is written too.
+    left.
 
     Args:
         module: The LightningModule, or any module with Hugging Face models in it, sharded or not.
@@ -155,28 +146,24 @@ def export_hugging_face(
     what, is_writer = f"Cannot export to {path}", group_rank() == 0
     state = {name: value.detach() for name, value in model_state(module).items() if isinstance(value, Tensor)}
     with on_every_rank(what):
-        plan = _planned(state, describe_models(module).get(KEY, []), adapter_only, prefix)
+        sources, texts = _planned(state, describe_models(module).get(KEY, []), adapter_only, prefix)
         if is_writer:
             paths.new_local_target(path)
     tensors: dict[str, Tensor] = {}
-    for name, source in plan.sources.items():
+    for name, source in sources.items():
         tensor = _cast(state[source], dtype)
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if is_writer:
             tensors[name] = whole.to("cpu", copy=True)  # of two that share memory, only one would be written
     with on_every_rank(what):
         if is_writer:
-            tokenizers = [
-                each for each in vars(module).values() if hasattr(each, "save_pretrained") and hasattr(each, "decode")
-            ]
-            _write(path, tensors, plan, max_shard_size, tokenizers)
+            _write(path, tensors, texts, max_shard_size)
 
 
 def export_checkpoint(
     path: str,
     out: str,
     weights_only: bool | None,
-    *,
     max_shard_size: str | int,
     dtype: torch.dtype | None,
     adapter_only: bool,
@@ -189,42 +176,32 @@ def export_checkpoint(
     saved, what = open_checkpoint(path, weights_only), f"Cannot export to {out}"
     with on_this_rank(what):
         entries = {name: entry for name, entry in saved.model.items() if entry is not None}
-        plan = _planned(entries, saved.rest.get(KEY, []), adapter_only, prefix)
+        sources, texts = _planned(entries, saved.rest.get(KEY, []), adapter_only, prefix)
         paths.new_local_target(out)
-    found = saved.read_model(plan.sources.values())
+    found = saved.read_model(sources.values())
     with on_this_rank(what):
-        tensors = {name: _cast(found[source], dtype) for name, source in plan.sources.items()}
-        _write(out, tensors, plan, max_shard_size, [])
+        tensors = {name: _cast(found[source], dtype) for name, source in sources.items()}
+        _write(out, tensors, texts, max_shard_size)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What to write: names in the LightningModule by exported name, and for JSON files their content."""
-
-    sources: dict[str, str]
-    texts: dict[str, dict[str, Any]]
-
-
 def _write(
-    path: str | Path, tensors: dict[str, Tensor], plan: _Plan, max_shard_size: str | int, tokenizers: list[Any]
+    path: str | Path, tensors: dict[str, Tensor], texts: dict[str, dict[str, Any]], max_shard_size: str | int
 ) -> None:
     try:
         from huggingface_hub import save_torch_state_dict
     except ModuleNotFoundError as error:
         raise CheckpointError(f"exporting needs {error.name}: pip install 'lightning-automodel[export]'") from error
-    is_adapter = "adapter_config.json" in plan.texts
-    if "config.json" in plan.texts and (
-        dtypes := [each.dtype for each in tensors.values() if each.is_floating_point()]
-    ):
-        config = plan.texts["config.json"]
+    is_adapter = "adapter_config.json" in texts
+    if "config.json" in texts and (dtypes := [each.dtype for each in tensors.values() if each.is_floating_point()]):
+        config = texts["config.json"]
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[key] = str(Counter(dtypes).most_common(1)[0][0]).removeprefix("torch.")
     target = paths.new_local_target(path)
-    folder = target.with_name(atomic.temporary_name())
+    folder = target.with_name(paths.temporary_name())
     folder.mkdir()
     try:
         save_torch_state_dict(
@@ -233,27 +210,27 @@ def _write(
             filename_pattern=f"{'adapter_model' if is_adapter else 'model'}{{suffix}}.safetensors",
             max_shard_size=sys.maxsize if is_adapter else max_shard_size,  # PEFT reads one file
         )
-        for name, content in plan.texts.items():
+        for name, content in texts.items():
             (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-        for tokenizer in tokenizers:
-            tokenizer.save_pretrained(folder)
         for file in folder.iterdir():
-            atomic.sync(file)
-        atomic.replace(folder, target)
+            paths.sync(file)
+        paths.replace(folder, target)
     except BaseException:
-        atomic.discard(folder)
+        paths.discard(folder)
         raise
 
 
-def _planned(tensors: Mapping[str, Tensor], models: list[Description], adapter_only: bool, prefix: str | None) -> _Plan:
-    """Plan the files for ``tensors``, the state (perhaps without values) of a module with these ``models``."""
+def _planned(
+    tensors: Mapping[str, Tensor], models: list[Description], adapter_only: bool, prefix: str | None
+) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    """What to write of a module's state: its names in ``tensors`` by exported name, and the content of JSON files."""
     model, prefix = _chosen(tensors, models, prefix)
     adapters: dict[str, Any] = {} if model is None else model.get("peft", {})
     if adapter_only:
         if not adapters.get("names"):
             raise CheckpointError(f"{prefix} has no PEFT adapters: export it without adapter_only")
         sources = {name: f"{prefix}{source}" for name, source in adapters["names"].items()}
-        return _Plan(sources, {"adapter_config.json": adapters["config"]})
+        return sources, {"adapter_config.json": adapters["config"]}
     if model is not None and adapters:
         raise CheckpointError(
             f"{prefix} is a {model['class']} with PEFT adapters, which from_pretrained would not read as one model:"
@@ -265,11 +242,11 @@ def _planned(tensors: Mapping[str, Tensor], models: list[Description], adapter_o
             f"no tensor's name begins with {prefix!r}; there are, for example, {', '.join(list(tensors)[:3])}"
         )
     if model is None:
-        return _Plan(sources, {})
+        return sources, {}
     texts = {"config.json": dict(model["config"])}
     if "generation_config" in model:
         texts["generation_config.json"] = model["generation_config"]
-    return _Plan({name: source for name, source in sources.items() if name not in model["tied"]}, texts)
+    return {name: source for name, source in sources.items() if name not in model["tied"]}, texts
 
 
 def _chosen(

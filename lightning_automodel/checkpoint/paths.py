@@ -1,13 +1,22 @@
-"""Paths of checkpoints: local ones, which are replaced by renaming, and URLs that fsspec knows."""
+"""Paths of checkpoints: URLs that fsspec knows, and local ones, where a checkpoint appears whole.
 
+It is written beside its target under a temporary name, then renamed to it. What has a temporary name is never taken for
+a checkpoint. So a crash leaves the old checkpoint or the new one.
+"""
+
+import os
+import shutil
+import uuid
 from pathlib import Path
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_automodel.checkpoint import atomic
 from lightning_automodel.checkpoint.errors import CheckpointError
+
+TEMPORARY = ".unfinished-"
+"""Prefix of the names of directories and files that are being written or removed."""
 
 _OF_CHECKPOINTS = (".metadata", "meta.pt")
 """Files that show that a directory holds shards, this package's or another's, even if some are missing."""
@@ -38,11 +47,7 @@ def is_directory(path: str) -> bool:
 
 
 def member(folder: str, name: str) -> str:
-    """Path of the file or folder ``name`` directly in ``folder``.
-
-    Names come from files that anybody may have written: :class:`CheckpointError` if it would lead elsewhere, on any
-    operating system.
-    """
+    """Path of ``name`` directly in ``folder``; CheckpointError if a file that anybody wrote names another place."""
     if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
         raise CheckpointError(f"it refers to {name!r}, which is not the name of a file in the checkpoint")
     return f"{folder}/{name}"
@@ -75,7 +80,7 @@ def write_file(path: str, content: bytes) -> None:
     filesystem, place = url_to_fs(path)
     filesystem.pipe_file(place, content)
     if is_local(path):
-        atomic.sync(place)
+        sync(place)
 
 
 def prepare_place(path: str) -> str:
@@ -92,8 +97,8 @@ def prepare_place(path: str) -> str:
     if above:
         filesystem.makedirs(above, exist_ok=True)
     if not is_local(path):
-        return f"{path}/{atomic.temporary_name()}"
-    for leftover in Path(path).parent.glob(f"{atomic.TEMPORARY}*"):
+        return f"{path}/{temporary_name()}"
+    for leftover in Path(path).parent.glob(f"{TEMPORARY}*"):
         rank_zero_warn(f"{leftover} was left by a save that did not end: remove it, unless another run is writing it.")
     names = sorted(each.name for each in Path(path).iterdir()) if Path(path).is_dir() else []
     is_checkpoint = any(name in _OF_CHECKPOINTS or name.endswith(".distcp") for name in names)
@@ -102,7 +107,7 @@ def prepare_place(path: str) -> str:
             f"it is a directory, but not a checkpoint (it holds {names[0]}), and saving would replace it: choose"
             f" another path, such as {path}/last.ckpt"
         )
-    return f"{above}/{atomic.temporary_name()}"
+    return f"{above}/{temporary_name()}"
 
 
 def new_local_target(path: str | Path) -> Path:
@@ -119,8 +124,64 @@ def new_local_target(path: str | Path) -> Path:
 def remove(path: str) -> None:
     """Remove a checkpoint, a directory or a file, so that no part of it is ever taken for one. Called by one rank."""
     if is_local(path):
-        atomic.remove(Path(path))
+        if os.path.lexists(path):
+            aside = Path(path).with_name(temporary_name())
+            os.rename(path, aside)
+            discard(aside)
         return
     filesystem, place = url_to_fs(path)
     if filesystem.exists(place):
         filesystem.rm(place, recursive=True)
+
+
+def temporary_name() -> str:
+    """A new name for what is about to be written or removed."""
+    return f"{TEMPORARY}{uuid.uuid4().hex}"
+
+
+def replace(temporary: Path, target: Path) -> None:
+    """Rename ``temporary`` to ``target``, in the same directory; then remove what was there.
+
+    Called by one rank, when the content of ``temporary`` is on disk. Files and links are replaced in one step. A
+    directory is renamed first: a crash before the second renaming leaves it whole, under a name that begins and ends
+    like the old one, so that ``ckpt_path="last"`` finds it.
+    """
+    aside = None
+    if _is_folder(temporary):
+        sync(temporary)
+    if (_is_folder(temporary) and os.path.lexists(target)) or _is_folder(target):  # os.replace would refuse
+        aside = target.with_name(f"{target.stem}.replaced-{uuid.uuid4().hex}{target.suffix}")
+        os.rename(target, aside)
+    os.replace(temporary, target)
+    sync(target.parent)
+    if aside is not None:
+        remove(str(aside))
+
+
+def link(target: Path, name: Path) -> None:
+    """Make ``name`` a link to ``target``, whatever it was before. Called by one rank."""
+    if target.absolute() != name.absolute():
+        temporary = name.with_name(temporary_name())
+        os.symlink(os.path.relpath(target, name.parent), temporary)
+        replace(temporary, name)
+
+
+def discard(path: Path) -> None:
+    """Remove a file or directory that is not a checkpoint, or no longer one, if it exists."""
+    if _is_folder(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def sync(path: str | Path) -> None:
+    """Wait until the content of a file, or the names in a directory, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -29,10 +29,7 @@ def open_checkpoint(path: str, weights_only: bool | None, reads_content: bool = 
 
 @cache
 def load_directories() -> None:
-    """Patch ``load_from_checkpoint`` of LightningModules and LightningDataModules to take directories of shards too.
-
-    Lightning (2.6) has no setting for it. Anything else is loaded by its own function. A second call does nothing.
-    """
+    """Patch Lightning's ``load_from_checkpoint``, which has no setting for it, to take directories of shards too."""
     load = lightning_internals.saving.pl_load
 
     @wraps(load)

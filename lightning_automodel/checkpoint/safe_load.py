@@ -63,12 +63,5 @@ class MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
         if module == "torch.serialization" and name.lstrip("_") == "get_layout":
-            return _layout
+            return {str(each): each for each in vars(torch).values() if isinstance(each, torch.layout)}.__getitem__
         raise CheckpointError(f".metadata names {module}.{name}, which is not a class that describes shards")
-
-
-def _layout(name: str) -> torch.layout:
-    layout = getattr(torch, name.removeprefix("torch."))
-    if not isinstance(layout, torch.layout):
-        raise TypeError(f"{name} is not a layout")
-    return layout

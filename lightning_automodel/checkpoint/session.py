@@ -13,20 +13,17 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from torch import nn
 from torch.optim import Optimizer
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.checkpoint import atomic, paths, state_dict
+from lightning_automodel.checkpoint import paths, single_file, state_dict
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.saver import prepare_file, prepare_shards
-from lightning_automodel.checkpoint.sharded import ShardDirectory
-from lightning_automodel.checkpoint.single_file import FileCheckpointIO, WholeCheckpoint, fill_module, load_file
+from lightning_automodel.checkpoint.sharded import ShardDirectory, prepare_shards
+from lightning_automodel.checkpoint.single_file import WholeCheckpoint, fill_module, load_file, prepare_file
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import weight_averaging
-from lightning_automodel.sharding.units import is_sharded
 
 log = logging.getLogger(__name__)
 
@@ -73,18 +70,6 @@ class RunCheckpoints:
     def _is_pending(self, path: str | Path) -> bool:
         return paths.normalize(path) == self._pending_path
 
-    def check_savable(self, trainer: "pl.Trainer") -> None:
-        """Raise CheckpointError now if hyperparameters that a ``ModelCheckpoint`` will save hold a sharded module."""
-        if not (self.is_sharded and trainer.checkpoint_callbacks):
-            return
-        for owner in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
-            for name, value in owner.hparams.items() if owner is not None else ():
-                if isinstance(value, nn.Module) and is_sharded(value):
-                    raise CheckpointError(
-                        f'hyper_parameters["{name}"] of the checkpoint is a sharded module, which cannot be saved: call'
-                        f' self.save_hyperparameters(ignore=["{name}"])'
-                    )
-
     # --- Saving -------------------------------------------------------------------------------------------------------
 
     def save(
@@ -120,8 +105,7 @@ class RunCheckpoints:
                 rest = {key: value for key, value in checkpoint.items() if key != state_dict.MODEL}
                 checkpoint[state_dict.SHARDED_STATES] = state_dict.sharded_states(rest)
                 checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
-            save_file = partial(_files_by(io).save_checkpoint, storage_options=storage_options)
-            write = prepare_file(checkpoint, target, save_file, copy=in_background)
+            write = prepare_file(checkpoint, target, _file_saver(io, storage_options), copy=in_background)
         self._defers = goes_on
         if in_background:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -145,7 +129,7 @@ class RunCheckpoints:
         elif group_rank() == 0:
             target = paths.normalize(path)
             paths.prepare_place(target)
-            _files_by(io).save_checkpoint(checkpoint, target)
+            _file_saver(io)(checkpoint, target)
 
     def _background_group(self) -> dist.ProcessGroup | None:
         """A gloo group that training does not use, so that collectives of two threads do not mix."""
@@ -158,14 +142,15 @@ class RunCheckpoints:
 
     def remove(self, path: str | Path, io: CheckpointIO) -> None:
         """Remove a checkpoint on rank 0, once the one that replaces it is on disk. Not a collective."""
-        self._deferred.append(partial(_files_by(io).remove_checkpoint, paths.normalize(path)))
+        remove = paths.remove if self.as_directory or type(io) is TorchCheckpointIO else io.remove_checkpoint
+        self._deferred.append(partial(remove, paths.normalize(path)))
         if not self._defers:
             self._finish()
 
     def _link(self, path: str, link: str) -> None:
         """Link ``link`` to the checkpoint at ``path``, on rank 0, once the checkpoint is on disk. Not a collective."""
         # Before removals: until links lead to the new checkpoint, the old one is the newest.
-        self._deferred.insert(0, partial(atomic.link, Path(path), Path(link)))
+        self._deferred.insert(0, partial(paths.link, Path(path), Path(link)))
         if not self._defers:
             self._finish()
 
@@ -175,10 +160,7 @@ class RunCheckpoints:
             self._finish()
 
     def _finish(self) -> None:
-        """Wait for the pending save, then link and remove what waits for it. Raises CheckpointError if it failed.
-
-        Not a collective, but every rank learns of a failure, from its thread that writes.
-        """
+        """Wait for the pending save, or raise its CheckpointError, on every rank; then link and remove what waits."""
         pending, self._pending = self._pending, None
         deferred, self._deferred = self._deferred, []
         if pending is not None:
@@ -222,7 +204,7 @@ class RunCheckpoints:
         the first rank of each node compares the content with its checksums.
         """
         self._path, self._opened = paths.normalize(collectives.broadcast_object(path, 0)), None
-        what, files, is_directory = f"Cannot load {self._path}", _files_by(io), False
+        what, is_directory = f"Cannot load {self._path}", False
         with on_every_rank(what):
             is_directory = paths.is_directory(self._path)
         # A rank that sees no directory where others do fails, and they learn of it: either way opens with one exchange.
@@ -231,10 +213,10 @@ class RunCheckpoints:
             loaded = self._opened.rest
         else:
             with on_every_rank(what):
-                if isinstance(files, FileCheckpointIO):
+                if type(io) is TorchCheckpointIO:
                     loaded = load_file(self._path, weights_only, reads_content=is_first_on_node)
                 else:
-                    loaded = files.load_checkpoint(self._path, weights_only=weights_only)
+                    loaded = io.load_checkpoint(self._path, weights_only=weights_only)
         if len(moments := set(collectives.gather_objects((loaded.get("epoch"), loaded.get("global_step"))))) > 1:
             raise CheckpointError(
                 f"{what}: ranks have read different checkpoints there (epoch and step"
@@ -269,6 +251,8 @@ class RunCheckpoints:
             checkpoint[state_dict.MODEL] = own
 
 
-def _files_by(io: CheckpointIO) -> CheckpointIO:
-    """The plugin to use for files: the Trainer's, or ours if the Trainer has Lightning's default."""
-    return FileCheckpointIO() if type(io) is TorchCheckpointIO else io
+def _file_saver(io: CheckpointIO, storage_options: Any | None = None) -> Callable[[dict[str, Any], str], None]:
+    """What writes a file: the Trainer's plugin, or this package if that is Lightning's default."""
+    if type(io) is TorchCheckpointIO:
+        return single_file.save_file
+    return partial(io.save_checkpoint, storage_options=storage_options)

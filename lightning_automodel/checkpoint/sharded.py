@@ -10,6 +10,7 @@ import itertools
 import json
 import warnings
 import zlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
+from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
@@ -27,11 +29,13 @@ from torch.utils.serialization import config as serialization_config
 from typing_extensions import override
 
 from lightning_automodel import torch_internals
-from lightning_automodel.checkpoint import atomic, paths
+from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
 from lightning_automodel.checkpoint.safe_load import MetadataUnpickler, load_plain_data
 from lightning_automodel.checkpoint.single_file import check_content
-from lightning_automodel.checkpoint.state_dict import EXTRA_STATE, MODEL, Saved
+from lightning_automodel.checkpoint.state_dict import EXTRA_STATE, MODEL, Saved, copied, optimizer_key, split_shards
+from lightning_automodel.distributed import collectives
+from lightning_automodel.distributed.process_group import group_rank
 
 REST = "meta.pt"
 """File of everything besides shards (loops, callbacks, hyperparameters), in Lightning's strategies too."""
@@ -40,30 +44,15 @@ MANIFEST = "manifest.json"
 """File that says which folder within the directory holds the others, and the checksum of ``.metadata``."""
 
 METADATA = ".metadata"
-
-README = "README.txt"
-README_TEXT = """\
-This directory is one checkpoint, saved by lightning_automodel. torch.load reads files, not directories.
-
-    trainer.fit(module, ckpt_path="THIS_DIRECTORY")
-    MyModule.load_from_checkpoint("THIS_DIRECTORY")  # where lightning_automodel is imported
-    python -m lightning_automodel.checkpoint consolidate THIS_DIRECTORY one.ckpt  # for torch.load
-    python -m lightning_automodel.checkpoint export THIS_DIRECTORY model/         # for from_pretrained
-"""
-
 _FORMAT = "lightning_automodel checkpoint, version 2"
 
 
 class ShardWriter(torch_internals.FsspecWriter):
-    """Writes one directory, which appears when it is complete; for ``dcp.save``.
+    """Writes the directory ``target``, which appears when it is complete; for ``dcp.save``.
 
-    Every rank makes one for each save. A local directory is written beside its target and then renamed. Elsewhere
-    nothing can be renamed in one step: there the manifest, one object, says which folder within the directory is valid.
-
-    Args:
-        target: Path of the directory.
-        folder: Where the files are written; rank 0 has chosen it for all (:func:`.paths.prepare_place`).
-        rest: Content of ``meta.pt``, which the coordinator writes.
+    Every rank makes one for each save, with the same ``folder`` for the files (:func:`.paths.prepare_place`). A local
+    one is then renamed. Elsewhere nothing can be renamed in one step: there the manifest, one object, says which folder
+    within the directory is valid.
     """
 
     def __init__(self, target: str, folder: str, rest: bytes) -> None:
@@ -76,7 +65,7 @@ class ShardWriter(torch_internals.FsspecWriter):
             written = super().write_data(plan, planner)
         if paths.is_local(self._folder):
             for name in {each.storage_data.relative_path for each in written.wait()}:
-                atomic.sync(f"{self._folder}/{name}")
+                paths.sync(f"{self._folder}/{name}")
         return written
 
     @override
@@ -88,18 +77,65 @@ class ShardWriter(torch_internals.FsspecWriter):
         table = f"{self._folder}/{METADATA}"
         manifest = {"format": _FORMAT, "folder": within, "crc32": _checksum(paths.read_file(table))}
         paths.write_file(f"{self._folder}/{REST}", self._rest)
-        paths.write_file(f"{top}/{README}", README_TEXT.encode())
         # Last: elsewhere than on a local disk, this makes the new files the checkpoint.
         paths.write_file(f"{top}/{MANIFEST}", json.dumps(manifest, indent=1).encode())
         if is_local:
-            atomic.sync(table)
-            atomic.replace(Path(self._folder), Path(self._target))
+            paths.sync(table)
+            paths.replace(Path(self._folder), Path(self._target))
             return
         filesystem, place = url_to_fs(self._target)
         for path in filesystem.ls(place, detail=False):
             name = path.rstrip("/").rpartition("/")[2]
-            if name != within and name.startswith(atomic.TEMPORARY):
+            if name != within and name.startswith(paths.TEMPORARY):
                 filesystem.rm(path, recursive=True)
+
+
+def prepare_shards(
+    checkpoint: dict[str, Any], path: str, copy: bool = False
+) -> Callable[[dist.ProcessGroup | None], None]:
+    """Prepare a directory: shards of model and optimizers by every rank, the rest by rank 0. A collective.
+
+    Returns a function that writes it, at once or in the background: a collective over its group (None: the default
+    one). If any rank fails, all raise :class:`CheckpointError`, and the older checkpoint is unchanged.
+
+    Args:
+        checkpoint: Lightning's checkpoint, with shards instead of whole tensors; states are popped from it.
+        path: Path of the checkpoint, the same on every rank.
+        copy: Whether the state is copied to host memory, so that it may change before it is written.
+    """
+    what = f"Cannot save {path}"
+    shards, rest = _take_shards(checkpoint)
+    folder, content = "", io.BytesIO()
+    with on_every_rank(what):
+        if group_rank() == 0:
+            torch.save(rest, content)
+            folder = paths.prepare_place(path)
+    # The folder's name is random, and all ranks write into it.
+    folder = collectives.broadcast_object(folder, 0)
+    writer = ShardWriter(path, folder, content.getvalue())
+    staged = copied(shards) if copy else shards
+
+    def write(group: dist.ProcessGroup | None) -> None:
+        try:
+            with on_this_rank(what):
+                dcp.save(staged, storage_writer=writer, process_group=group)
+        except BaseException:
+            if group_rank() == 0:
+                paths.remove(folder)
+            raise
+
+    return write
+
+
+def _take_shards(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Shards by place, and the rest of ``checkpoint``, from which the states of model and optimizers are popped."""
+    of_model: dict[str, Any] = checkpoint.pop(MODEL)
+    objects = {name: of_model.pop(name) for name in list(of_model) if not isinstance(of_model[name], Tensor)}
+    shards = {MODEL: of_model}
+    for index, state in enumerate(filter(None, checkpoint.pop("optimizer_states", []))):
+        shards[optimizer_key(index)] = state
+    rest, others = split_shards(checkpoint, of_model.keys())
+    return {**shards, **others}, {**rest, EXTRA_STATE: objects} if objects else rest
 
 
 class ShardDirectory(Saved):
@@ -184,10 +220,7 @@ class ShardDirectory(Saved):
                     check_content(io.BytesIO(file.read(length)), name)
 
     def _check_unreplaced(self) -> None:
-        """Raise CheckpointError if another checkpoint has replaced this one, as happens to a run's ``last.ckpt``.
-
-        Entries have the same names and sizes from save to save: a newer save would go unnoticed.
-        """
+        """Raise CheckpointError if a newer save has replaced this one: its entries have the same names and sizes."""
         if _manifest(self.path) != self._manifest:
             raise CheckpointError("another checkpoint took its place while it was read: load it again")
 
@@ -205,7 +238,7 @@ class _Reader(torch_internals.FsspecReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Refuses objects that are not plain data, which torch's own planner would load with ``weights_only=False``."""
+    """Refuses objects that are not plain data, which torch's own planner would load."""
 
     def __init__(self, weights_only: bool) -> None:
         super().__init__()
@@ -258,5 +291,4 @@ def _open_table(path: str, manifest: bytes | None) -> tuple[str, Metadata]:
 
 
 def _checksum(content: bytes) -> str:
-    """CRC-32, eight hexadecimal digits."""
     return f"{zlib.crc32(content):08x}"

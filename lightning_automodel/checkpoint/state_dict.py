@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -15,10 +16,7 @@ from lightning_automodel.sharding.param_names import without_wrappers
 MODEL = "state_dict"
 
 EXTRA_STATE = "lightning_automodel_extra_state"
-"""Key in ``meta.pt`` of the non-tensors in the model's state (``get_extra_state``), by name.
-
-torch.distributed.checkpoint keeps them too, but flattens dicts and loses empty ones.
-"""
+"""Key in ``meta.pt`` of the model's non-tensors (``get_extra_state``): torch would flatten dicts, lose empty ones."""
 
 SHARDED_STATES = "lightning_automodel_shards"
 """Key in one file of a list: the places of its dicts whose tensors were sharded when it was saved."""
@@ -73,21 +71,35 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def whole(state: Any, keep: bool) -> Any:
-    """``state``, nested dicts and lists, with whole tensors on the CPU. Every rank must call it if any is sharded.
+    """``state``, nested collections, with whole tensors on the CPU. Every rank must call it if any is sharded.
 
     Gathers one tensor at a time: besides the shards, a rank holds one whole tensor on its device. A rank with ``keep``
-    also holds the whole state in host memory; the others get empty dicts and lists.
+    also holds the whole state in host memory; the others get an empty dict.
     """
-    if isinstance(state, Mapping):
-        gathered = {name: whole(value, keep) for name, value in state.items()}
-        return gathered if keep else {}
-    if isinstance(state, list) or (isinstance(state, tuple) and any(isinstance(each, DTensor) for each in state)):
-        listed = [whole(value, keep) for value in state]
-        return (tuple(listed) if isinstance(state, tuple) else listed) if keep else []
-    tensor = state.full_tensor() if isinstance(state, DTensor) else state
-    if not keep:
-        return None
-    return tensor.cpu() if isinstance(tensor, Tensor) and not tensor.is_meta else tensor
+
+    def gathered(tensor: Tensor) -> Tensor | None:
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return None if not keep else tensor if tensor.is_meta else tensor.cpu()
+
+    found = apply_to_collection(state, Tensor, gathered, allow_frozen=True)
+    return found if keep else {}
+
+
+def copied(states: dict[str, Any]) -> dict[str, Any]:
+    """A copy of ``states`` in host memory, which training does not change.
+
+    torch's ``DefaultStager`` (2.13 to 2.15) loses that a tensor is a conjugate or negative view of its storage, and
+    cannot copy tensors without a storage or quantised ones.
+    """
+    found = apply_to_collection(
+        states,
+        Tensor,
+        lambda each: each if each.is_meta else each.detach().to("cpu", copy=True, non_blocking=True),
+        allow_frozen=True,
+    )
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return found
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -115,10 +127,7 @@ def by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def has_state(state: Mapping[str, Any]) -> bool:
-    """Whether ``state``, the state dict of an optimizer, has torch's form.
-
-    Lightning's stand-in for an optimizer, where ``configure_optimizers`` returns None, has an empty one.
-    """
+    """Whether an optimizer's state dict has torch's form. That of Lightning's stand-in for no optimizer is empty."""
     return "param_groups" in state
 
 
@@ -224,14 +233,7 @@ def _optimizer_targets(
             group, setting, *_ = within.split(".")
             settings.setdefault(int(group), set()).add(setting)
         elif name in parameters:
-            entry = entries[f"{start}{place}"]
-            is_like = entry is not None and entry.dim() > 0 and entry.size() == parameters[name].size()
-            target = (
-                torch.empty_like(parameters[name], dtype=entry.dtype)
-                if entry is not None and is_like
-                else _empty(entry)
-            )
-            state.setdefault(name, {})[kind] = target
+            state.setdefault(name, {})[kind] = _empty(entries[f"{start}{place}"], like=parameters[name])
         elif name.rpartition(".")[0] in parameters:
             raise CheckpointError(f"optimizer {index} keeps a dict for {name}, which cannot be loaded into shards")
     if not settings:
@@ -246,8 +248,12 @@ def _optimizer_targets(
     return {"state": state, "param_groups": groups}
 
 
-def _empty(entry: Tensor | None) -> Tensor | None:
-    return None if entry is None else torch.empty(entry.size(), dtype=entry.dtype)
+def _empty(entry: Tensor | None, like: Tensor | None = None) -> Tensor | None:
+    if entry is None:
+        return None
+    if like is not None and entry.dim() and entry.size() == like.size():
+        return torch.empty_like(like, dtype=entry.dtype)
+    return torch.empty(entry.size(), dtype=entry.dtype)
 
 
 def _some(names: list[str]) -> str:
@@ -275,18 +281,17 @@ def split_shards(tree: dict[str, Any], names: Collection[str]) -> tuple[dict[str
 
     Raises ValueError if there are shards in a list, or under names that are not in the model's state's ``names``.
     """
-    rest, shards, sharded = _with_own_dicts(tree), {}, sharded_states(tree)
+    rest, shards = _with_own_dicts(tree), dict[str, Any]()
     for place, each in [("", rest), *dicts_in(rest)]:
-        for key, value in each.items():
-            if isinstance(value, (list, tuple)) and any(isinstance(leaf, DTensor) for leaf in value):
-                raise ValueError(f"The checkpoint's {f'{place}/{key}'.strip('/')} is a list of shards, {_NOT_LOADABLE}")
-        if place in sharded:
+        listed = [leaf for value in each.values() if isinstance(value, (list, tuple)) for leaf in value]
+        if any(isinstance(leaf, DTensor) for leaf in each.values()):
             shards[place] = {name: each.pop(name) for name, leaf in list(each.items()) if isinstance(leaf, Tensor)}
-            if unknown := [name for name in shards[place] if name not in names]:
-                raise ValueError(
-                    f"The checkpoint's {place} holds shards beside {unknown[0]!r}, which is not an entry of the"
-                    f" model's state dict, {_NOT_LOADABLE}"
-                )
+        if any(isinstance(leaf, DTensor) for leaf in listed) or not set(names).issuperset(shards.get(place, ())):
+            raise ValueError(
+                f"The checkpoint's {place or 'top level'} holds shards in a list, or beside names that are not in the"
+                " model's state dict, so that they could not be loaded again: save shards in a dict under the names of"
+                " the parameters that they belong to, or tensor.full_tensor(), called on every rank."
+            )
     return rest, shards
 
 
@@ -294,23 +299,13 @@ def _with_own_dicts(tree: dict[str, Any]) -> dict[str, Any]:
     return {key: _with_own_dicts(value) if isinstance(value, dict) else value for key, value in tree.items()}
 
 
-_NOT_LOADABLE = (
-    "so that they could not be loaded again: save shards in a dict under the names of the parameters that they belong"
-    " to, or tensor.full_tensor(), called on every rank."
-)
-
-
 def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, Any]) -> None:
-    """Put sharded states back into ``tree``, part of ``saved.rest``: the inverse of :func:`split_shards`. A collective.
-
-    ``model_state`` gives shapes and sharding.
-    """
+    """Put sharded states back into ``tree``, a part of ``saved.rest``, sharded like ``model_state``. A collective."""
     for place, each in dicts_in(tree):
-        entries = {name: saved.entries.get(f"{place}.{name}") for name in model_state}
         shards = {
-            name: torch.empty_like(model_state[name], dtype=entry.dtype)
-            for name, entry in entries.items()
-            if entry is not None
+            name: torch.empty_like(own, dtype=entry.dtype)
+            for name, own in model_state.items()
+            if (entry := saved.entries.get(f"{place}.{name}")) is not None
         }
         if shards:
             saved.read_into({place: shards})

@@ -50,20 +50,9 @@ class ExportsAtTheEnd(Callback):
         export_hugging_face(pl_module, self.path, **self.options)
 
 
-class Tokenizer:
-    """What of a tokenizer an export uses."""
-
-    def decode(self, ids: list[int]) -> str:
-        return str(ids)
-
-    def save_pretrained(self, folder: Path) -> None:
-        (folder / "tokenizer.json").write_text("{}")
-
-
 def _train(options: dict[str, Any], make_model: Any, folder: str, **export_options: Any) -> dict[str, Tensor]:
     """Train a step, export `live` and save `run.ckpt`; whole weights."""
     module = OwnLoss(make_model())
-    module.tokenizer = Tokenizer()
     trainer = make_trainer(
         AutomodelStrategy(label_shift=1, **options),
         max_steps=1,
@@ -75,7 +64,7 @@ def _train(options: dict[str, Any], make_model: Any, folder: str, **export_optio
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "tokenizer.json"}
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
@@ -86,7 +75,6 @@ def test_from_pretrained_reads_what_was_trained(pool2: RankPool, tmp_path: Path,
     weights, same = pool2.run(_train, options, tied_llama, str(tmp_path), max_shard_size=SMALL)
     assert main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "out"), "--max-shard-size", SMALL]) == 0
     assert _contents(tmp_path / "live") == _contents(tmp_path / "out")
-    assert (tmp_path / "live" / "tokenizer.json").exists()
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
     assert "lm_head.weight" not in index["weight_map"]

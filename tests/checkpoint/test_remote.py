@@ -20,11 +20,10 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from torch import Tensor
 
-from lightning_automodel.checkpoint import CheckpointError, atomic
+from lightning_automodel.checkpoint import CheckpointError, paths
 from lightning_automodel.checkpoint.reading import open_checkpoint
-from lightning_automodel.checkpoint.saver import prepare_file, prepare_shards
-from lightning_automodel.checkpoint.sharded import README
-from lightning_automodel.checkpoint.single_file import save_file
+from lightning_automodel.checkpoint.sharded import prepare_shards
+from lightning_automodel.checkpoint.single_file import prepare_file, save_file
 from tests.checkpoint.checkpoints import fit, load_only, resume, save, uninterrupted
 from tests.checkpoint.test_damage import opened
 from tests.rank_pool import RankPool
@@ -79,8 +78,7 @@ def test_object_store(pool2: RankPool, tmp_path: Path, form: str) -> None:
     assert path.is_dir() == (form == "shards")
     if form == "shards":
         names = [each.name for each in path.iterdir()]
-        assert sum(name.startswith(atomic.TEMPORARY) for name in names) == 1
-        assert README in names
+        assert sum(name.startswith(paths.TEMPORARY) for name in names) == 1
 
 
 def _fail_to_replace(root: str) -> tuple[str, bool]:

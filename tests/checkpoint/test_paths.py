@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pytest_mock import MockerFixture
 
-from lightning_automodel.checkpoint import atomic, paths
+from lightning_automodel.checkpoint import paths
 from tests.checkpoint.checkpoints import leftovers
 
 
@@ -39,11 +39,11 @@ KINDS: dict[str, Callable[[Path, str], None]] = {"file": make_file, "directory":
 @pytest.mark.parametrize("new", KINDS)
 def test_replace(tmp_path: Path, new: str, old: str | None) -> None:
     """Whatever was there is replaced, and nothing else is left."""
-    target, staging = tmp_path / "last.ckpt", tmp_path / atomic.temporary_name()
+    target, staging = tmp_path / "last.ckpt", tmp_path / paths.temporary_name()
     if old is not None:
         KINDS[old](target, "old")
     KINDS[new](staging, "new")
-    atomic.replace(staging, target)
+    paths.replace(staging, target)
     assert content(target) == "new"
     assert not os.path.lexists(staging)
     assert leftovers(tmp_path) == []
@@ -53,12 +53,12 @@ def test_replace(tmp_path: Path, new: str, old: str | None) -> None:
 
 def test_a_crash_between_two_names_leaves_both(tmp_path: Path, mocker: MockerFixture) -> None:
     """The directory that stood there is whole, and has a name that `ckpt_path="last"` finds."""
-    target, staging = tmp_path / "last.ckpt", tmp_path / atomic.temporary_name()
+    target, staging = tmp_path / "last.ckpt", tmp_path / paths.temporary_name()
     make_directory(target, "old")
     make_directory(staging, "new")
-    mocker.patch.object(atomic.os, "replace", side_effect=KeyboardInterrupt)
+    mocker.patch.object(paths.os, "replace", side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
-        atomic.replace(staging, target)
+        paths.replace(staging, target)
     (old,) = tmp_path.glob("last*.ckpt")
     assert (content(old), content(staging)) == ("old", "new")
 
@@ -68,19 +68,19 @@ def test_remove(tmp_path: Path, kind: str) -> None:
     """A checkpoint goes, and what a link led to stays."""
     target = tmp_path / "old.ckpt"
     KINDS[kind](target, "old")
-    atomic.remove(target)
+    paths.remove(str(target))
     assert not os.path.lexists(target)
     assert leftovers(tmp_path) == []
-    atomic.remove(target)
+    paths.remove(str(target))
 
 
 def test_a_removal_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path, mocker: MockerFixture) -> None:
     """Its name is gone before the first file is."""
     target = tmp_path / "old.ckpt"
     make_directory(target, "old")
-    mocker.patch.object(atomic.shutil, "rmtree", side_effect=KeyboardInterrupt)
+    mocker.patch.object(paths.shutil, "rmtree", side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
-        atomic.remove(target)
+        paths.remove(str(target))
     mocker.stopall()
     assert not target.exists()
     (leftover,) = leftovers(tmp_path)
@@ -94,16 +94,16 @@ def test_link(tmp_path: Path, old: str | None) -> None:
     make_directory(newest, "new")
     if old is not None:
         KINDS[old](last, "old")
-    atomic.link(newest, last)
+    paths.link(newest, last)
     assert last.is_symlink()
     assert content(last) == "new"
-    atomic.link(newest, newest)
+    paths.link(newest, newest)
     assert not newest.is_symlink()
 
 
 def test_leftovers_are_reported(tmp_path: Path) -> None:
     """Another run may be writing there: they stay."""
-    leftover = tmp_path / atomic.temporary_name()
+    leftover = tmp_path / paths.temporary_name()
     make_directory(leftover, "half")
     with pytest.warns(UserWarning, match=f"{leftover} was left by a save that did not end"):
         paths.prepare_place(str(tmp_path / "epoch=1.ckpt"))
