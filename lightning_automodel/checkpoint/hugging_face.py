@@ -72,9 +72,8 @@ def _described(prefix: str, model: Any) -> Description:
 def _plain(config: Any) -> Any:
     """A configuration as ``save_pretrained`` writes it, without defaults where it can leave them out."""
     content = getattr(config, "to_diff_dict", config.to_dict)()
-    return json.loads(
-        json.dumps(content, default=lambda value: sorted(value) if isinstance(value, Set) else str(value))
-    )
+    text = json.dumps(content, default=lambda value: sorted(value) if isinstance(value, Set) else str(value))
+    return json.loads(text)
 
 
 def _parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:

@@ -93,8 +93,7 @@ def prepare_place(path: str) -> str:
         CheckpointError: If ``path`` is a local directory that holds something other than a checkpoint.
     """
     filesystem, place = url_to_fs(path)
-    above = place.rpartition("/")[0]
-    if above:
+    if above := place.rpartition("/")[0]:
         filesystem.makedirs(above, exist_ok=True)
     if not is_local(path):
         return f"{path}/{temporary_name()}"

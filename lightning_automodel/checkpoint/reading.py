@@ -17,9 +17,9 @@ from lightning_automodel.patching import PatchStack
 
 
 def open_checkpoint(path: str, weights_only: bool | None, reads_content: bool = True) -> Saved:
-    """Check a checkpoint of either form, and open it. Not a collective; a file's optimizer states are left out.
+    """Check a checkpoint of either form, and open it, without a file's optimizer states. Not a collective.
 
-    Raises :class:`CheckpointError` if it is damaged, missing, or holds code, unless ``weights_only`` is False.
+    CheckpointError if it is damaged, missing, or holds code, unless ``weights_only`` is False.
     """
     if paths.is_directory(path):
         return ShardDirectory(path, weights_only, alone=True, reads_content=reads_content)

@@ -29,8 +29,7 @@ class NotPlainDataError(CheckpointError):
 def load_plain_data(source: str | io.BytesIO, what: str, weights_only: bool) -> Any:
     """``torch.load`` to host memory; a local file is mapped, so that only what is used is read.
 
-    Raises :class:`NotPlainDataError` about ``what`` if it holds other objects. If ``weights_only`` is False, it runs
-    code that ``source`` holds instead.
+    NotPlainDataError about ``what`` if it holds other objects; with ``weights_only=False`` it runs their code instead.
     """
     if isinstance(source, io.BytesIO):
         source.seek(0)

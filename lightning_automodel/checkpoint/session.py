@@ -155,7 +155,7 @@ class RunCheckpoints:
             self._finish()
 
     def check(self) -> None:
-        """Raise the error of a save in the background, if there is one by now. Not a collective; cheap."""
+        """Raise the error of a save in the background, if there is one by now. Not a collective."""
         if self._pending is None or self._pending.done():
             self._finish()
 

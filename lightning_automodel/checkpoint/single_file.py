@@ -115,10 +115,8 @@ class WholeCheckpoint(Saved):
         self.path = path
         self.rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
         values = {f"{MODEL}.{without_wrappers(name)}": value for name, value in checkpoint[MODEL].items()}
-        states = zip(
-            filter(state_dict.has_state, checkpoint.get("optimizer_states", [])), parameter_names, strict=False
-        )
-        for index, (state, names) in enumerate(states):
+        states = filter(state_dict.has_state, checkpoint.get("optimizer_states", []))
+        for index, (state, names) in enumerate(zip(states, parameter_names, strict=False)):
             key, saved = state_dict.optimizer_key(index), state_dict.by_name(state, names)
             for name, each in saved["state"].items():
                 values.update({f"{key}.state.{without_wrappers(name)}.{kind}": value for kind, value in each.items()})

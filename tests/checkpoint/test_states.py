@@ -81,7 +81,8 @@ def _fail_to_save(options: dict[str, Any], folder: str, by_callback: bool) -> st
 def test_sharded_modules_in_the_rest(pool2: RankPool, tmp_path: Path, form: str, by_callback: bool) -> None:
     """Cannot be pickled: saving fails on every rank, with the class; a fit that saves nothing is not disturbed."""
     for message in pool2.run(_fail_to_save, FORMS[form], str(tmp_path), by_callback):
-        assert message.startswith(f"Cannot save {tmp_path}/a: rank 0: PicklingError: Can't pickle")
+        assert message.startswith(f"Cannot save {tmp_path}/a: rank 0: ")
+        assert "Can't pickle" in message
         assert "FSDP" in message
 
 
