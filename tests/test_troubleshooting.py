@@ -69,10 +69,6 @@ NOT_MESSAGES = {
     "did not receive grad for rank \\d+: (\\d[\\d ]*)": "torch's own message, which ours quotes",
     "groups of parameters of optimizer …": "of `it holds … …, and this run has …`",
     "configure the optimizers that the run was saved with": "of `it holds … …, and this run has …`",
-    "so that they could not be loaded again: save shards in a dict under the names of the parameters that they belong"
-    " to, or tensor.full_tensor(), called on every rank.": "of `is a list of shards`",
-    "it holds a …": "of `.metadata is damaged`",
-    "… is not a layout": "of `.metadata is damaged`",
 }
 
 
