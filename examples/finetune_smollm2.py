@@ -113,6 +113,8 @@ class BeforeAndAfter(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: DocstringAssistant) -> None:
         completion = pl_module.complete(SAMPLE_PROMPT)
         export_hugging_face(pl_module, self.folder, adapter_only=bool(pl_module.lora_rank))
+        if trainer.is_global_zero:
+            pl_module.tokenizer.save_pretrained(self.folder)
         say(trainer, f"\nPrompt:\n{indent(SAMPLE_PROMPT, '    ')}\nAfter:\n{indent(completion, '    ')}\n")
         before, after = self.losses[0], self.losses[-1]
         say(trainer, f"Validation loss: {before:.3f} -> {after:.3f} nats per token, {trainer.global_step} steps")

@@ -395,7 +395,6 @@ class AutomodelStrategy(ParallelStrategy):
         self.model = self._run.model
         self._weight_averages.set_up(module)
         if fitting:
-            self._checkpoints.check_savable(trainer)
             self._resume = Resume(
                 trainer,
                 self.root_device,

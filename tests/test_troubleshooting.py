@@ -30,7 +30,6 @@ NOT_MESSAGES = {
     "got mixed torch.Tensor and DTensor": "torch's own message, which ours explains",
     "out of bounds for storage of size 0": "torch's own message, which ours explains",
     "You're resuming from a checkpoint that ended before the epoch ended": "Lightning's own warning, which is filtered",
-    "This directory is one checkpoint, saved by lightning_automodel": "the README of a directory of shards",
     "one rank gathers nothing": "in describe()",
     "auto: 1 on CPU, where FSDP2 by itself waits for each all-gather": "in describe()",
     "auto: unchanged, as the model was sharded before": "in describe()",
@@ -54,10 +53,6 @@ NOT_MESSAGES = {
     "did not receive grad for rank \\d+: (\\d[\\d ]*)": "torch's own message, which ours quotes",
     "groups of parameters of optimizer …": "of `it holds … …, and this run has …`",
     "configure the optimizers that the run was saved with": "of `it holds … …, and this run has …`",
-    "so that they could not be loaded again: save shards in a dict under the names of the parameters that they belong"
-    " to, or tensor.full_tensor(), called on every rank.": "of `is a list of shards`",
-    "it holds a …": "of `.metadata is damaged`",
-    "… is not a layout": "of `.metadata is damaged`",
 }
 
 

@@ -1,8 +1,7 @@
 """Checkpoints: saved whole or not at all, checked before they load, and loaded on any number of ranks."""
 
-from lightning_automodel.checkpoint.cli.export import export_hugging_face
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.hugging_face import describe_models
+from lightning_automodel.checkpoint.hugging_face import describe_models, export_hugging_face
 from lightning_automodel.checkpoint.reading import load_directories
 from lightning_automodel.checkpoint.session import DIRECTORY_NOTE, RunCheckpoints
 from lightning_automodel.checkpoint.state_dict import model_state, optimizer_state, whole

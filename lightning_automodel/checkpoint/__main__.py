@@ -3,28 +3,30 @@
 import argparse
 import json
 import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
+from fsspec.core import url_to_fs
+from torch import Tensor
 
 from lightning_automodel.checkpoint import paths
-from lightning_automodel.checkpoint.cli.consolidate import consolidate
-from lightning_automodel.checkpoint.cli.export import export_checkpoint
-from lightning_automodel.checkpoint.cli.inspect import inspect
 from lightning_automodel.checkpoint.errors import CheckpointError
+from lightning_automodel.checkpoint.hugging_face import KEY, export_checkpoint
+from lightning_automodel.checkpoint.reading import open_checkpoint
+from lightning_automodel.checkpoint.safe_load import NotPlainDataError
+from lightning_automodel.checkpoint.sharded import ShardDirectory
+from lightning_automodel.checkpoint.single_file import save_file
+from lightning_automodel.checkpoint.state_dict import MODEL, Saved, dicts_in, is_optimizer_key, optimizer_key
+from lightning_automodel.resume import CHECKPOINT_KEY
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: Command-line arguments; None for those of this process.
-
-    Returns:
-        The exit status: 0, or 1 if something is wrong with a checkpoint.
-    """
+    """Run one command, with ``arguments`` in place of this process's; returns the exit status."""
     parsed = _parser().parse_args(arguments)
     try:
         return parsed.run(parsed)
@@ -59,7 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_path(command, "the checkpoint")
     command.add_argument("out", help="the directory to write; a local path that does not exist yet")
     command.add_argument("--max-shard-size", default="5GB", help="largest size of a file; the default is 5GB")
-    command.add_argument("--dtype", choices=_DTYPES, help="of floating-point tensors; the default is each tensor's own")
+    command.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        help="of floating-point tensors; the default is each tensor's own",
+    )
     command.add_argument("--adapter-only", action="store_true", help="export only the adapters of a PEFT model")
     command.add_argument("--key", metavar="PREFIX", help="prefix of the model in the LightningModule, such as model.")
     command.set_defaults(run=_export)
@@ -74,7 +80,7 @@ def _add_path(parser: argparse.ArgumentParser, what: str, **options: Any) -> Non
 
 
 def _inspect(parsed: argparse.Namespace) -> int:
-    reports = [inspect(paths.normalize(path), parsed.verify, not parsed.trust) for path in parsed.path]
+    reports = [_report(paths.normalize(path), parsed.verify, not parsed.trust) for path in parsed.path]
     if parsed.json:
         print(json.dumps({"checkpoints": reports}))
     else:
@@ -83,18 +89,111 @@ def _inspect(parsed: argparse.Namespace) -> int:
 
 
 def _consolidate(parsed: argparse.Namespace) -> int:
-    consolidate(paths.normalize(parsed.path), parsed.out, not parsed.trust)
+    _write_one_file(paths.normalize(parsed.path), parsed.out, not parsed.trust)
     print(f"Wrote {parsed.out}")
     return 0
 
 
 def _export(parsed: argparse.Namespace) -> int:
-    dtype = None if parsed.dtype is None else _DTYPES[parsed.dtype]
+    path, dtype = paths.normalize(parsed.path), None if parsed.dtype is None else getattr(torch, parsed.dtype)
     size = int(parsed.max_shard_size) if parsed.max_shard_size.isdigit() else parsed.max_shard_size
-    names = {"max_shard_size": size, "adapter_only": parsed.adapter_only, "prefix": parsed.key}
-    export_checkpoint(paths.normalize(parsed.path), parsed.out, not parsed.trust, dtype=dtype, **names)
+    export_checkpoint(path, parsed.out, not parsed.trust, size, dtype, parsed.adapter_only, parsed.key)
     print(f"Wrote {parsed.out}")
     return 0
+
+
+def _report(path: str, verify: bool, weights_only: bool) -> dict[str, Any]:
+    """Describe a checkpoint; ``not_plain`` names the classes and functions that loading it needs."""
+    filesystem, place = url_to_fs(path)
+    if not filesystem.exists(place):
+        raise CheckpointError(f"Cannot load {path}: there is no such file or directory")
+    form = "directory of shards" if paths.is_directory(path) else "one file"
+    report: dict[str, Any] = {"path": path, "form": form, "damage": None, "verified": verify, "not_plain": []}
+    try:
+        report.update(_described(open_checkpoint(path, weights_only, reads_content=verify)))
+    except Exception as error:  # what others wrote can raise anything
+        if isinstance(error.__cause__, NotPlainDataError):
+            report["not_plain"] = error.__cause__.names
+        elif isinstance(error, CheckpointError):
+            report["damage"] = str(error)
+        else:
+            report["damage"] = f"it is damaged, or not a checkpoint ({type(error).__name__}: {str(error)[:200]})"
+    return {**report, "num_bytes": filesystem.du(place)}
+
+
+def _described(saved: Saved) -> dict[str, Any]:
+    rest, of_run = saved.rest, saved.rest.get(CHECKPOINT_KEY)
+    dtypes: Counter[str] = Counter()
+    for tensor in saved.model.values():
+        if isinstance(tensor, Tensor):
+            dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    return {
+        "written_by": f"Lightning {rest.get('pytorch-lightning_version')}" if of_run is None else "lightning_automodel",
+        "world_size": saved.world_size,
+        "mesh": None if of_run is None else {str(name): int(size) for name, size in of_run["sizes"].items()},
+        **{key: rest[key] if isinstance(rest.get(key), int) else None for key in ("epoch", "global_step")},
+        "num_elements": sum(dtypes.values()),
+        "dtypes": dict(dtypes),
+        "rest": sorted(key for key in rest if isinstance(key, str)),
+        "hugging_face": {
+            model["prefix"]: model["class"] + (", adapters" if "peft" in model else "") for model in rest.get(KEY, [])
+        },
+    }
+
+
+def _write_one_file(path: str, out: str, weights_only: bool | None) -> None:
+    """Write a directory of shards as one file, like Lightning's other strategies, without holding it in memory.
+
+    torch's ``dcp_to_torch_save`` holds it in memory, runs code that it may hold, and leaves out all but the shards.
+    Optimizer states keep parameter names as ids, which torch's optimizers match by order.
+    """
+    if not paths.is_directory(path):
+        raise CheckpointError(f"{path} is not a directory of shards: there is nothing to consolidate")
+    target = paths.new_local_target(out)
+    shards = ShardDirectory(path, weights_only, alone=True)
+    values: dict[str, Any] = {
+        name: None if entry is None else _mapped(entry, target.parent)
+        for name, entry in shards.entries.items()
+        if entry is not None or is_optimizer_key(name.partition(".")[0])
+    }
+    shards.read_into(values)
+    objects = shards.read_model(name for name, entry in shards.model.items() if entry is None)
+    # As Lightning makes it; with weights only it has no `optimizer_states`, and no schedules.
+    tree: dict[str, Any] = {**shards.rest, MODEL: objects}
+    dicts = dict(dicts_in(tree))
+    optimizers: dict[tuple[Any, ...], Any] = {}
+    for name, value in values.items():
+        place = shards.places[name]
+        if is_optimizer_key(place[0]):
+            optimizers[place] = value
+        else:
+            dicts[place[0]][place[1]] = value
+    built = _nested(optimizers)
+    states = [{"state": {}, "param_groups": [], **built[optimizer_key(index)]} for index in range(len(built))]
+    if states or "lr_schedulers" in tree:
+        tree["optimizer_states"] = states
+    save_file(tree, str(target))
+
+
+def _mapped(entry: Tensor, folder: Path) -> Tensor:
+    """A tensor like ``entry`` mapped to a temporary file, so that the system can evict it from memory."""
+    if not entry.numel():
+        return torch.empty_like(entry, device="cpu")
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=paths.TEMPORARY) as file:
+        # The mapping keeps the deleted file alive.
+        storage = torch.UntypedStorage.from_file(file.name, True, entry.numel() * entry.element_size())
+    return torch.empty(0, dtype=entry.dtype).set_(storage).view(entry.size())  # type: ignore[arg-type]
+
+
+def _nested(values: dict[tuple[Any, ...], Any]) -> Any:
+    """The dicts and lists that torch.distributed.checkpoint has flattened; numbers in a path are places in a list."""
+    if () in values:
+        return values[()]
+    below: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for (first, *rest), value in values.items():
+        below.setdefault(first, {})[tuple(rest)] = value
+    built = {key: _nested(each) for key, each in below.items()}
+    return [built[key] for key in sorted(built)] if all(isinstance(key, int) for key in built) else built
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Errors of checkpoints, raised on every rank."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -14,79 +14,58 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be saved or loaded. Nothing was loaded, and no older checkpoint was changed."""
 
 
-class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint at the path that was given."""
-
-
-RankError = tuple[str, bool]
-"""One rank's error, in a form that can be sent to the others: its text, and whether a file is missing."""
-
-
 @contextmanager
-def on_every_rank(what: str, group: dist.ProcessGroup | None = None, alone: bool = False) -> Iterator[None]:
-    """Raise on every rank what the block raises on any of them.
+def on_every_rank(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Raise a :class:`CheckpointError` on every rank if the block raises on any: ``what`` failed, where and why.
 
     A collective over ``group``, else the default group, if there is one: every rank must reach the block's end, so the
     block must hold no collective that would wait for a rank that has failed in it.
-
-    The :class:`CheckpointError` says ``what`` failed, on which ranks, and why. With ``alone`` this is not a collective,
-    whatever groups the process is in.
     """
     error: Exception | None = None
     try:
         yield
     except Exception as raised:
         error = raised
-    own = None if error is None else _described(error)
-    if alone:
-        if own is not None:
-            raise _kind([own])(f"{what}: {own[0]}") from error
-        return
     # Ranks that succeeded take part too: they have to learn of the others' errors.
-    errors = {rank: each for rank, each in enumerate(gather_objects(own, group)) if each is not None}
-    if errors:
-        raise _combined(what, errors) from error
+    texts = gather_objects(None if error is None else _described(error), group)
+    if failed := {rank: text for rank, text in enumerate(texts) if text is not None}:
+        raise _combined(what, failed) from error
 
 
 @contextmanager
-def translated(what: str) -> Iterator[None]:
-    """Turn what torch.distributed.checkpoint raises on every rank, or this rank alone, into a CheckpointError."""
+def on_this_rank(what: str) -> Iterator[None]:
+    """Turn what the block raises into a :class:`CheckpointError`. Not a collective.
+
+    What torch.distributed.checkpoint raises, on every rank, names the ranks that have failed.
+    """
     try:
         yield
-    except CheckpointError:
-        raise
     except CheckpointException as failure:
-        errors = {rank: _described(cause) for rank, (cause, _) in failure.failures.items()}
-        raise _combined(what, errors) from failure
+        raise _combined(what, {rank: _described(cause) for rank, (cause, _) in failure.failures.items()}) from failure
     except Exception as error:
         raise _combined(what, {group_rank(): _described(error)}) from error
 
 
-def _described(error: BaseException) -> RankError:
+def _described(error: BaseException) -> str:
     """Describe ``error``, or the earliest ``OSError`` in its chain, if there is one.
 
     After an ``OSError``, ``torch.save`` raises a ``RuntimeError`` of its own, which explains nothing.
     """
     if isinstance(error, CheckpointError):
-        return str(error).strip(), isinstance(error, FileNotFoundError)
+        return str(error)
     earlier: BaseException | None = error
     while earlier is not None:
         error = earlier if isinstance(earlier, OSError) else error
         earlier = earlier.__context__
-    return f"{type(error).__name__}: {str(error).strip() or 'no message'}", isinstance(error, FileNotFoundError)
+    return f"{type(error).__name__}: {str(error).strip() or 'no message'}"
 
 
-def _combined(what: str, errors: Mapping[int, RankError]) -> CheckpointError:
+def _combined(what: str, failed: Mapping[int, str]) -> CheckpointError:
     """One error for several ranks; equal messages are listed once. In a single process no rank is named."""
     if group_size() == 1:
-        ((text, _),) = errors.values()
-        return _kind(errors.values())(f"{what}: {text}")
+        return CheckpointError(f"{what}: {next(iter(failed.values()))}")
     ranks: dict[str, list[str]] = {}
-    for rank, (text, _) in sorted(errors.items()):
+    for rank, text in sorted(failed.items()):
         ranks.setdefault(text, []).append(str(rank))
     listed = "; ".join(f"{'ranks' if len(who) > 1 else 'rank'} {', '.join(who)}: {text}" for text, who in ranks.items())
-    return _kind(errors.values())(f"{what}: {listed}")
-
-
-def _kind(errors: Iterable[RankError]) -> type[CheckpointError]:
-    return CheckpointNotFoundError if all(is_missing for _, is_missing in errors) else CheckpointError
+    return CheckpointError(f"{what}: {listed}")

@@ -1,12 +1,22 @@
-"""Paths of checkpoints: local ones, which are replaced in one step, and URLs that fsspec knows."""
+"""Paths of checkpoints: URLs that fsspec knows, and local ones, where a checkpoint appears whole.
 
+It is written beside its target under a temporary name, then renamed to it. What has a temporary name is never taken for
+a checkpoint. So a crash leaves the old checkpoint or the new one.
+"""
+
+import os
+import shutil
+import uuid
 from pathlib import Path
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_automodel.checkpoint import atomic
 from lightning_automodel.checkpoint.errors import CheckpointError
+
+TEMPORARY = ".unfinished-"
+"""Prefix of the names of directories and files that are being written or removed."""
 
 _OF_CHECKPOINTS = (".metadata", "meta.pt")
 """Files that show that a directory holds shards, this package's or another's, even if some are missing."""
@@ -37,27 +47,29 @@ def is_directory(path: str) -> bool:
 
 
 def member(folder: str, name: str) -> str:
-    """Path of the file or folder ``name`` directly in ``folder``.
-
-    Names come from files that anybody may have written: :class:`CheckpointError` if it would lead elsewhere, on any
-    operating system.
-    """
+    """Path of ``name`` directly in ``folder``; CheckpointError if a file that anybody wrote names another place."""
     if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
         raise CheckpointError(f"it refers to {name!r}, which is not the name of a file in the checkpoint")
     return f"{folder}/{name}"
 
 
 def size_of_file(path: str) -> int:
-    """Bytes of a regular file; anything else raises CheckpointError, as reading a fifo or a device would never end."""
+    """Bytes of a file; CheckpointError if it is missing, or a fifo or device, whose reading would never end."""
     filesystem, place = url_to_fs(path)
+    name = path.rpartition("/")[2]
+    if not filesystem.exists(place):
+        raise CheckpointError(
+            f"{name} is missing: this is no directory of shards that Lightning or this package has written, its save"
+            " did not end, or the file was lost"
+        )
     found = filesystem.info(place)
-    if found["type"] != "file" or found.get("islink"):
-        raise CheckpointError(f"{path.rpartition('/')[2]} is not a regular file")
+    if found["type"] != "file":
+        raise CheckpointError(f"{name} is not a regular file")
     return found["size"]
 
 
 def read_file(path: str) -> bytes:
-    """Content of a regular file; raises as :func:`size_of_file` does."""
+    """Content of a file; raises as :func:`size_of_file` does."""
     size_of_file(path)
     filesystem, place = url_to_fs(path)
     return filesystem.cat_file(place)
@@ -68,31 +80,33 @@ def write_file(path: str, content: bytes) -> None:
     filesystem, place = url_to_fs(path)
     filesystem.pipe_file(place, content)
     if is_local(path):
-        atomic.sync(place)
+        sync(place)
 
 
-def refuse_to_replace(path: str) -> None:
-    """Raise CheckpointError if ``path`` is a local directory that holds something other than a checkpoint."""
-    folder = Path(path)
-    if not is_local(path) or folder.is_symlink() or not folder.is_dir():
-        return
-    names = sorted(each.name for each in folder.iterdir())
-    if names and not any(name in _OF_CHECKPOINTS or name.endswith(".distcp") for name in names):
+def prepare_place(path: str) -> str:
+    """Make the directory that ``path`` lies in. Called by one rank.
+
+    Returns:
+        A new folder for the files of a directory at ``path``: beside it, or within a URL, where nothing is renamed.
+
+    Raises:
+        CheckpointError: If ``path`` is a local directory that holds something other than a checkpoint.
+    """
+    filesystem, place = url_to_fs(path)
+    if above := place.rpartition("/")[0]:
+        filesystem.makedirs(above, exist_ok=True)
+    if not is_local(path):
+        return f"{path}/{temporary_name()}"
+    for leftover in Path(path).parent.glob(f"{TEMPORARY}*"):
+        rank_zero_warn(f"{leftover} was left by a save that did not end: remove it, unless another run is writing it.")
+    names = sorted(each.name for each in Path(path).iterdir()) if Path(path).is_dir() else []
+    is_checkpoint = any(name in _OF_CHECKPOINTS or name.endswith(".distcp") for name in names)
+    if names and not is_checkpoint and not Path(path).is_symlink():
         raise CheckpointError(
             f"it is a directory, but not a checkpoint (it holds {names[0]}), and saving would replace it: choose"
             f" another path, such as {path}/last.ckpt"
         )
-
-
-def parent(path: str) -> str:
-    """The directory that ``path`` lies in."""
-    above = path.rpartition("/")[0]
-    return f"{above}/" if above == "" or above.endswith(":/") else above
-
-
-def new_folder(path: str) -> str:
-    """A new folder to write the files of ``path`` to: beside a local path, within a URL, where nothing is renamed."""
-    return f"{parent(path) if is_local(path) else path}/{atomic.temporary_name()}"
+    return f"{above}/{temporary_name()}"
 
 
 def new_local_target(path: str | Path) -> Path:
@@ -109,8 +123,69 @@ def new_local_target(path: str | Path) -> Path:
 def remove(path: str) -> None:
     """Remove a checkpoint, a directory or a file, so that no part of it is ever taken for one. Called by one rank."""
     if is_local(path):
-        atomic.remove(Path(path))
+        if os.path.lexists(path):
+            aside = Path(path).with_name(temporary_name())
+            os.rename(path, aside)
+            discard(aside)
         return
     filesystem, place = url_to_fs(path)
     if filesystem.exists(place):
         filesystem.rm(place, recursive=True)
+
+
+def temporary_name() -> str:
+    """A new name for what is about to be written or removed."""
+    return f"{TEMPORARY}{uuid.uuid4().hex}"
+
+
+def replace(temporary: Path, target: Path) -> None:
+    """Rename ``temporary`` to ``target``, in the same directory; then remove what was there.
+
+    Called by one rank, when the content of ``temporary`` is on disk. Files and links are replaced in one step. A
+    directory is renamed first: a crash before the second renaming leaves it whole, under a name that begins and ends
+    like the old one, so that ``ckpt_path="last"`` finds it.
+    """
+    aside = None
+    if _is_folder(temporary):
+        sync(temporary)
+    if (_is_folder(temporary) and os.path.lexists(target)) or _is_folder(target):  # os.replace would refuse
+        aside = target.with_name(f"{target.stem}.replaced-{uuid.uuid4().hex}{target.suffix}")
+        os.rename(target, aside)
+    try:
+        os.replace(temporary, target)
+    except OSError:
+        if aside is not None:
+            os.rename(aside, target)
+        raise
+    sync(target.parent)
+    if aside is not None:
+        remove(str(aside))
+
+
+def link(target: Path, name: Path) -> None:
+    """Make ``name`` a link to ``target``, whatever it was before. Called by one rank."""
+    if target.absolute() != name.absolute():
+        temporary = name.with_name(temporary_name())
+        os.symlink(os.path.relpath(target, name.parent), temporary)
+        replace(temporary, name)
+
+
+def discard(path: Path) -> None:
+    """Remove a file or directory that is not a checkpoint, or no longer one, if it exists."""
+    if _is_folder(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def sync(path: str | Path) -> None:
+    """Wait until the content of a file, or the names in a directory, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

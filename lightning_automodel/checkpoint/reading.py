@@ -1,6 +1,5 @@
 """Opening a checkpoint of either form in one process."""
 
-import io
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import paths
-from lightning_automodel.checkpoint.errors import on_every_rank
+from lightning_automodel.checkpoint.errors import on_this_rank
 from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import WholeCheckpoint, load_file
 from lightning_automodel.checkpoint.state_dict import MODEL, Saved
@@ -18,22 +17,19 @@ from lightning_automodel.patching import PatchStack
 
 
 def open_checkpoint(path: str, weights_only: bool | None, reads_content: bool = True) -> Saved:
-    """Check a checkpoint of either form, and open it. Not a collective; a file's optimizer states are left out.
+    """Check a checkpoint of either form, and open it, without a file's optimizer states. Not a collective.
 
-    Raises :class:`CheckpointError` if it is damaged, missing, or holds code, unless ``weights_only`` is False.
+    CheckpointError if it is damaged, missing, or holds code, unless ``weights_only`` is False.
     """
     if paths.is_directory(path):
         return ShardDirectory(path, weights_only, alone=True, reads_content=reads_content)
-    with on_every_rank(f"Cannot load {path}", alone=True):
+    with on_this_rank(f"Cannot load {path}"):
         return WholeCheckpoint(path, load_file(path, weights_only, reads_content))
 
 
 @cache
 def load_directories() -> None:
-    """Patch ``load_from_checkpoint`` of LightningModules and LightningDataModules to take directories of shards too.
-
-    Lightning (2.6) has no setting for it. Anything else is loaded by its own function. A second call does nothing.
-    """
+    """Patch Lightning's ``load_from_checkpoint``, which has no setting for it, to take directories of shards too."""
     load = lightning_internals.saving.pl_load
 
     @wraps(load)
@@ -52,10 +48,7 @@ def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> d
     if not paths.is_directory(place):
         return None
     saved = open_checkpoint(place, weights_only)
-    # `map_location` can be of many kinds: loading an empty tensor shows to which device it maps the host's tensors.
-    stream = io.BytesIO()
-    torch.save(torch.empty(0), stream)
-    stream.seek(0)
-    device = torch.load(stream, map_location=map_location).device
+    # Of its other kinds, functions and dicts, none has to move what is in host memory.
+    device = map_location if isinstance(map_location, str | torch.device) else "cpu"
     state = saved.read_model(saved.model)
     return {**saved.rest, MODEL: {n: v.to(device) if isinstance(v, Tensor) else v for n, v in state.items()}}

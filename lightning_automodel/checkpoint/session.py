@@ -1,7 +1,6 @@
 """The checkpoints of one run: what the strategy's hooks for saving and loading do."""
 
 import concurrent.futures
-import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,16 +16,10 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch.optim import Optimizer
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.checkpoint import atomic, paths, state_dict
+from lightning_automodel.checkpoint import paths, single_file, state_dict
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.saver import (
-    name_what_fails,
-    prepare_file,
-    prepare_place,
-    prepare_shards,
-)
-from lightning_automodel.checkpoint.sharded import ShardDirectory
-from lightning_automodel.checkpoint.single_file import FileCheckpointIO, WholeCheckpoint, fill_module, load_file
+from lightning_automodel.checkpoint.sharded import ShardDirectory, prepare_shards
+from lightning_automodel.checkpoint.single_file import WholeCheckpoint, fill_module, load_file, prepare_file
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.patching import PatchStack
@@ -59,10 +52,9 @@ class RunCheckpoints:
         self._opened: ShardDirectory | None = None
         self._path = ""
         self._pending: Future[None] | None = None
-        self._pending_path: str | None = None
+        self._pending_path = ""
         self._defers = False
-        self._links: list[Callable[[], None]] = []
-        self._removals: list[Callable[[], None]] = []
+        self._deferred: list[Callable[[], None]] = []
         self._group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._thread: ThreadPoolExecutor | None = None
 
@@ -76,23 +68,7 @@ class RunCheckpoints:
         lightning_internals.patch_model_checkpoints(patches, trainer, self._link, self._is_pending)
 
     def _is_pending(self, path: str | Path) -> bool:
-        return self._pending_path is not None and paths.normalize(path) == self._pending_path
-
-    def check_savable(self, trainer: "pl.Trainer") -> None:
-        """Raise CheckpointError now if what a ``ModelCheckpoint`` will save holds a sharded module. Not a collective.
-
-        A callback whose state does not exist yet is passed over.
-        """
-        if not (self.is_sharded and trainer.checkpoint_callbacks):
-            return
-        tree: dict[str, Any] = {"callbacks": {}}
-        for owner in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
-            if owner is not None and owner.hparams:
-                tree[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            with contextlib.suppress(Exception):
-                tree["callbacks"][callback.state_key] = callback.state_dict()
-        name_what_fails(tree)
+        return paths.normalize(path) == self._pending_path
 
     # --- Saving -------------------------------------------------------------------------------------------------------
 
@@ -114,14 +90,13 @@ class RunCheckpoints:
         target = paths.normalize(collectives.broadcast_object(path, 0))
         if storage_options is not None and (self.as_directory or type(io) is TorchCheckpointIO):
             raise TypeError(
-                f"storage_options ({storage_options!r}) would have no effect: give fsspec's settings by its"
-                " configuration (FSSPEC_<PROTOCOL>_<OPTION> in the environment, or fsspec.config.conf), or save one"
-                " file with save_distributed_checkpoint=False and a CheckpointIO that takes them."
+                f"storage_options ({storage_options!r}) would have no effect: configure fsspec (fsspec.config.conf), or"
+                " save one file with save_distributed_checkpoint=False and a CheckpointIO that takes them."
             )
         # One save at a time: two would need host memory for two copies, and the later one could be on disk first.
         self._finish()
         in_background = self.in_background and goes_on
-        self._pending_path = target if in_background else None
+        self._pending_path = target if in_background else ""
         if self.as_directory:
             write = prepare_shards(checkpoint, target, copy=in_background)
         else:
@@ -130,8 +105,7 @@ class RunCheckpoints:
                 rest = {key: value for key, value in checkpoint.items() if key != state_dict.MODEL}
                 checkpoint[state_dict.SHARDED_STATES] = state_dict.sharded_states(rest)
                 checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
-            save_file = partial(_files_by(io).save_checkpoint, storage_options=storage_options)
-            write = prepare_file(checkpoint, target, save_file, copy=in_background)
+            write = prepare_file(checkpoint, target, _file_saver(io, storage_options), copy=in_background)
         self._defers = goes_on
         if in_background:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -154,8 +128,8 @@ class RunCheckpoints:
             )
         elif group_rank() == 0:
             target = paths.normalize(path)
-            prepare_place(target)
-            _files_by(io).save_checkpoint(checkpoint, target)
+            paths.prepare_place(target)
+            _file_saver(io)(checkpoint, target)
 
     def _background_group(self) -> dist.ProcessGroup | None:
         """A gloo group that training does not use, so that collectives of two threads do not mix."""
@@ -168,43 +142,32 @@ class RunCheckpoints:
 
     def remove(self, path: str | Path, io: CheckpointIO) -> None:
         """Remove a checkpoint on rank 0, once the one that replaces it is on disk. Not a collective."""
-        target = paths.normalize(path)
-        self._pending_path = None if self._pending_path == target else self._pending_path
-        self._removals.append(partial(_files_by(io).remove_checkpoint, target))
+        remove = paths.remove if self.as_directory or type(io) is TorchCheckpointIO else io.remove_checkpoint
+        self._deferred.append(partial(remove, paths.normalize(path)))
         if not self._defers:
-            self._link_and_remove()
+            self._finish()
 
     def _link(self, path: str, link: str) -> None:
         """Link ``link`` to the checkpoint at ``path``, on rank 0, once the checkpoint is on disk. Not a collective."""
-        self._links.append(partial(atomic.link, Path(path), Path(link)))
+        # Before removals: until links lead to the new checkpoint, the old one is the newest.
+        self._deferred.insert(0, partial(paths.link, Path(path), Path(link)))
         if not self._defers:
-            self._link_and_remove()
-
-    def _link_and_remove(self) -> None:
-        # Links first: until they lead to the new checkpoint, the old one is the newest.
-        actions, self._links, self._removals = [*self._links, *self._removals], [], []
-        if group_rank() == 0:
-            for action in actions:
-                action()
+            self._finish()
 
     def check(self) -> None:
-        """Raise the error of a save in the background, if there is one by now. Not a collective; cheap."""
+        """Raise the error of a save in the background, if there is one by now. Not a collective."""
         if self._pending is None or self._pending.done():
             self._finish()
 
     def _finish(self) -> None:
-        """Wait for the pending save, then link and remove what waits for it. Raises CheckpointError if it failed.
-
-        Not a collective, but every rank learns of a failure, from its thread that writes.
-        """
+        """Wait for the pending save, or raise its CheckpointError, on every rank; then link and remove what waits."""
         pending, self._pending = self._pending, None
-        try:
-            if pending is not None:
-                pending.result()
-        except BaseException:
-            self._links, self._removals = [], []  # the older checkpoint stays the newest
-            raise
-        self._link_and_remove()
+        deferred, self._deferred = self._deferred, []
+        if pending is not None:
+            pending.result()  # if it failed, the older checkpoint stays the newest
+        if group_rank() == 0:
+            for action in deferred:
+                action()
 
     def close(self, was_interrupted: bool) -> None:
         """Return when the last save is on disk, or raise its error; after a failure of the run, log it."""
@@ -241,27 +204,22 @@ class RunCheckpoints:
         the first rank of each node compares the content with its checksums.
         """
         self._path, self._opened = paths.normalize(collectives.broadcast_object(path, 0)), None
-        kinds: list[bool] = []
-        with on_every_rank(f"Cannot load {self._path}"):
-            kinds = [paths.is_directory(self._path)]
-        kinds = collectives.gather_objects(kinds[0])
-        if len(set(kinds)) > 1:
-            raise CheckpointError(
-                f"Cannot load {self._path}: it is a directory on rank {kinds.index(True)} and not on rank"
-                f" {kinds.index(False)}: give all ranks the same file system"
-            )
-        if kinds[0]:
+        what, is_directory = f"Cannot load {self._path}", False
+        with on_every_rank(what):
+            is_directory = paths.is_directory(self._path)
+        # A rank that sees no directory where others do fails, and they learn of it: either way opens with one exchange.
+        if is_directory:
             self._opened = ShardDirectory(self._path, weights_only)
-            return self._opened.rest
-        files, loaded = _files_by(io), dict[str, Any]()
-        with on_every_rank(f"Cannot load {self._path}"):
-            if isinstance(files, FileCheckpointIO):
-                loaded = load_file(self._path, weights_only, reads_content=is_first_on_node)
-            else:
-                loaded = files.load_checkpoint(self._path, weights_only=weights_only)
+            loaded = self._opened.rest
+        else:
+            with on_every_rank(what):
+                if type(io) is TorchCheckpointIO:
+                    loaded = load_file(self._path, weights_only, reads_content=is_first_on_node)
+                else:
+                    loaded = io.load_checkpoint(self._path, weights_only=weights_only)
         if len(moments := set(collectives.gather_objects((loaded.get("epoch"), loaded.get("global_step"))))) > 1:
             raise CheckpointError(
-                f"Cannot load {self._path}: ranks have read different checkpoints there (epoch and step"
+                f"{what}: ranks have read different checkpoints there (epoch and step"
                 f" {', '.join(map(str, moments))}). If a run that saves has replaced it meanwhile, load it again; else"
                 " give all ranks the same file system"
             )
@@ -293,6 +251,8 @@ class RunCheckpoints:
             checkpoint[state_dict.MODEL] = own
 
 
-def _files_by(io: CheckpointIO) -> CheckpointIO:
-    """The plugin to use for files: the Trainer's, or ours if the Trainer has Lightning's default."""
-    return FileCheckpointIO() if type(io) is TorchCheckpointIO else io
+def _file_saver(io: CheckpointIO, storage_options: Any | None = None) -> Callable[[dict[str, Any], str], None]:
+    """What writes a file: the Trainer's plugin, or this package if that is Lightning's default."""
+    if type(io) is TorchCheckpointIO:
+        return single_file.save_file
+    return partial(io.save_checkpoint, storage_options=storage_options)

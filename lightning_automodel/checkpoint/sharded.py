@@ -1,8 +1,8 @@
 """A directory of shards: written and read by torch.distributed.checkpoint, checked before it loads, loaded as data.
 
 A directory holds what ``torch.distributed.checkpoint`` writes (``.metadata`` and one ``.distcp`` file a rank), the rest
-of the checkpoint (``meta.pt``) and a manifest, written last. Torch and Lightning can read it too: ``README.txt`` beside
-them says how. Each entry of a ``.distcp`` file is what ``torch.save`` writes, with torch's own checksums.
+of the checkpoint (``meta.pt``) and a manifest, written last. Torch and Lightning can read it too. Each entry of a
+``.distcp`` file is what ``torch.save`` writes, with torch's own checksums.
 """
 
 import io
@@ -10,17 +10,18 @@ import itertools
 import json
 import warnings
 import zlib
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -28,12 +29,13 @@ from torch.utils.serialization import config as serialization_config
 from typing_extensions import override
 
 from lightning_automodel import torch_internals
-from lightning_automodel.checkpoint import atomic, paths
-from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, translated
-from lightning_automodel.checkpoint.safe_load import load_plain_data
+from lightning_automodel.checkpoint import paths
+from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
+from lightning_automodel.checkpoint.safe_load import MetadataUnpickler, load_plain_data
 from lightning_automodel.checkpoint.single_file import check_content
-from lightning_automodel.checkpoint.state_dict import EXTRA_STATE, MODEL, Saved
-from lightning_automodel.checkpoint.tables import METADATA, outline, parse_metadata, sizes_needed
+from lightning_automodel.checkpoint.state_dict import EXTRA_STATE, MODEL, Saved, copied, optimizer_key, split_shards
+from lightning_automodel.distributed import collectives
+from lightning_automodel.distributed.process_group import group_rank
 
 REST = "meta.pt"
 """File of everything besides shards (loops, callbacks, hyperparameters), in Lightning's strategies too."""
@@ -41,46 +43,16 @@ REST = "meta.pt"
 MANIFEST = "manifest.json"
 """File that says which folder within the directory holds the others, and the checksum of ``.metadata``."""
 
-README = "README.txt"
-README_TEXT = """\
-This directory is one checkpoint, saved by lightning_automodel. torch.load reads files, not directories.
-
-To continue training:
-
-    trainer.fit(module, ckpt_path="THIS_DIRECTORY")
-
-To load it into a module, where lightning_automodel is imported: MyModule.load_from_checkpoint("THIS_DIRECTORY")
-
-To make one file for MyModule.load_from_checkpoint or torch.load, or a model for from_pretrained:
-
-    python -m lightning_automodel.checkpoint consolidate THIS_DIRECTORY one.ckpt
-    python -m lightning_automodel.checkpoint export THIS_DIRECTORY model/
-
-To load the weights in one process with torch alone, without lightning_automodel:
-
-    import torch.distributed.checkpoint as dcp
-
-    state = {"state_dict": module.state_dict()}
-    dcp.load(state, checkpoint_id="THIS_DIRECTORY", no_dist=True)
-    module.load_state_dict(state["state_dict"])
-
-torch checks no checksums and runs code that .metadata may hold: load only what you trust. On object stores, pass the
-folder that manifest.json names. Everything but model and optimizers is in meta.pt, which torch.load reads.
-"""
-
+METADATA = ".metadata"
 _FORMAT = "lightning_automodel checkpoint, version 2"
 
 
 class ShardWriter(torch_internals.FsspecWriter):
-    """Writes one directory, which appears when it is complete; for ``dcp.save``.
+    """Writes the directory ``target``, which appears when it is complete; for ``dcp.save``.
 
-    Every rank makes one for each save. A local directory is written beside its target and then renamed. Elsewhere
-    nothing can be renamed in one step: there the manifest, one object, says which folder within the directory is valid.
-
-    Args:
-        target: Path of the directory.
-        folder: Where the files are written; rank 0 has chosen it for all (:func:`.paths.new_folder`).
-        rest: Content of ``meta.pt``, which the coordinator writes.
+    Every rank makes one for each save, with the same ``folder`` for the files (:func:`.paths.prepare_place`). A local
+    one is then renamed. Elsewhere nothing can be renamed in one step: there the manifest, one object, says which folder
+    within the directory is valid.
     """
 
     def __init__(self, target: str, folder: str, rest: bytes) -> None:
@@ -93,7 +65,7 @@ class ShardWriter(torch_internals.FsspecWriter):
             written = super().write_data(plan, planner)
         if paths.is_local(self._folder):
             for name in {each.storage_data.relative_path for each in written.wait()}:
-                atomic.sync(f"{self._folder}/{name}")
+                paths.sync(f"{self._folder}/{name}")
         return written
 
     @override
@@ -102,23 +74,68 @@ class ShardWriter(torch_internals.FsspecWriter):
         super().finish(metadata, results)
         is_local = paths.is_local(self._folder)
         top, within = (self._folder, "") if is_local else (self._target, self._folder.rpartition("/")[2])
-        manifest = {"format": _FORMAT, "folder": within, "crc32": _checksum(paths.read_file(self._file(METADATA)))}
-        paths.write_file(self._file(REST), self._rest)
-        paths.write_file(f"{top}/{README}", README_TEXT.encode())
+        table = f"{self._folder}/{METADATA}"
+        manifest = {"format": _FORMAT, "folder": within, "crc32": _checksum(paths.read_file(table))}
+        paths.write_file(f"{self._folder}/{REST}", self._rest)
         # Last: elsewhere than on a local disk, this makes the new files the checkpoint.
         paths.write_file(f"{top}/{MANIFEST}", json.dumps(manifest, indent=1).encode())
         if is_local:
-            atomic.sync(self._file(METADATA))
-            atomic.replace(Path(self._folder), Path(self._target))
+            paths.sync(table)
+            paths.replace(Path(self._folder), Path(self._target))
             return
         filesystem, place = url_to_fs(self._target)
         for path in filesystem.ls(place, detail=False):
             name = path.rstrip("/").rpartition("/")[2]
-            if name != within and name.startswith(atomic.TEMPORARY):
+            if name != within and name.startswith(paths.TEMPORARY):
                 filesystem.rm(path, recursive=True)
 
-    def _file(self, name: str) -> str:
-        return f"{self._folder}/{name}"
+
+def prepare_shards(
+    checkpoint: dict[str, Any], path: str, copy: bool = False
+) -> Callable[[dist.ProcessGroup | None], None]:
+    """Prepare a directory: shards of model and optimizers by every rank, the rest by rank 0. A collective.
+
+    Returns a function that writes it, at once or in the background: a collective over its group (None: the default
+    one). If any rank fails, all raise :class:`CheckpointError`, and the older checkpoint is unchanged.
+
+    Args:
+        checkpoint: Lightning's checkpoint, with shards instead of whole tensors; states are popped from it.
+        path: Path of the checkpoint, the same on every rank.
+        copy: Whether the state is copied to host memory, so that it may change before it is written.
+    """
+    what = f"Cannot save {path}"
+    shards, rest = _take_shards(checkpoint)
+    folder, content = "", io.BytesIO()
+    with on_every_rank(what):
+        if group_rank() == 0:
+            torch.save(rest, content)
+            folder = paths.prepare_place(path)
+    # The folder's name is random, and all ranks write into it.
+    folder = collectives.broadcast_object(folder, 0)
+    writer = ShardWriter(path, folder, content.getvalue())
+    staged = copied(shards) if copy else shards
+
+    def write(group: dist.ProcessGroup | None) -> None:
+        try:
+            with on_this_rank(what):
+                dcp.save(staged, storage_writer=writer, process_group=group)
+        except BaseException:
+            if group_rank() == 0:
+                paths.remove(folder)
+            raise
+
+    return write
+
+
+def _take_shards(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Shards by place, and the rest of ``checkpoint``, from which the states of model and optimizers are popped."""
+    of_model: dict[str, Any] = checkpoint.pop(MODEL)
+    objects = {name: of_model.pop(name) for name in list(of_model) if not isinstance(of_model[name], Tensor)}
+    shards = {MODEL: of_model}
+    for index, state in enumerate(filter(None, checkpoint.pop("optimizer_states", []))):
+        shards[optimizer_key(index)] = state
+    rest, others = split_shards(checkpoint, of_model.keys())
+    return {**shards, **others}, {**rest, EXTRA_STATE: objects} if objects else rest
 
 
 class ShardDirectory(Saved):
@@ -132,34 +149,30 @@ class ShardDirectory(Saved):
     def __init__(self, path: str, weights_only: bool | None, alone: bool = False, reads_content: bool = True) -> None:
         self.path, self._weights_only = path, weights_only is not False
         self._is_alone = alone or not (dist.is_available() and dist.is_initialized())
-        share, shares = (0, 1) if self._is_alone else (dist.get_rank(), dist.get_world_size())
-        with on_every_rank(f"Cannot load {path}", alone=self._is_alone):
+        with self._raising():
             self._manifest = _manifest(path)
-            with self._unreplaced():
-                self._folder, self._metadata = _open_table(path, self._manifest)
-                self._check_sizes()
-                try:
-                    content = paths.read_file(f"{self._folder}/{REST}")
-                except FileNotFoundError:
-                    raise CheckpointError(
-                        f"there is no {REST}: torch.distributed.checkpoint has written this directory without"
-                        " Lightning, or the file was lost"
-                    ) from None
-                if reads_content:
-                    check_content(io.BytesIO(content), REST)
-                    self._check_content(share, shares)
-            rest: dict[str, Any] = load_plain_data(io.BytesIO(content), f"{REST} of {path}", self._weights_only)
+            self._folder, self._metadata = _open_table(path, self._manifest)
+            files = self._check_sizes()
+            content = paths.read_file(f"{self._folder}/{REST}")
+            if reads_content:
+                check_content(io.BytesIO(content), REST)
+                self._check_content()
+            rest = load_plain_data(io.BytesIO(content), f"{REST} of {path}", self._weights_only)
             if not isinstance(rest, dict):
                 raise CheckpointError(f"{REST} holds a {type(rest).__name__}, which is not a checkpoint's rest")
             self._extra_state: dict[str, Any] = rest.pop(EXTRA_STATE, {})
             self.rest = rest
-            self.entries: Mapping[str, Tensor | None] = {
-                **outline(self._metadata),
-                **{f"{MODEL}.{name}": None for name in self._extra_state},
+            self.entries = {
+                name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+                if isinstance(entry, TensorStorageMetadata)
+                else None
+                for name, entry in self._metadata.state_dict_metadata.items()
             }
+            self.entries.update({f"{MODEL}.{name}": None for name in self._extra_state})
             self.places: dict[str, tuple[Any, ...]] = self._metadata.planner_data
             # torch calls the files __<rank>_<number>.distcp.
-            self.world_size = len({name.lstrip("_").partition("_")[0] for name in sizes_needed(self._metadata)})
+            self.world_size = len({name.lstrip("_").partition("_")[0] for name in files})
+            self._check_unreplaced()
 
     @override
     def read_into(self, targets: dict[str, Any]) -> None:
@@ -172,27 +185,33 @@ class ShardDirectory(Saved):
             of_model.update({name: self._extra_state[name] for name in of_model.keys() - tensors.keys()})
             targets = {**targets, MODEL: tensors}
         reader = _Reader(self._folder, self._metadata)
-        with translated(f"Cannot load {self.path}"), warnings.catch_warnings():
+        with on_this_rank(f"Cannot load {self.path}"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(targets, storage_reader=reader, planner=_Planner(self._weights_only), no_dist=self._is_alone)
-        with on_every_rank(f"Cannot load {self.path}", alone=self._is_alone), self._unreplaced():
-            pass
+        with self._raising():
+            self._check_unreplaced()
 
-    def _check_sizes(self) -> None:
-        """Raise CheckpointError if a file that the table names is missing, cut off, or no regular file."""
-        for name, num_bytes in sizes_needed(self._metadata).items():
-            try:
-                size = paths.size_of_file(paths.member(self._folder, name))
-            except FileNotFoundError:
-                raise CheckpointError(f"{name} is missing") from None
+    def _raising(self) -> AbstractContextManager[None]:
+        what = f"Cannot load {self.path}"
+        return on_this_rank(what) if self._is_alone else on_every_rank(what)
+
+    def _check_sizes(self) -> dict[str, int]:
+        """Bytes that each file must have at least; CheckpointError if one is missing, cut off, or no regular file."""
+        needed: dict[str, int] = {}
+        for place in self._metadata.storage_data.values():
+            needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
+        for name, num_bytes in needed.items():
+            size = paths.size_of_file(paths.member(self._folder, name))
             if size < num_bytes:
                 raise CheckpointError(f"{name} is cut off: it has {size} bytes, and {num_bytes} were written")
+        return needed
 
-    def _check_content(self, share: int, shares: int) -> None:
-        """Read one entry of the files in ``shares``, and compare it with its checksums."""
+    def _check_content(self) -> None:
+        """Read this rank's share of the files' entries, and compare them with their checksums."""
+        rank, num_ranks = (0, 1) if self._is_alone else (dist.get_rank(), dist.get_world_size())
         places = {(each.relative_path, each.offset, each.length) for each in self._metadata.storage_data.values()}
         # In the order of their sizes: about the same number of bytes for each rank.
-        mine = sorted(sorted(places, key=lambda place: place[::-1])[share::shares])
+        mine = sorted(sorted(places, key=lambda place: place[::-1])[rank::num_ranks])
         filesystem, folder = url_to_fs(self._folder)
         for name, entries in itertools.groupby(mine, key=lambda place: place[0]):
             with filesystem.open(f"{folder}/{name}", "rb") as file:
@@ -200,17 +219,10 @@ class ShardDirectory(Saved):
                     file.seek(offset)
                     check_content(io.BytesIO(file.read(length)), name)
 
-    @contextmanager
-    def _unreplaced(self) -> Generator[None, None, None]:
-        """Raise CheckpointError if another checkpoint has replaced this one, as happens to a run's ``last.ckpt``.
-
-        Entries have the same names and sizes from save to save: a newer save would go unnoticed, or look damaged.
-        """
-        try:
-            yield
-        finally:
-            if _manifest(self.path) != self._manifest:
-                raise CheckpointError("another checkpoint took its place while it was read: load it again")
+    def _check_unreplaced(self) -> None:
+        """Raise CheckpointError if a newer save has replaced this one: its entries have the same names and sizes."""
+        if _manifest(self.path) != self._manifest:
+            raise CheckpointError("another checkpoint took its place while it was read: load it again")
 
 
 class _Reader(torch_internals.FsspecReader):
@@ -226,7 +238,7 @@ class _Reader(torch_internals.FsspecReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Refuses objects that are not plain data, which torch's own planner would load with ``weights_only=False``."""
+    """Refuses objects that are not plain data, which torch's own planner would load."""
 
     def __init__(self, weights_only: bool) -> None:
         super().__init__()
@@ -242,10 +254,8 @@ class _Planner(DefaultLoadPlanner):
 
 def _manifest(path: str) -> bytes | None:
     """Content of a directory's manifest, which differs from save to save; None if another program wrote it."""
-    try:
-        return paths.read_file(f"{path}/{MANIFEST}")
-    except FileNotFoundError:
-        return None
+    filesystem, place = url_to_fs(f"{path}/{MANIFEST}")
+    return paths.read_file(f"{path}/{MANIFEST}") if filesystem.exists(place) else None
 
 
 def _open_table(path: str, manifest: bytes | None) -> tuple[str, Metadata]:
@@ -260,21 +270,25 @@ def _open_table(path: str, manifest: bytes | None) -> tuple[str, Metadata]:
         if not is_known:
             raise CheckpointError(f"{MANIFEST} does not say {_FORMAT!r}: load it with the release that wrote it")
         folder = paths.member(path, within) if within else path
-        if within and Path(folder).is_symlink():
-            raise CheckpointError(f"{MANIFEST} refers to {within!r}, which is a link")
-    try:
-        table = paths.read_file(f"{folder}/{METADATA}")
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"there is no {METADATA}: this is not a directory of shards, or its save did not end"
-        ) from None
+    table = paths.read_file(f"{folder}/{METADATA}")
     if crc32 not in (None, _checksum(table)):
         raise CheckpointError(
             f"{METADATA} has changed since it was written: its CRC-32 is {_checksum(table)}, in {MANIFEST} {crc32}"
         )
-    return folder, parse_metadata(table)
+    try:
+        metadata = MetadataUnpickler(io.BytesIO(table)).load()
+        saved = {place[0] for place in metadata.planner_data.values()}
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(f"{METADATA} is damaged ({type(error).__name__}: {error}; {len(table)} bytes)") from error
+    if "model" in saved and MODEL not in saved:
+        raise CheckpointError(
+            "Lightning's FSDPStrategy has written these shards: make one file of them, which this strategy reads, with"
+            " python -m lightning.pytorch.utilities.consolidate_checkpoint"
+        )
+    return folder, metadata
 
 
 def _checksum(content: bytes) -> str:
-    """CRC-32, eight hexadecimal digits."""
     return f"{zlib.crc32(content):08x}"

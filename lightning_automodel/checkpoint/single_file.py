@@ -7,79 +7,68 @@ import contextlib
 import io
 import os
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 from fsspec.core import url_to_fs
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.serialization import config as serialization_config
 from typing_extensions import override
 
-from lightning_automodel.checkpoint import atomic, paths
-from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.safe_load import Source, check_format, load_plain_data, warn_about_code
-from lightning_automodel.checkpoint.state_dict import (
-    MODEL,
-    SHARDED_STATES,
-    Saved,
-    by_name,
-    check_groups,
-    check_number,
-    dicts_in,
-    has_state,
-    no_optimizer_state,
-    optimizer_key,
-)
+from lightning_automodel.checkpoint import paths, state_dict
+from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
+from lightning_automodel.checkpoint.safe_load import load_plain_data
+from lightning_automodel.checkpoint.state_dict import MODEL, Saved
+from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.sharding.apply import shard_like
 from lightning_automodel.torch_internals import without_wrappers
 
 
-class FileCheckpointIO(TorchCheckpointIO):
-    """Lightning's plugin for files, with atomic writes and checks before anything is loaded."""
+def prepare_file(
+    checkpoint: dict[str, Any],
+    path: str,
+    save: Callable[[dict[str, Any], str], None],
+    copy: bool = False,
+) -> Callable[[dist.ProcessGroup | None], None]:
+    """Prepare a file, which ``save`` writes on rank 0. A collective; see :func:`.sharded.prepare_shards`."""
+    what = f"Cannot save {path}"
+    with on_every_rank(what):
+        if group_rank() == 0:
+            paths.prepare_place(path)
+            if copy:
+                checkpoint = state_dict.copied(checkpoint)
 
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a file that appears in one step, once all of it is on disk. Called by one rank."""
-        save_file(checkpoint, str(path))
+    def write(group: dist.ProcessGroup | None) -> None:
+        with on_every_rank(what, group):
+            if group_rank() == 0:
+                save(checkpoint, path)
 
-    @override
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        return load_file(str(path), weights_only)
-
-    @override
-    def remove_checkpoint(self, path: Any) -> None:
-        paths.remove(str(path))
+    return write
 
 
 def save_file(checkpoint: dict[str, Any], path: str) -> None:
     """Write ``checkpoint`` to a file that appears in one step, once all of it is on disk. Called by one rank."""
     if not paths.is_local(path):
+        filesystem, place = url_to_fs(path)
+        if filesystem.isdir(place):  # both can exist on an object store, and the directory would be loaded
+            raise CheckpointError(f"{path} is a directory: remove it, or choose another path")
         stream = io.BytesIO()
         with serialization_config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
             torch.save(checkpoint, stream)
-        warn_about_code(stream)
-        filesystem, place = url_to_fs(path)
-        # On an object store, a directory of the same name can exist too, and would be taken for the checkpoint.
-        below = filesystem.find(place) if filesystem.isdir(place) else []
         filesystem.pipe_file(place, stream.getvalue())
-        for name in below:
-            if name.strip("/") != place.strip("/"):
-                filesystem.rm_file(name)
         return
-    temporary = Path(path).with_name(atomic.temporary_name())
+    temporary = Path(path).with_name(paths.temporary_name())
     try:
         with open(temporary, "wb") as file, serialization_config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
             torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        warn_about_code(str(temporary))
-        atomic.replace(temporary, Path(path))
+        paths.sync(temporary)
+        paths.replace(temporary, Path(path))
     except BaseException:
-        atomic.discard(temporary)
+        paths.discard(temporary)
         raise
 
 
@@ -91,10 +80,10 @@ def load_file(path: str, weights_only: bool | None, reads_content: bool = True) 
     """
     filesystem, place = url_to_fs(path)
     if not filesystem.exists(place):
-        raise FileNotFoundError("there is no such file or directory")
+        raise CheckpointError("there is no such file or directory")
     if paths.is_local(path) and not os.path.isfile(place):
         raise CheckpointError("it is not a regular file")
-    source: Source = place if paths.is_local(path) else io.BytesIO(filesystem.cat_file(place))
+    source = place if paths.is_local(path) else io.BytesIO(filesystem.cat_file(place))
     if reads_content:
         with open(source, "rb") if isinstance(source, str) else contextlib.nullcontext(source) as file:
             check_content(file)
@@ -106,34 +95,36 @@ def load_file(path: str, weights_only: bool | None, reads_content: bool = True) 
 
 def check_content(file: IO[bytes], name: str = "it") -> None:
     """Compare what ``torch.save`` has written with its checksums; raises CheckpointError if it differs."""
-    check_format(file, name)
     try:
         damaged = zipfile.ZipFile(file).testzip()
     except Exception as error:  # damaged content can raise anything
-        raise CheckpointError(f"{name} is damaged ({type(error).__name__}: {error})") from error
+        raise CheckpointError(
+            f"{name} is damaged, or not what torch.save has written since release 1.6 ({type(error).__name__}: {error})"
+        ) from error
     if damaged is not None:
         raise CheckpointError(f"{name} has changed since it was written (wrong checksum of {damaged})")
 
 
 class WholeCheckpoint(Saved):
-    """A checkpoint of whole tensors, open for loading.
+    """A checkpoint of whole tensors, as Lightning loads it, open for loading.
 
-    Args:
-        path: Path of the checkpoint, for messages.
-        checkpoint: As Lightning loads it.
-        parameter_names: Parameter names of each of the run's optimizers; plain optimizers only number parameters.
+    Plain optimizers only number parameters: ``parameter_names`` has those of each of the run's optimizers.
     """
 
     def __init__(self, path: str, checkpoint: dict[str, Any], parameter_names: Iterable[list[str]] = ()) -> None:
         self.path = path
         self.rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
-        states = zip(filter(has_state, checkpoint.get("optimizer_states", [])), parameter_names, strict=False)
-        trees = {optimizer_key(index): by_name(state, names) for index, (state, names) in enumerate(states)}
-        values = {without_wrappers(name): value for name, value in _flattened(trees)}
-        values.update({f"{MODEL}.{without_wrappers(name)}": value for name, value in checkpoint[MODEL].items()})
+        values = {f"{MODEL}.{without_wrappers(name)}": value for name, value in checkpoint[MODEL].items()}
+        states = filter(state_dict.has_state, checkpoint.get("optimizer_states", []))
+        for index, (state, names) in enumerate(zip(states, parameter_names, strict=False)):
+            key, saved = state_dict.optimizer_key(index), state_dict.by_name(state, names)
+            for name, each in saved["state"].items():
+                values.update({f"{key}.state.{without_wrappers(name)}.{kind}": value for kind, value in each.items()})
+            for i, group in enumerate(saved["param_groups"]):
+                values.update({f"{key}.param_groups.{i}.{setting}": value for setting, value in group.items()})
         # Lightning's WeightAveraging keeps a state of the model there.
-        sharded = {*self.rest.pop(SHARDED_STATES, ()), "current_model_state"}
-        for place, each in dicts_in(self.rest):
+        sharded = {*self.rest.pop(state_dict.SHARDED_STATES, ()), "current_model_state"}
+        for place, each in state_dict.dicts_in(self.rest):
             if place in sharded:
                 values.update({f"{place}.{without_wrappers(name)}": value for name, value in each.items()})
         self.entries = {name: value if isinstance(value, Tensor) else None for name, value in values.items()}
@@ -163,11 +154,11 @@ def fill_module(module: nn.Module, checkpoint: Mapping[str, Any], optimizers: li
     if optimizers:
         states = checkpoint.get("optimizer_states", [])
         if not states:
-            raise no_optimizer_state(0)
-        check_number("optimizers", len(states), len(optimizers))
+            raise state_dict.no_optimizer_state(0)
+        state_dict.check_number("optimizers", len(states), len(optimizers))
         for index, (optimizer, saved) in enumerate(zip(optimizers, states, strict=True)):
-            if has_state(saved):  # else the optimizer has a form of its own, and checks it
-                check_groups(optimizer, saved["param_groups"], index)
+            if state_dict.has_state(saved):  # else the optimizer has a form of its own, and checks it
+                state_dict.check_groups(optimizer, saved["param_groups"], index)
     own = {without_wrappers(name): name for name in module.state_dict()}
     state = {own.get(without_wrappers(name), name): value for name, value in checkpoint[MODEL].items()}
     try:
@@ -177,16 +168,3 @@ def fill_module(module: nn.Module, checkpoint: Mapping[str, Any], optimizers: li
             f"it does not match the model: {error} (with LightningModule.strict_loading = False, names that only one"
             " of the two has are skipped)"
         ) from error
-
-
-def _flattened(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves with torch.distributed.checkpoint's names: lists are flattened only if they hold dicts or tensors."""
-    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-    for key, value in items:
-        opened = isinstance(value, Mapping) or (
-            isinstance(value, list) and any(isinstance(each, (Mapping, Tensor)) for each in value)
-        )
-        if opened:
-            yield from _flattened(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -5,21 +5,18 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.gradients.windows import mixing_shards
 from lightning_automodel.torch_internals import without_wrappers
 
 MODEL = "state_dict"
 
 EXTRA_STATE = "lightning_automodel_extra_state"
-"""Key in ``meta.pt`` of the non-tensors in the model's state (``get_extra_state``), by name.
-
-torch.distributed.checkpoint keeps them too, but flattens dicts and loses empty ones.
-"""
+"""Key in ``meta.pt`` of the model's non-tensors (``get_extra_state``): torch would flatten dicts, lose empty ones."""
 
 SHARDED_STATES = "lightning_automodel_shards"
 """Key in one file of a list: the places of its dicts whose tensors were sharded when it was saved."""
@@ -74,21 +71,35 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def whole(state: Any, keep: bool) -> Any:
-    """``state``, nested dicts and lists, with whole tensors on the CPU. Every rank must call it if any is sharded.
+    """``state``, nested collections, with whole tensors on the CPU. Every rank must call it if any is sharded.
 
     Gathers one tensor at a time: besides the shards, a rank holds one whole tensor on its device. A rank with ``keep``
-    also holds the whole state in host memory; the others get empty dicts and lists.
+    also holds the whole state in host memory; the others get an empty dict.
     """
-    if isinstance(state, Mapping):
-        gathered = {name: whole(value, keep) for name, value in state.items()}
-        return gathered if keep else {}
-    if isinstance(state, list) or (isinstance(state, tuple) and any(isinstance(each, DTensor) for each in state)):
-        listed = [whole(value, keep) for value in state]
-        return (tuple(listed) if isinstance(state, tuple) else listed) if keep else []
-    tensor = state.full_tensor() if isinstance(state, DTensor) else state
-    if not keep:
-        return None
-    return tensor.cpu() if isinstance(tensor, Tensor) and not tensor.is_meta else tensor
+
+    def gathered(tensor: Tensor) -> Tensor | None:
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return None if not keep else tensor if tensor.is_meta else tensor.cpu()
+
+    found = apply_to_collection(state, Tensor, gathered, allow_frozen=True)
+    return found if keep else {}
+
+
+def copied(states: dict[str, Any]) -> dict[str, Any]:
+    """A copy of ``states`` in host memory, which training does not change.
+
+    torch's ``DefaultStager`` (2.13 to 2.15) loses that a tensor is a conjugate or negative view of its storage, and
+    cannot copy tensors without a storage or quantised ones.
+    """
+    found = apply_to_collection(
+        states,
+        Tensor,
+        lambda each: each if each.is_meta else each.detach().to("cpu", copy=True, non_blocking=True),
+        allow_frozen=True,
+    )
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return found
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -116,10 +127,7 @@ def by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def has_state(state: Mapping[str, Any]) -> bool:
-    """Whether ``state``, the state dict of an optimizer, has torch's form.
-
-    Lightning's stand-in for an optimizer, where ``configure_optimizers`` returns None, has an empty one.
-    """
+    """Whether an optimizer's state dict has torch's form. That of Lightning's stand-in for no optimizer is empty."""
     return "param_groups" in state
 
 
@@ -127,72 +135,36 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
     """Fill a model and its optimizers, once everything was checked. Every rank must call it.
 
     What had no state when it was saved (an optimizer that had not stepped, a parameter without gradients so far) starts
-    without state.
+    without state. Saved options of optimizers win; others stay this run's.
 
     Raises :class:`CheckpointError`, and loads nothing, if entries are missing, left over (``strict`` only), or have
     other shapes, or the optimizers differ from the saved ones.
     """
     model.zero_grad()  # which ends open windows, if a hook loads weights within a fit
     of_model = model_state(model)
+    parameters = {without_wrappers(name): parameter.detach() for name, parameter in model.named_parameters()}
     names = [parameter_names(model, optimizer) for optimizer in optimizers]
-    groups = [_with_state_of(optimizer, _stateful(saved, i), names[i]) for i, optimizer in enumerate(optimizers)]
-    states = [optimizer_state(model, optimizer) for optimizer in optimizers]
     with on_every_rank(f"Cannot load {saved.path}"):
         _check_model(saved.entries, of_model, strict)
         of_model = {name: value for name, value in of_model.items() if f"{MODEL}.{name}" in saved.entries}
-        targets = {MODEL: of_model}
+        targets: dict[str, Any] = {MODEL: of_model}
         keys = {name.partition(".")[0] for name in saved.entries}
         if optimizers and (num_saved := sum(map(is_optimizer_key, keys))):
             check_number("optimizers", num_saved, len(optimizers))
-        for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
-            targets[optimizer_key(index)] = _optimizer_targets(saved.entries, optimizer, state, index)
+        for index, optimizer in enumerate(optimizers):
+            own = {name: parameters[name] for name in names[index]}
+            targets[optimizer_key(index)] = _optimizer_targets(saved.entries, optimizer, own, index)
     # Everything fits on every rank: from here on tensors are overwritten.
     saved.read_into(targets)
-    own = {without_wrappers(name): name for name in model.state_dict()}
-    model.load_state_dict({own[name]: value for name, value in of_model.items()}, strict=False)
+    name_of = {without_wrappers(name): name for name in model.state_dict()}
+    model.load_state_dict({name_of[name]: value for name, value in of_model.items()}, strict=False)
     for index, optimizer in enumerate(optimizers):
-        read = targets[optimizer_key(index)]
-        number = {name: i for i, name in enumerate(names[index])}
-        optimizer.load_state_dict(
-            {
-                **optimizer.state_dict(),
-                "state": {number[name]: value for name, value in read["state"].items()},
-                # Options that were not saved stay this run's.
-                "param_groups": [
-                    {**group, **settings, "params": [number[name] for name in group["params"]]}
-                    for group, settings in zip(groups[index], read["param_groups"], strict=True)
-                ],
-            }
-        )
-
-
-def _stateful(saved: Saved, index: int) -> set[str]:
-    """Names of the parameters for which the ``index``-th optimizer had a state."""
-    start = f"{optimizer_key(index)}.state."
-    return {name.removeprefix(start).rpartition(".")[0] for name in saved.entries if name.startswith(start)}
-
-
-def _with_state_of(optimizer: Optimizer, stateful: set[str], names: list[str]) -> list[dict[str, Any]]:
-    """Let ``optimizer`` make its state for these parameters, frozen ones too, by a step that changes nothing else.
-
-    Returns:
-        Its groups without what that step has changed, with the names of their parameters.
-    """
-    name_of = iter(names)
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        before = {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
-        before["params"] = [next(name_of) for _ in group["params"]]
-        groups.append(before)
-        for parameter, name in zip(group["params"], before["params"], strict=True):
-            parameter.grad = torch.zeros_like(parameter) if name in stateful else None
-        if "lr" in group:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    optimizer.state.clear()
-    with mixing_shards(optimizer):
-        optimizer.step()
-    optimizer.zero_grad()
-    return groups
+        read, packed = targets[optimizer_key(index)], optimizer.state_dict()
+        groups = packed["param_groups"]
+        ids = dict(zip(names[index], (each for group in groups for each in group["params"]), strict=True))
+        packed["state"] = {ids[name]: value for name, value in read["state"].items()}
+        packed["param_groups"] = [{**group, **each} for group, each in zip(groups, read["param_groups"], strict=True)]
+        optimizer.load_state_dict(packed)
 
 
 def _check_model(entries: Mapping[str, Tensor | None], targets: dict[str, Any], strict: bool) -> None:
@@ -248,42 +220,40 @@ _AS_SAVED = "configure the optimizers that the run was saved with"
 
 
 def _optimizer_targets(
-    entries: Mapping[str, Tensor | None], optimizer: Optimizer, state: dict[str, Any], index: int
+    entries: Mapping[str, Tensor | None], optimizer: Optimizer, parameters: Mapping[str, Tensor], index: int
 ) -> dict[str, Any]:
-    """The part of an optimizer's ``state`` that was saved; CheckpointError if it was saved of another kind."""
+    """What to read of an optimizer's saved state: shards for what has its parameter's shape, the rest whole."""
     start = f"{optimizer_key(index)}."
     settings: dict[int, set[str]] = {}
-    found: dict[str, set[str]] = {name: set() for group in state["param_groups"] for name in group["params"]}
-    for entry in entries:
-        part, _, name = entry.removeprefix(start).partition(".")
-        if entry.startswith(start) and part == "param_groups":
-            group, setting, *_ = name.split(".")
+    state: dict[str, dict[str, Tensor | None]] = {}
+    for place in (each.removeprefix(start) for each in entries if each.startswith(start)):
+        part, _, within = place.partition(".")
+        name, _, kind = within.rpartition(".")
+        if part == "param_groups":
+            group, setting, *_ = within.split(".")
             settings.setdefault(int(group), set()).add(setting)
-        elif entry.startswith(start) and name.rpartition(".")[0] in found:
-            found[name.rpartition(".")[0]].add(name.rpartition(".")[2])
+        elif name in parameters:
+            state.setdefault(name, {})[kind] = _empty(entries[f"{start}{place}"], like=parameters[name])
+        elif name.rpartition(".")[0] in parameters:
+            raise CheckpointError(f"optimizer {index} keeps a dict for {name}, which cannot be loaded into shards")
     if not settings:
         raise no_optimizer_state(index)
     check_groups(optimizer, list(settings.values()), index)
-    for name, kinds in found.items():
-        own = {kind for kind, value in state["state"].get(name, {}).items() if not isinstance(value, dict)}
-        if kinds and kinds != own:
-            raise CheckpointError(
-                f"the optimizer keeps {_some(sorted(own)) or 'nothing'} for {name}, but {_some(sorted(kinds))} was"
-                f" saved: {_AS_SAVED}"
-            )
     groups: list[dict[str, Any]] = []
-    for i, group in enumerate(state["param_groups"]):
+    for i, own in enumerate(optimizer.param_groups):
         # By what was saved: user code may have put more into a group while it trained.
-        places = {setting: f"{optimizer_key(index)}.param_groups.{i}.{setting}" for setting in settings[i] - {"params"}}
-        flat = {setting: entries[place] for setting, place in places.items() if place in entries}
-        values = {
-            s: None if entry is None else torch.empty(entry.size(), dtype=entry.dtype) for s, entry in flat.items()
-        }
-        groups.append({**{setting: group[setting] for setting in places.keys() & group.keys()}, **values})
-    return {
-        "state": {name: state["state"][name] for name, kinds in found.items() if kinds},
-        "param_groups": groups,
-    }
+        places = {setting: f"{start}param_groups.{i}.{setting}" for setting in settings[i] - {"params"}}
+        values = {setting: _empty(entries[place]) for setting, place in places.items() if place in entries}
+        groups.append({**{setting: own[setting] for setting in places.keys() & own.keys()}, **values})
+    return {"state": state, "param_groups": groups}
+
+
+def _empty(entry: Tensor | None, like: Tensor | None = None) -> Tensor | None:
+    if entry is None:
+        return None
+    if like is not None and entry.dim() and entry.size() == like.size():
+        return torch.empty_like(like, dtype=entry.dtype)
+    return torch.empty(entry.size(), dtype=entry.dtype)
 
 
 def _some(names: list[str]) -> str:
@@ -311,18 +281,17 @@ def split_shards(tree: dict[str, Any], names: Collection[str]) -> tuple[dict[str
 
     Raises ValueError if there are shards in a list, or under names that are not in the model's state's ``names``.
     """
-    rest, shards, sharded = _with_own_dicts(tree), {}, sharded_states(tree)
+    rest, shards = _with_own_dicts(tree), dict[str, Any]()
     for place, each in [("", rest), *dicts_in(rest)]:
-        for key, value in each.items():
-            if isinstance(value, (list, tuple)) and any(isinstance(leaf, DTensor) for leaf in value):
-                raise ValueError(f"The checkpoint's {f'{place}/{key}'.strip('/')} is a list of shards, {_NOT_LOADABLE}")
-        if place in sharded:
+        listed = [leaf for value in each.values() if isinstance(value, (list, tuple)) for leaf in value]
+        if any(isinstance(leaf, DTensor) for leaf in each.values()):
             shards[place] = {name: each.pop(name) for name, leaf in list(each.items()) if isinstance(leaf, Tensor)}
-            if unknown := [name for name in shards[place] if name not in names]:
-                raise ValueError(
-                    f"The checkpoint's {place} holds shards beside {unknown[0]!r}, which is not an entry of the"
-                    f" model's state dict, {_NOT_LOADABLE}"
-                )
+        if any(isinstance(leaf, DTensor) for leaf in listed) or not set(names).issuperset(shards.get(place, ())):
+            raise ValueError(
+                f"The checkpoint's {place or 'top level'} holds shards in a list, or beside names that are not in the"
+                " model's state dict, so that they could not be loaded again: save shards in a dict under the names of"
+                " the parameters that they belong to, or tensor.full_tensor(), called on every rank."
+            )
     return rest, shards
 
 
@@ -330,23 +299,13 @@ def _with_own_dicts(tree: dict[str, Any]) -> dict[str, Any]:
     return {key: _with_own_dicts(value) if isinstance(value, dict) else value for key, value in tree.items()}
 
 
-_NOT_LOADABLE = (
-    "so that they could not be loaded again: save shards in a dict under the names of the parameters that they belong"
-    " to, or tensor.full_tensor(), called on every rank."
-)
-
-
 def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, Any]) -> None:
-    """Put sharded states back into ``tree``, part of ``saved.rest``: the inverse of :func:`split_shards`. A collective.
-
-    ``model_state`` gives shapes and sharding.
-    """
+    """Put sharded states back into ``tree``, a part of ``saved.rest``, sharded like ``model_state``. A collective."""
     for place, each in dicts_in(tree):
-        entries = {name: saved.entries.get(f"{place}.{name}") for name in model_state}
         shards = {
-            name: torch.empty_like(model_state[name], dtype=entry.dtype)
-            for name, entry in entries.items()
-            if entry is not None
+            name: torch.empty_like(own, dtype=entry.dtype)
+            for name, own in model_state.items()
+            if (entry := saved.entries.get(f"{place}.{name}")) is not None
         }
         if shards:
             saved.read_into({place: shards})

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.checkpoint import atomic
-from lightning_automodel.checkpoint.sharded import README
+from lightning_automodel.checkpoint import paths
 from tests.trainer.exactness import TinyDecoder, full_weights, micro_batches
 from tests.trainer.plain import ModelModule
 from tests.trainer.runs import CASE, make_trainer
@@ -94,14 +93,13 @@ def load_only(options: dict[str, Any], path: str) -> dict[str, Tensor]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """All files that a checkpoint needs: its `README.txt` is not among them."""
-    found = [each for each in path.rglob("*") if each.is_file() and each.name != README]
-    return sorted(found) if path.is_dir() else [path]
+    """All files of a checkpoint."""
+    return sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
 
 
 def leftovers(folder: Path) -> list[Path]:
     """What saves and removals that have not ended left in a folder."""
-    return sorted(folder.glob(f"{atomic.TEMPORARY}*"))
+    return sorted(folder.glob(f"{paths.TEMPORARY}*"))
 
 
 def rank() -> int:

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_automodel.checkpoint.sharded import ShardDirectory
-from lightning_automodel.checkpoint.single_file import FileCheckpointIO, load_file
+from lightning_automodel.checkpoint.single_file import load_file
 from tests.checkpoint.checkpoints import ACCUMULATE, NUM_BATCHES, AdamModule, fit, leftovers
 from tests.processes import forked
 
@@ -95,8 +95,7 @@ def weights_in(path: Path) -> tuple[int, dict[str, Tensor]]:
         targets = {"state_dict": dict(AdamModule().state_dict())}
         saved.read_into(targets)
         return saved.rest["global_step"], targets["state_dict"]
-    load_file(str(path), None)
-    checkpoint = FileCheckpointIO().load_checkpoint(path)
+    checkpoint = load_file(str(path), None)
     return checkpoint["global_step"], checkpoint["state_dict"]
 
 

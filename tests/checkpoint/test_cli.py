@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.checkpoint.saver import prepare_shards
+from lightning_automodel.checkpoint.sharded import prepare_shards
 from lightning_automodel.checkpoint.single_file import load_file as load_checkpoint
 from lightning_automodel.checkpoint.single_file import save_file
 
@@ -108,7 +108,6 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any, 
 
 
 @pytest.mark.parametrize("save", [save_shards, save_whole])
-@pytest.mark.filterwarnings("ignore:The checkpoint holds more than plain data")
 def test_inspect_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any) -> None:
     """What needs code to load is named, and described with trust alone."""
     path = save(tmp_path / "a.ckpt", custom=Custom())
@@ -162,7 +161,7 @@ def test_inspect_shards_of_other_programs(tmp_path: Path, capsys: pytest.Capture
     """Those of plain torch have no rest."""
     dcp.save({"state_dict": dict(MODEL)}, checkpoint_id=tmp_path / "plain", no_dist=True)
     (report,) = inspected(capsys, str(tmp_path / "plain"), status=1)["checkpoints"]
-    assert "there is no meta.pt: torch.distributed.checkpoint has written this" in report["damage"]
+    assert "meta.pt is missing: this is no directory of shards that Lightning or" in report["damage"]
     torch.save({"pytorch-lightning_version": "2.6.6"}, tmp_path / "plain" / "meta.pt")
     (report,) = inspected(capsys, str(tmp_path / "plain"))["checkpoints"]
     assert report["written_by"] == "Lightning 2.6.6"
@@ -226,11 +225,11 @@ def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty.mkdir()
     out = str(tmp_path / "out")
     cases = {
-        ("inspect", f"{tmp_path}/none"): f"Cannot load {tmp_path}/none: FileNotFoundError: there is no such file",
+        ("inspect", f"{tmp_path}/none"): f"Cannot load {tmp_path}/none: there is no such file",
         ("consolidate", str(whole), out): "is not a directory of shards: there is nothing to consolidate",
         ("consolidate", str(shards), str(whole)): "exists: remove it, or choose another path",
         ("consolidate", str(shards), "memory://out"): "is not local: write to a local path, and upload that",
-        ("consolidate", str(empty), out): "there is no .metadata: this is not a directory of shards",
+        ("consolidate", str(empty), out): ".metadata is missing: this is no directory of shards",
         ("export", str(shards), out): "Give the prefix of what to export, such as model., and add config.json",
         ("export", str(shards), str(whole), "--key", "model"): "exists: remove it, or choose another path",
         (
@@ -252,11 +251,9 @@ def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.ckpt", "b.ckpt", "empty"]
 
 
-@pytest.mark.filterwarnings("default:The checkpoint holds more than plain data")  # consolidation says it again
 def test_code_is_run_only_with_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By consolidation and export, which must load the rest."""
-    with pytest.warns(UserWarning, match="more than plain data"):
-        path = save_shards(tmp_path / "a.ckpt", custom=Custom())
+    path = save_shards(tmp_path / "a.ckpt", custom=Custom())
     for command in (["consolidate"], ["export", "--key", "model"]):
         name, *options = command
         out = str(tmp_path / name)
@@ -329,4 +326,4 @@ def test_shards_without_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[s
     """torch.distributed.checkpoint alone writes no `meta.pt`."""
     dcp.save({"state_dict": MODEL}, checkpoint_id=str(tmp_path / "a.ckpt"))
     assert main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out")]) == 1
-    assert "there is no meta.pt: torch.distributed.checkpoint has written this" in capsys.readouterr().err
+    assert "meta.pt is missing: this is no directory of shards that Lightning or" in capsys.readouterr().err

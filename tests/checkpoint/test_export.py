@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-import weakref
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -22,14 +21,12 @@ from lightning.pytorch.callbacks import Callback
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import CheckpointError, export_hugging_face
+from lightning_automodel.checkpoint import hugging_face as export
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.checkpoint.cli import export
 from tests.rank_pool import RankError, RankPool
 from tests.sharding.test_hf_tensor_parallel import CASE as TENSOR_PARALLEL
 from tests.sharding.test_hf_tensor_parallel import make_model as make_logits_model
@@ -53,20 +50,9 @@ class ExportsAtTheEnd(Callback):
         export_hugging_face(pl_module, self.path, **self.options)
 
 
-class Tokenizer:
-    """What of a tokenizer an export uses."""
-
-    def decode(self, ids: list[int]) -> str:
-        return str(ids)
-
-    def save_pretrained(self, folder: Path) -> None:
-        (folder / "tokenizer.json").write_text("{}")
-
-
 def _train(options: dict[str, Any], make_model: Any, folder: str, **export_options: Any) -> dict[str, Tensor]:
     """Train a step, export `live` and save `run.ckpt`; whole weights."""
     module = OwnLoss(make_model())
-    module.tokenizer = Tokenizer()
     trainer = make_trainer(
         AutomodelStrategy(label_shift=1, **options),
         max_steps=1,
@@ -78,7 +64,7 @@ def _train(options: dict[str, Any], make_model: Any, folder: str, **export_optio
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "tokenizer.json"}
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
@@ -89,7 +75,6 @@ def test_from_pretrained_reads_what_was_trained(pool2: RankPool, tmp_path: Path,
     weights, same = pool2.run(_train, options, tied_llama, str(tmp_path), max_shard_size=SMALL)
     assert main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "out"), "--max-shard-size", SMALL]) == 0
     assert _contents(tmp_path / "live") == _contents(tmp_path / "out")
-    assert (tmp_path / "live" / "tokenizer.json").exists()
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
     assert "lm_head.weight" not in index["weight_map"]
@@ -242,30 +227,6 @@ def test_a_rank_that_cannot_write(pool2: RankPool, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def _held_at_each_write(folder: str) -> list[int]:
-    """Bytes of whole tensors that this rank holds whenever it writes; all were freed before it gathers again."""
-    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
-    held = []
-    write, cast = export._write, export._cast
-
-    def counting_write(save: Any, path: Any, tensors: dict[str, Tensor]) -> None:
-        alive.update(tensors.values())
-        held.append(sum(tensor.nbytes for tensor in alive))
-        write(save, path, tensors)
-
-    def checking_cast(*args: Any) -> Tensor:
-        assert not alive
-        return cast(*args)
-
-    module = ModelModule(TinyDecoder(seed=1))
-    fully_shard(module.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export, "_write", counting_write)
-        patch.setattr(export, "_cast", checking_cast)
-        export_hugging_face(module, f"{folder}/out", max_shard_size=TINY, prefix="model")
-    return held
-
-
 def _export_on_rank_zero(path: str) -> None:
     if dist.get_rank() == 1:
         time.sleep(1)
@@ -282,14 +243,6 @@ def test_every_rank_must_export(pool2: RankPool, tmp_path: Path) -> None:
     assert "barrier 'export_hugging_face', which every rank must reach" in message
     assert "Ranks 1 failed to pass" in message
     assert not list(tmp_path.iterdir())
-
-
-def test_one_file_in_memory(pool2: RankPool, tmp_path: Path) -> None:
-    """On rank 0 alone, one after the other."""
-    held, by_other = pool2.run(_held_at_each_write, str(tmp_path))
-    assert len(held) == len(list((tmp_path / "out").glob("*.safetensors"))) > 2
-    assert all(0 < size <= TINY for size in held)
-    assert by_other == []
 
 
 def test_description_is_plain_data(pool2: RankPool, tmp_path: Path) -> None:

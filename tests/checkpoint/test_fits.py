@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_automodel import AutomodelStrategy
+from lightning_automodel.checkpoint import CheckpointError
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, TinyDecoder, full_weights, weight_error
 from tests.trainer.plain import ModelModule, plain_weights
@@ -193,7 +194,7 @@ def test_default_checkpointing(pool2: RankPool, tmp_path: Path) -> None:
 
 
 def _error_of_missing_checkpoint(options: dict[str, Any], folder: str) -> str:
-    with pytest.raises(FileNotFoundError) as raised:
+    with pytest.raises(CheckpointError, match="there is no such file or directory") as raised:
         _fit(options, ckpt_path=Path(folder) / "missing.ckpt")
     return str(raised.value)
 

@@ -20,11 +20,10 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from torch import Tensor
 
-from lightning_automodel.checkpoint import CheckpointError, atomic
+from lightning_automodel.checkpoint import CheckpointError, paths
 from lightning_automodel.checkpoint.reading import open_checkpoint
-from lightning_automodel.checkpoint.saver import prepare_file, prepare_shards
-from lightning_automodel.checkpoint.sharded import README
-from lightning_automodel.checkpoint.single_file import save_file
+from lightning_automodel.checkpoint.sharded import prepare_shards
+from lightning_automodel.checkpoint.single_file import prepare_file, save_file
 from tests.checkpoint.checkpoints import fit, load_only, resume, save, uninterrupted
 from tests.checkpoint.test_damage import opened
 from tests.rank_pool import RankPool
@@ -79,8 +78,7 @@ def test_object_store(pool2: RankPool, tmp_path: Path, form: str) -> None:
     assert path.is_dir() == (form == "shards")
     if form == "shards":
         names = [each.name for each in path.iterdir()]
-        assert sum(name.startswith(atomic.TEMPORARY) for name in names) == 1
-        assert README in names
+        assert sum(name.startswith(paths.TEMPORARY) for name in names) == 1
 
 
 def _fail_to_replace(root: str) -> tuple[str, bool]:
@@ -173,24 +171,16 @@ class ObjectStore(MemoryFileSystem):
 
 @pytest.mark.parametrize("place", ["objects://runs/last.ckpt", "objects://last.ckpt"])
 def test_a_file_after_a_directory(place: str) -> None:
-    """An object store can hold both at one place: the newer one counts, also at the root of the store."""
+    """An object store can hold both at one place, and the directory would be loaded: refused, also at its root."""
     ObjectStore.store.clear()
     fsspec.register_implementation("objects", ObjectStore, clobber=True)
     weight = torch.zeros(3)
-    for index, save_any in enumerate([_save_directory, _save_one_file]):
-        save_any({"state_dict": {"weight": weight + index}, "epoch": index}, place)
-        reader = open_checkpoint(place, None)
-        assert reader.rest["epoch"] == index
-        assert torch.equal(reader.read_model(["weight"])["weight"], weight + index)
+    prepare_shards({"state_dict": {"weight": weight}, "epoch": 0}, place)(None)
+    with pytest.raises(CheckpointError, match=f"{place} is a directory: remove it, or choose another path"):
+        prepare_file({"state_dict": {"weight": weight + 1}, "epoch": 1}, place, save_file)(None)
+    reader = open_checkpoint(place, None)
+    assert torch.equal(reader.read_model(["weight"])["weight"], weight)
     assert not Path("objects:").exists()
-
-
-def _save_directory(checkpoint: dict[str, Any], place: str) -> None:
-    prepare_shards(checkpoint, place)(None)
-
-
-def _save_one_file(checkpoint: dict[str, Any], place: str) -> None:
-    prepare_file(checkpoint, place, save_file)(None)
 
 
 def _load_where_one_rank_sees_nothing(path: str, blind: int) -> str:
@@ -204,4 +194,4 @@ def _load_where_one_rank_sees_nothing(path: str, blind: int) -> str:
 def test_ranks_that_see_different_file_systems(pool2: RankPool, tmp_path: Path, blind: int) -> None:
     """A disk of one machine: an error on every rank, before they go different ways."""
     for message in pool2.run(_load_where_one_rank_sees_nothing, str(tmp_path), blind):
-        assert f"it is a directory on rank {1 - blind} and not on rank {blind}: give all ranks the" in message
+        assert f"rank {blind}: it is not a regular file" in message

@@ -19,7 +19,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
-from lightning_automodel.checkpoint import CheckpointError, RunCheckpoints, atomic, sharded, single_file
+from lightning_automodel.checkpoint import CheckpointError, RunCheckpoints, paths, sharded, single_file
 from tests.checkpoint.checkpoints import FORMS, files_of, fit, forms, leftovers, load_only, save
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import full_weights
@@ -237,7 +237,7 @@ def test_failure_of_the_last_save_ends_the_run_with_an_error(pool2: RankPool, tm
 def _keep_the_newest(options: dict[str, Any], folder: str, save_last: Any) -> tuple[str, str, list[tuple[int, int]]]:
     """Best and last path, and how many checkpoints were there whenever one was about to be replaced."""
     seen: list[tuple[int, int]] = []
-    replace = atomic.replace
+    replace = paths.replace
 
     def count(staging: Path, target: Path) -> None:
         whole = [each for each in Path(folder).glob("epoch*.ckpt") if each.exists()]
@@ -247,8 +247,7 @@ def _keep_the_newest(options: dict[str, Any], folder: str, save_last: Any) -> tu
 
     callback = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_last=save_last)
     with pytest.MonkeyPatch.context() as patch:
-        for room in (atomic, sharded.atomic, single_file.atomic):
-            patch.setattr(room, "replace", count)
+        patch.setattr(paths, "replace", count)
         fit(options, callbacks=[callback], enable_checkpointing=True, max_epochs=3)
     return callback.best_model_path, callback.last_model_path, seen
 

@@ -1,1 +1,0 @@
-"""The command line: inspect, consolidate and export checkpoints."""
