@@ -39,10 +39,7 @@ def _is_function(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """The keywords of ``AutomodelStrategy``, whose docstring has their meaning. Wrong ones raise there.
-
-    What fails by itself, with a message that says what is wrong, is not checked here.
-    """
+    """The keywords of ``AutomodelStrategy``, whose docstring has their meaning. Wrong ones raise there."""
 
     data_parallel: Literal["fsdp2", "ddp"] = "fsdp2"
     data_parallel_size: int | Literal["auto"] = "auto"
@@ -83,8 +80,6 @@ class StrategyOptions:
     async_checkpoint: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            _check(field.name, getattr(self, field.name), field.type)
         policy, choice = self.auto_wrap_policy, self.activation_checkpointing
         if not (policy is None or _is_set_of_modules(policy) or _is_function(policy)):
             raise TypeError(
@@ -98,6 +93,9 @@ class StrategyOptions:
             )
         check_policy(self.mp_policy)
         _ = self.parsed_timeout  # raises if it is not valid
+        for field in fields(self):
+            if field.name not in ("auto_wrap_policy", "activation_checkpointing", "mp_policy", "timeout"):
+                _check(field.name, getattr(self, field.name), field.type)
         if self.count == "samples" and self.count_label_tokens is not None:
             raise ValueError("count='samples' and count_label_tokens are two ways to tell the count: pass one of them.")
         if choice == "offload" and self.compile is not False:
@@ -173,7 +171,7 @@ class StrategyOptions:
 
 
 def _check(name: str, value: Any, annotation: Any) -> None:
-    """Raise ValueError unless ``value`` is one of the choices of its type, or an integer that is large enough."""
+    """Raise unless ``value`` is of its type, and one of its choices or an integer that is large enough."""
     parts = [annotation] if annotation is bool or get_origin(annotation) is Literal else get_args(annotation)
     values = {bool: (True, False), NoneType: (None,)}
     by_part = [get_args(part) if get_origin(part) is Literal else values.get(part, ()) for part in parts]
@@ -186,6 +184,10 @@ def _check(name: str, value: Any, annotation: Any) -> None:
             raise ValueError(f"{name} must be an integer of at least {smallest}{others}, got {value!r}.")
     elif choices and all(by_part):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+    types = tuple(get_origin(part) or part for part in parts or [annotation])
+    if Any not in types and (not isinstance(value, types) or (value is True and bool not in types)):
+        expected = " or ".join("None" if each is NoneType else each.__name__ for each in types)
+        raise TypeError(f"{name} must be {expected}, got {value!r}.")
 
 
 def from_keywords(

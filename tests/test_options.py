@@ -69,6 +69,15 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"device_mesh": (2, 2)}, "device_mesh must be DeviceMesh or None, got (2, 2)."),
+        ({"ddp_comm_hook": 3}, "ddp_comm_hook must be Callable or None, got 3."),
+        ({"ddp_kwargs": ["x"]}, "ddp_kwargs must be dict or None, got ['x']."),
+        ({"label_key": 3}, "label_key must be str, got 3."),
+        ({"ignore_index": None}, "ignore_index must be int, got None."),
+        ({"ignore_index": True}, "ignore_index must be int, got True."),
+        ({"process_group_backend": 1}, "process_group_backend must be str or None, got 1."),
+        ({"count_label_tokens": 3}, "count_label_tokens must be Callable or None, got 3."),
+        ({"compile": "yes"}, "compile must be bool or dict, got 'yes'."),
         ({"auto_wrap_policy": nn.Linear}, f"{POLICY} <class 'torch.nn.modules.linear.Linear'>."),
         ({"auto_wrap_policy": {"Linear"}}, f"{POLICY} {{'Linear'}}."),
         ({"auto_wrap_policy": [nn.Linear]}, f"{POLICY} [<class 'torch.nn.modules.linear.Linear'>]."),
