@@ -23,7 +23,7 @@ def token_loss(
     weight: Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    chunk_elements: int = 2**22,
+    chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum of the cross-entropies of ``head(hidden)`` at the positions that carry a label, and their count.
 
@@ -49,7 +49,8 @@ def token_loss(
             weights.
         label_smoothing: As in ``F.cross_entropy``.
         z_loss: Coefficient of the squared log-partition function, added to each position's cross-entropy.
-        chunk_elements: Logits of one chunk on one rank. A larger number gives fewer, larger matrix products.
+        chunk_elements: Logits of one chunk on one rank. A larger number gives fewer, larger matrix products. None:
+            2**22, or a quarter of the head's weight if that is more.
 
     Returns:
         [] the sum, at least float32, and [] the count: positions, or the sum of their labels' weights. Without weights,
@@ -59,7 +60,7 @@ def token_loss(
         ValueError: If shapes do not match, the head returns half precision, or one of its parameters has a gradient
             hook, which would see the chunks.
     """
-    if chunk_elements < 1:
+    if chunk_elements is not None and chunk_elements < 1:
         raise ValueError(f"chunk_elements must be at least 1, got {chunk_elements}.")
     targets = labels[..., label_shift:]
     num_positions = targets.shape[-1]
@@ -89,7 +90,10 @@ def token_loss(
         num_ranks = 1 if mesh is None else mesh.size()
         # Not under no_grad: autocast would cache a weight without its gradient.
         num_classes = logits_of(rows[:0]).shape[-1]
-        loss = _sum_over_chunks(loss_of, rows, targets, max(1, chunk_elements * num_ranks // num_classes))
+        num_rows = (chunk_elements or 2**22) * num_ranks // num_classes
+        # Each chunk adds a gradient of the whole weight, so its logits may take as much memory.
+        num_rows = max(num_rows, states.shape[-1] // 4 if chunk_elements is None else 1)
+        loss = _sum_over_chunks(loss_of, rows, targets, max(num_rows, 1))
         # One copy per tensor-parallel rank, since the plan may shard the output or replicate it; averaged below.
         return loss if mesh is None else DTensor.from_local(loss.expand(num_ranks), mesh, [Replicate()])
 
