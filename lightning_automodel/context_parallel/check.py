@@ -137,10 +137,7 @@ class FirstStepCheck:
     def _first_difference(
         self, call: tuple[nn.Module, Any, Any], names: dict[nn.Module, str]
     ) -> tuple[str, float] | None:
-        """The first module that returns another output in slices, and its relative error.
-
-        A collective over the ranks that share the batch.
-        """
+        """The first module that returns another output in slices, and its error. A collective over the slices' group."""
         module, *arguments = call
         arguments = apply_to_collection(arguments, Tensor, self._gather, allow_frozen=True)
         whole = self._outputs(module, arguments, self._whole)

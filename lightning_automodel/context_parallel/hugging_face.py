@@ -113,10 +113,7 @@ def _attend(
 
 
 def _make_mask(**kwargs: Any) -> Tensor | None:
-    """The function that transformers calls for the mask of each type of layer.
-
-    The mask is [b, 1, s, w * s], by positions in whole sequences. None for a purely causal one.
-    """
+    """What transformers calls for a layer type's mask: [b, 1, s, w * s] in whole sequences; None if purely causal."""
     from transformers import masking_utils
 
     slices = attention.current()

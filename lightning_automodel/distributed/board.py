@@ -86,16 +86,10 @@ class Board:
     client is blocked for all threads while one of them waits in it. The thread also reads verdicts ahead, since the
     store may be gone by the time that the rank asks for them.
 
-    Args:
-        rank: This rank.
-        connect: Called by the thread: opens the connection, with the same prefix of keys on all ranks.
-        path: Where a silent rank is posted; further paths may be added to ``verdicts``.
-        members: Ranks that use the board. Each watches the one before it that has not ended.
-        timeout_s: How long the store, or a rank, may be silent.
-        describe: Returns what this rank's record is to say; called by the thread.
-        keys: Keys that are read with each heartbeat.
-        exchange: Called by the thread after each heartbeat, with the values of ``keys``.
-        check: Called now and then while this rank waits; may raise.
+    Each of ``members`` watches the one before it that has not ended. A rank that is silent for ``timeout_s`` is posted
+    at ``path``; further paths may be added to ``verdicts``. The thread calls ``connect``, which opens the connection,
+    with the same prefix of keys on all ranks, and with each heartbeat ``describe``, which returns what this rank's
+    record is to say, and ``exchange``, with the values of ``keys``. ``check`` is called while this rank waits.
     """
 
     def __init__(
@@ -125,10 +119,6 @@ class Board:
         self._existing: set[str] = set()
         self._calls: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._serve, name="lightning_automodel board", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self.thread.start()
 
     def close(self) -> None:
         """Write that this rank has left, unless the run failed, and end the thread, unless it is stuck."""

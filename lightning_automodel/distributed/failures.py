@@ -82,7 +82,9 @@ class RankFailure:
 
     @classmethod
     def from_exception(cls, exception: BaseException, rank: int, where: str) -> "RankFailure":
-        """Describe ``exception``, which this process, rank ``rank``, raised in ``where``."""
+        """What ``exception``, raised in ``where`` on this rank, reports: another rank's failure, or else itself."""
+        if isinstance(exception, RankFailedError):
+            return exception.failure
         message = f"exit status {exception.code}" if isinstance(exception, SystemExit) else str(exception)
         return cls(rank, socket.gethostname(), where, type(exception).__name__, message[:MAX_MESSAGE_CHARACTERS])
 
@@ -119,11 +121,6 @@ class RankFailedError(RuntimeError):
 
     def __reduce__(self) -> tuple[type["RankFailedError"], tuple[RankFailure]]:
         return type(self), (self.failure,)
-
-
-def failure_of(error: BaseException, rank: int, where: str) -> RankFailure:
-    """The failure to post for the other ranks: another rank's, if ``error`` reports one, else ``error`` itself."""
-    return error.failure if isinstance(error, RankFailedError) else RankFailure.from_exception(error, rank, where)
 
 
 def is_communication_error(exception: BaseException) -> bool:

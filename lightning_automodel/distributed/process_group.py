@@ -116,17 +116,8 @@ def choose_device(backend: str, local_rank: int) -> torch.device:
     return torch.device(current.type, index)
 
 
-@dataclass(frozen=True)
-class _Membership:
-    """The default group that this package made."""
-
-    process_id: int
-    found: join.Rendezvous
-    store: dist.Store
-    group: weakref.ref[dist.ProcessGroup]
-
-
-_membership: _Membership | None = None
+# The default group that this package made: process id, where the ranks met, the store there, and the group.
+_membership: tuple[int, join.Rendezvous, dist.Store, weakref.ref[dist.ProcessGroup]] | None = None
 _kept: dict[object, Any] = {}
 _kept_for: dist.ProcessGroup | None = None
 
@@ -229,7 +220,7 @@ def _join(
         raise
     group = dist.group.WORLD
     assert group is not None
-    _membership = _Membership(os.getpid(), found, store, weakref.ref(group))
+    _membership = os.getpid(), found, store, weakref.ref(group)
     # Unlike `atexit`, this also runs in children of `multiprocessing`.
     multiprocessing.util.Finalize(None, _leave, kwargs={"is_exiting": True}, exitpriority=BEFORE_CHILDREN_ARE_JOINED)
     if found.rank == 0:
@@ -270,11 +261,12 @@ def destroy_global_state(linger_s: float = join.LINGER_S) -> None:
 def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False) -> None:
     global _membership
     membership, _membership = _membership, None
-    if membership is None or membership.process_id != os.getpid():
+    if membership is None or membership[0] != os.getpid():
         return
+    _, found, store, group = membership
     with patched_signal(signal.SIGINT, signal.SIG_IGN):
         try:
-            if membership.group() is not None and dist.group.WORLD is membership.group():
+            if group() is not None and dist.group.WORLD is group():
                 forget_world()
                 if not is_exiting:
                     # Dropped models and meshes refer to each other in cycles. Now, as collecting them fills the caches
@@ -285,11 +277,11 @@ def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False) -> None:
                     dist.destroy_process_group()
                 except Exception:
                     log.warning("The process groups could not be destroyed.", exc_info=True)
-            if membership.group() is not None and not is_exiting:
+            if group() is not None and not is_exiting:
                 # A mesh that was in use until now refers to the group, in a cycle with other meshes.
                 gc.collect()
         finally:
-            join.leave(membership.found, membership.store, linger_s)
+            join.leave(found, store, linger_s)
 
 
 @contextlib.contextmanager

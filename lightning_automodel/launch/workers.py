@@ -51,7 +51,7 @@ def write_failure(folder: Path, exception: BaseException, trainer: "pl.Trainer")
         return
     stage = trainer.state.stage or trainer.state.fn
     where = lightning_internals.failing_hook(exception) or (stage.value if stage is not None else "set-up")
-    failure = failures.failure_of(exception, trainer.global_rank, where)
+    failure = failures.RankFailure.from_exception(exception, trainer.global_rank, where)
     text = f"rank {trainer.global_rank} left with:\n{''.join(traceback.format_exception(exception))}"
     # It appears whole or not at all, whatever ends the process.
     torch.save((failure, trainer.global_rank, text), path.with_suffix(".part"))
