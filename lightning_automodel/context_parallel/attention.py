@@ -84,11 +84,7 @@ def context_parallel_attention(
         dropout_p: Dropout probability of the attention weights.
         scale: Factor of the query-key products. None: ``d ** -0.5``.
 
-    Returns:
-        [b, h, s, d_v]
-
-    Raises:
-        RuntimeError: If the inputs are not a slice of the step's batch.
+    Returns [b, h, s, d_v]. RuntimeError if the inputs are not a slice of the step's batch.
     """
     options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale}
     options["enable_gqa"] = query.shape[-3] != key.shape[-3]

@@ -13,8 +13,8 @@ def dp_eval_sample_shard(
     With the whole model on every rank (DDP) each can score its own samples, however long that takes. A sharded model
     all-gathers its parameters in every forward: with different samples (``generate``) ranks would hang.
 
-    ``strategy``, in NeMo Automodel ``distributed_config``, may be an engine's name, ``"ddp"`` or ``"fsdp2"``. ``dp_rank``
-    is this rank within the data-parallel group, of ``dp_size`` ranks; ValueError if it cannot be.
+    ``strategy``, in NeMo Automodel ``distributed_config``, may be an engine's name, ``"ddp"`` or ``"fsdp2"``.
+    ``dp_rank`` is this rank within the data-parallel group, of ``dp_size`` ranks; ValueError if it cannot be.
 
     Returns ``(dp_rank, dp_size)``: take every ``dp_size``-th sample from ``dp_rank`` on. None if each rank must go
     through all samples, or is alone.

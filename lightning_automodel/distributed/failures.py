@@ -1,10 +1,8 @@
 """What ranks tell of themselves and of their failures, and what others see of that."""
 
-import json
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -88,15 +86,6 @@ class RankFailure:
         message = f"exit status {exception.code}" if isinstance(exception, SystemExit) else str(exception)
         return cls(rank, socket.gethostname(), where, type(exception).__name__, message[:MAX_MESSAGE_CHARACTERS])
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "RankFailure":
-        """The inverse of :meth:`to_bytes`."""
-        return cls(**json.loads(data))
-
-    def to_bytes(self) -> bytes:
-        """Encode the failure for the store."""
-        return json.dumps(asdict(self)).encode()
-
     def __str__(self) -> str:
         ending = f": {self.message}" if self.message else ""
         if self.rank == LAUNCHER:
@@ -137,10 +126,10 @@ def is_communication_error(exception: BaseException) -> bool:
     return False
 
 
-def list_ranks(ranks: Sequence[int], notes: Mapping[int, str] = MappingProxyType({})) -> str:
+def list_ranks(ranks: Sequence[int], notes: Mapping[int, str] | None = None) -> str:
     """The first of ``ranks``, each with its note, and how many more there are."""
     more = f" and {len(ranks) - LONGEST_LIST} more" if len(ranks) > LONGEST_LIST else ""
-    return ", ".join(f"{rank}{notes.get(rank, '')}" for rank in ranks[:LONGEST_LIST]) + more
+    return ", ".join(f"{rank}{(notes or {}).get(rank, '')}" for rank in ranks[:LONGEST_LIST]) + more
 
 
 def missed_heartbeats(rank: int, record: Record, reader: int, silent_s: float, more: str = "") -> RankFailure:

@@ -174,9 +174,8 @@ def adopt_mesh(
     """Check a mesh that the caller built, and find the role of each dimension by its name.
 
     FSDP2 shards over the last data-parallel dimension; under DDP all of them replicate. The mesh's groups keep their
-    timeouts. A collective over the world where there are two data-parallel dimensions: flattening them makes a group.
-
-    ValueError says what is valid if the mesh does not fit this run, or contradicts ``told``, the sizes by keyword.
+    timeouts. A collective like :func:`view_mesh`. ValueError if the mesh does not fit this run, or contradicts
+    ``told``, the sizes by keyword.
     """
     process_group.kept_with_world()
     if mesh.device_type != device_type:

@@ -106,14 +106,7 @@ def choose_device(backend: str, local_rank: int) -> torch.device:
     # Gloo can copy from an accelerator, but is for the CPU.
     if current is None or backend.lower() in ("gloo", "cpu:gloo"):
         return torch.device("cpu")
-    count = torch.accelerator.device_count()
-    index = 0 if count == 1 else local_rank
-    if index >= count:
-        raise ValueError(
-            f"Local rank {local_rank} has no {current.type} device: this process sees {count}; start at most {count}"
-            " processes on this machine, or choose backend='gloo' for the CPU."
-        )
-    return torch.device(current.type, index)
+    return torch.device(current.type, 0 if torch.accelerator.device_count() == 1 else local_rank)
 
 
 # The default group that this package made: process id, where the ranks met, the store there, and the group.

@@ -63,10 +63,7 @@ def wait_for_workers(context: ProcessContext, folder: Path, first_rank: int) -> 
 
     There is no time limit for training. Once one worker has ended, the others have a minute, and another one after
     SIGTERM if it has failed. SIGTERM to this process is passed on to them, and sent if it leaves earlier.
-
-    Raises:
-        RankFailedError: If a rank failed, chained to the traceback that it reported.
-        SIGTERMException: If all ranks stopped together after one of them received SIGTERM.
+    RankFailedError, chained to the traceback of the rank that failed, or SIGTERMException if SIGTERM stopped all.
     """
     processes, is_asked_to_stop = context.processes, False
 
