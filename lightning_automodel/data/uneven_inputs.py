@@ -27,6 +27,7 @@ from lightning_automodel.distributed.failures import list_ranks
 
 _UNKNOWN = -1
 _STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
+_LOADERS = {"val": "val_dataloaders", "test": "test_dataloaders", "predict": "predict_dataloaders"}
 _GOES_ON, _IS_LAST, _HAS_ENDED = range(3)
 
 
@@ -222,7 +223,7 @@ class UnevenInputs:
     def _is_last(self, dataloader_idx: int) -> bool:
         """Whether the step that begins has this rank's last batch of a loader; ValueError if that is not known."""
         trainer, stage, loop = self._trainer, self._stage, self._evaluation_loop
-        loaders = CombinedLoader(getattr(trainer, f"{stage}_dataloaders")).flattened
+        loaders = CombinedLoader(getattr(trainer, _LOADERS[stage])).flattened
         is_sequential = lightning_internals.is_sequential(loop)
         problem = None
         if lightning_internals.draws_its_batches(getattr(trainer.lightning_module, _STEPS[stage])):

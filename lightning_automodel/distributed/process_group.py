@@ -22,8 +22,6 @@ from lightning_automodel.distributed import join
 
 log = logging.getLogger(__name__)
 
-BEFORE_CHILDREN_ARE_JOINED = 0
-
 
 @dataclass(frozen=True)
 class DistInfo:
@@ -182,8 +180,7 @@ def _use_existing(backend: str, device: torch.device) -> DistInfo:
     actual = config if len(names) > 1 else next(iter(names))
     if not {pair.rpartition(":")[2] for pair in backend.lower().split(",")} <= names:
         log.warning("The default process group exists already, with backend %s: %s has no effect.", actual, backend)
-    rank = dist.get_rank()
-    return DistInfo(actual, rank, dist.get_world_size(), device, rank == 0)
+    return DistInfo(actual, dist.get_rank(), dist.get_world_size(), device, dist.get_rank() == 0)
 
 
 def _join(
@@ -214,8 +211,8 @@ def _join(
     group = dist.group.WORLD
     assert group is not None
     _membership = os.getpid(), found, store, weakref.ref(group)
-    # Unlike `atexit`, this also runs in children of `multiprocessing`.
-    multiprocessing.util.Finalize(None, _leave, kwargs={"is_exiting": True}, exitpriority=BEFORE_CHILDREN_ARE_JOINED)
+    # Unlike `atexit`, this also runs in children of `multiprocessing`; from priority 0 on, before it joins children.
+    multiprocessing.util.Finalize(None, _leave, kwargs={"is_exiting": True}, exitpriority=0)
     if found.rank == 0:
         log.info("%d ranks have joined at %s (backend %s).", found.world_size, found.place, backend)
 
