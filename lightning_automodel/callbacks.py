@@ -136,8 +136,7 @@ class StepMonitor(Callback):
 
     Unknown values are left out: tokens without ``input_ids``, padding without an ``attention_mask`` of the same shape,
     memory on a CPU, the loss and label tokens under other strategies, label tokens with ``per_token_loss=False``.
-    Counts, rates and shares cover all steps since the last logged one. Their time excludes validation, saving and
-    logging. (Lightning's ``ThroughputMonitor`` assumes that all batches of all ranks have one size.)
+    Counts, rates and shares cover all steps since the last logged one, without validation, saving and logging.
 
     Between logged steps nothing is read from the device. A logged step waits for it, and is a collective over all
     ranks: one all-gather of nine numbers. If a rank has failed, the others raise under ``AutomodelStrategy``; under
@@ -168,8 +167,6 @@ class StepMonitor(Callback):
         self._every_n_steps, self._peak_flops = every_n_steps, peak_flops
         self._flops = _FlopMeter(flops)
         self._counted: Tensor | None = None
-        self._logged_step = 0
-        self._counts_label_tokens = False
         self._phase, self._entered_at = "data", 0.0
         self._begin_interval()
 
@@ -247,11 +244,11 @@ class StepMonitor(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._flops.drop()  # of a batch that `on_train_batch_start` has skipped
+        self._flops.stop(is_whole=False)  # of a batch that `on_train_batch_start` has skipped
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._flops.drop()
+        self._flops.stop(is_whole=False)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -359,19 +356,14 @@ class _FlopMeter:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
 
-    def stop(self) -> int:
+    def stop(self, is_whole: bool = True) -> int:
         """End the micro-batch and return its operations on this rank, 0 if off. Calling it again is harmless."""
-        counter = self._counter
-        self.drop()
-        if counter is not None:
-            self._known[self._key] = counter.get_total_flops()
-        return self._known.get(self._key, 0)
-
-    def drop(self) -> None:
-        """Forget an unfinished micro-batch."""
         counter, self._counter = self._counter, None
         if counter is not None:
             counter.__exit__(None, None, None)
+            if is_whole:
+                self._known[self._key] = counter.get_total_flops()
+        return self._known.get(self._key, 0)
 
 
 def _automodel(trainer: pl.Trainer) -> AutomodelStrategy | None:

@@ -53,13 +53,8 @@ def render(
 ) -> str:
     """Build the page. All arguments are shown as text, never as markup or script.
 
-    Args:
-        title: Title of the page.
-        head: Facts about the run, for a table at the top.
-        history: ``StepMonitor.history``.
-        first_step: Number of steps before those of ``history``.
-        validated: What validation logged, by name and step.
-        configuration: Shown at the end of the page; may be nested.
+    ``history`` is ``StepMonitor.history``, before which there were ``first_step`` steps; ``validated`` is what
+    validation logged, by name and step.
     """
     from plotly.offline import get_plotlyjs  # not on every import of the package
 

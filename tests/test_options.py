@@ -184,16 +184,26 @@ def test_sizes(
         (
             3,
             1,
-            "data_parallel_size=3 does not match the world size 4: pass data_parallel_size=4 or 'auto', or start 3"
-            " processes.",
+            "data_parallel_size=3 does not match the world size 4: start 3 processes, or pass",
         ),
         (
             4,
             2,
-            "data_parallel_size=4 times tensor_parallel_size=2 does not match the world size 4: pass"
-            " data_parallel_size=2 or 'auto', or start 8 processes.",
+            "data_parallel_size=4 times tensor_parallel_size=2 does not match the world size 4: start 8 processes, or"
+            " pass",
         ),
-        ("auto", 3, "tensor_parallel_size=3 does not divide the world size 4; valid sizes are 1, 2, 4."),
+        (
+            "auto",
+            3,
+            "data_parallel_size=1 times tensor_parallel_size=3 does not match the world size 4: start 3 processes, or"
+            " pass",
+        ),
+        (
+            "auto",
+            8,
+            "data_parallel_size=1 times tensor_parallel_size=8 does not match the world size 4: start 8 processes, or"
+            " pass",
+        ),
     ],
 )
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
@@ -201,16 +211,17 @@ def test_sizes_that_are_not_the_world(engine: Any, size: Any, tensor: int, messa
     """The message says both ways out."""
     with pytest.raises(ValueError, match="does not") as raised:
         resolve_sizes(engine, size, 1, tensor, world_size=4, num_nodes=1)
-    assert str(raised.value) == message
+    rest = "sizes that multiply to 4; 'auto' finds data_parallel_size where the others divide it."
+    assert str(raised.value) == f"{message} {rest}"
 
 
 @pytest.mark.parametrize(("replicas", "num_nodes", "shown"), [(4, 1, 4), ("auto", 5, 5), (12, 1, 12)])
 def test_replicas_that_do_not_divide(replicas: Any, num_nodes: int, shown: int) -> None:
-    """The message lists the sizes that do."""
+    """The message names both numbers."""
     with pytest.raises(ValueError, match="does not divide") as raised:
         resolve_sizes("fsdp2", "auto", replicas, 1, world_size=6, num_nodes=num_nodes)
     assert str(raised.value) == (
-        f"data_parallel_replicate_size={shown} does not divide the 6 data-parallel ranks; valid sizes are 1, 2, 3, 6."
+        f"data_parallel_replicate_size={shown} does not divide the 6 data-parallel ranks: pass a divisor."
     )
 
 

@@ -16,25 +16,15 @@ from lightning_automodel.torch_internals import not_compiled
 
 @dataclass
 class Slices:
-    """How the sequences of the current batch are sliced across ranks.
+    """How the sequences of the current batch are sliced across ranks."""
 
-    Attributes:
-        group: The ranks that share the batch; None if this rank holds all of it.
-        chunks: Indices of the two chunks that this rank holds.
-        chunk: Number of positions in a chunk.
-        length: Number of positions in the whole sequence, without padding.
-        is_masked: Whether the batch has an ``attention_mask``.
-        documents: [b, w * s] the document of each position, or None: see ``SequenceSlices``.
-        num_calls: How often attention has crossed ranks.
-    """
-
-    group: dist.ProcessGroup | None
-    chunks: tuple[int, int]
-    chunk: int
-    length: int
-    is_masked: bool = False
-    documents: Tensor | None = None
-    num_calls: int = 0
+    group: dist.ProcessGroup | None  # the ranks that share the batch; None if this rank holds all of it
+    chunks: tuple[int, int]  # indices of the two chunks that this rank holds
+    chunk: int  # number of positions in a chunk
+    length: int  # number of positions in the whole sequence, without padding
+    is_masked: bool = False  # whether the batch has an ``attention_mask``
+    documents: Tensor | None = None  # [b, w * s] the document of each position, or None: see ``SequenceSlices``
+    num_calls: int = 0  # how often attention has crossed ranks
 
     @property
     def num_ranks(self) -> int:
@@ -94,18 +84,15 @@ def context_parallel_attention(
         dropout_p: Dropout probability of the attention weights.
         scale: Factor of the query-key products. None: ``d ** -0.5``.
 
-    Returns:
-        [b, h, s, d_v]
-
-    Raises:
-        RuntimeError: If the inputs are not a slice of the step's batch.
+    Returns [b, h, s, d_v]. RuntimeError if the inputs are not a slice of the step's batch.
     """
     options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale}
     options["enable_gqa"] = query.shape[-3] != key.shape[-3]
     slices, mask = _current, None
     if slices is None:
         if attention_mask is not None:
-            mask = _mask(_positions(0, query), key.shape[-2], is_causal, attention_mask)
+            rows = torch.arange(query.shape[-2], device=query.device)
+            mask = _mask(rows, key.shape[-2], is_causal, attention_mask)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=is_causal and mask is None, **options
         )
@@ -152,19 +139,13 @@ def current() -> Slices | None:
     return _current
 
 
-def _positions(start: int, rows: Tensor) -> Tensor:
-    return torch.arange(start, start + rows.shape[-2], device=rows.device)
-
-
-def _mask(rows: Tensor, num_columns: int, is_causal: bool, attention_mask: Tensor | None) -> Tensor:
-    """[s, t], or [b, 1, s, t] with an ``attention_mask`` [b, t]: whether a row at a position [s] attends to a column.
+def _mask(rows: Tensor, num_columns: int, is_causal: bool, attention_mask: Tensor) -> Tensor:
+    """[b, 1, s, t] whether a row at a position [s] attends to a column, by an ``attention_mask`` [b, t].
 
     A row always attends to its own position: the softmax over nothing would be NaN.
     """
     columns = torch.arange(num_columns, device=rows.device)
     mask = rows[:, None] >= columns if is_causal else torch.ones_like(rows[:, None] >= columns)
-    if attention_mask is None:
-        return mask
     return (mask & (attention_mask != 0)[:, None, None]) | (rows[:, None] == columns)
 
 

@@ -67,10 +67,8 @@ class FirstStepCheck:
     def check(self, slices: Slices, shape: torch.Size) -> str | None:
         """Compare the modules that the step has called on slices of ``shape`` [b, s]. A collective over all ranks.
 
-        Returns a warning for the user, if some attention could not be compared.
-
-        Raises:
-            RuntimeError: On every rank, if an output differs on any of them by more than rounding.
+        Returns a warning for the user, if some attention could not be compared. RuntimeError on every rank if an output
+        differs on any of them by more than rounding.
         """
         self._slices, self._shape, chunk = slices, shape, min(_CHUNK, slices.chunk)
         self._length = 2 * slices.num_ranks * chunk
@@ -137,10 +135,7 @@ class FirstStepCheck:
     def _first_difference(
         self, call: tuple[nn.Module, Any, Any], names: dict[nn.Module, str]
     ) -> tuple[str, float] | None:
-        """The first module that returns another output in slices, and its relative error.
-
-        A collective over the ranks that share the batch.
-        """
+        """The first module that returns another output in slices, and its error. A collective of the context peers."""
         module, *arguments = call
         arguments = apply_to_collection(arguments, Tensor, self._gather, allow_frozen=True)
         whole = self._outputs(module, arguments, self._whole)

@@ -13,7 +13,6 @@ NAME = "context_parallel"
 """Name under which both functions below are registered: transformers looks attention and masks up by one name."""
 
 _LAYERS = {"full_attention", "sliding_attention"}
-_POSITIONS_BY_ARGUMENT = 3  # forward(input_ids, attention_mask, position_ids)
 _CHANGES_SCORES = ("softcap", "position_bias", "s_aux", "head_mask")
 
 
@@ -74,7 +73,7 @@ def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         raise RuntimeError(
             f"{type(model).__name__} would shift the labels of a slice of a sequence by itself: pass label_shift=1."
         )
-    if kwargs.get("position_ids") is None and len(args) < _POSITIONS_BY_ARGUMENT:
+    if kwargs.get("position_ids") is None and len(args) <= 2:  # input_ids, attention_mask, position_ids
         raise RuntimeError(
             f"{type(model).__name__} was called on a slice of a sequence without position_ids: with"
             " context_parallel_size > 1 pass it those of the batch, as self.model(**batch) does."
@@ -113,10 +112,7 @@ def _attend(
 
 
 def _make_mask(**kwargs: Any) -> Tensor | None:
-    """The function that transformers calls for the mask of each type of layer.
-
-    The mask is [b, 1, s, w * s], by positions in whole sequences. None for a purely causal one.
-    """
+    """What transformers calls for a layer type's mask: [b, 1, s, w * s] in whole sequences; None if purely causal."""
     from transformers import masking_utils
 
     slices = attention.current()

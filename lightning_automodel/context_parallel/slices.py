@@ -30,10 +30,7 @@ class SequenceSlices:
         self.chunks = rank, 2 * size - 1 - rank
         self._num_chunks, self._label_key, self._label_shift = 2 * size, label_key, label_shift
         self._adds_mask = adds_mask
-        self._padding = {
-            **{_IDS: 0, _POSITIONS: 0, _MASK: 0},
-            **{label_key: ignore_index, SHIFTED_LABELS: ignore_index},
-        }
+        self._padding = {_IDS: 0, _POSITIONS: 0, _MASK: 0, label_key: ignore_index, SHIFTED_LABELS: ignore_index}
 
     def describe(self, batch: Any, group: dist.ProcessGroup) -> Slices:
         """How the sequences of a batch are sliced across the ranks of ``group``."""

@@ -115,8 +115,7 @@ class ContextParallelSteps:
     def step(self, name: str) -> Iterator[None]:
         """Context of the step whose batch was sliced last. For the first ``training_step`` a collective over all ranks.
 
-        Raises:
-            RuntimeError: If its attention has stayed within the slice.
+        RuntimeError if its attention has stayed within the slice.
         """
         slices = self._newest
         assert slices is not None

@@ -47,8 +47,6 @@ class BatchHandle:
 class TrackedLoader(Iterator[Any]):
     """Wraps a user's ``loader``: yields its batches, and keeps a :class:`BatchHandle` for each.
 
-    What it lacks are attributes of the loader, and a copy of it is a copy of the loader.
-
     If it ``pads``, drawing is a collective over the host ``group``: every rank must draw equally often. With each batch
     a rank sends whether it still had one. As long as it has one it does not wait: the exchange runs while the batch is
     trained on. After its own batches it yields padding batches, until all ranks have drawn their last batch. A padding
@@ -72,7 +70,7 @@ class TrackedLoader(Iterator[Any]):
         own.update(loader=loader, pads=pads, count=None, handed_out=deque(), num_handed_out=0, drawn_ahead=deque())
         own.update(_group=group, rank_lengths=rank_lengths, if_empty=if_empty, _source=iter(()))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # what it lacks are attributes of the loader
         return getattr(self.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

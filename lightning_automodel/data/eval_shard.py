@@ -13,15 +13,11 @@ def dp_eval_sample_shard(
     With the whole model on every rank (DDP) each can score its own samples, however long that takes. A sharded model
     all-gathers its parameters in every forward: with different samples (``generate``) ranks would hang.
 
-    Args:
-        strategy: The strategy, or the name of an engine: ``"ddp"`` or ``"fsdp2"``.
-        dp_rank: This rank within the data-parallel group; ValueError if it is not in ``range(dp_size)``.
-        dp_size: Size of the data-parallel group.
-        distributed_config: The same as ``strategy``, under NeMo Automodel's name.
+    ``strategy``, in NeMo Automodel ``distributed_config``, may be an engine's name, ``"ddp"`` or ``"fsdp2"``.
+    ``dp_rank`` is this rank within the data-parallel group, of ``dp_size`` ranks; ValueError if it cannot be.
 
-    Returns:
-        ``(dp_rank, dp_size)`` for the caller to take every ``dp_size``-th sample from ``dp_rank`` on. None if every
-        rank must go through all samples, or there is only one rank.
+    Returns ``(dp_rank, dp_size)``: take every ``dp_size``-th sample from ``dp_rank`` on. None if each rank must go
+    through all samples, or is alone.
     """
     if not 0 <= dp_rank < dp_size:
         raise ValueError(f"dp_rank={dp_rank} is not in range(dp_size={dp_size}); pass the rank within the dp group.")

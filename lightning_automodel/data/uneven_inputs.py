@@ -23,6 +23,7 @@ from lightning_automodel.data.batches import BatchHandle, Exchange, TrackedLoade
 from lightning_automodel.data.padding import ModuleState, neutral
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import gather_objects
+from lightning_automodel.distributed.failures import list_ranks
 
 _UNKNOWN = -1
 _STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -38,29 +39,24 @@ class UnevenInputs:
     training it raises, and the other ranks get its error when they next wait for it; if it ``pads``, it goes on with
     padding batches instead. In evaluation and prediction it joins the collectives of their steps, without data, until
     all ranks have ended. ``group`` is the host group of all ranks. With ``ahead``, training loaders are counted ahead.
-
-    Attributes:
-        is_filler: Whether this rank's newest training batch was a padding batch.
-        seconds_drawing: Spent on drawing batches ahead of their steps.
     """
 
     def __init__(self, trainer: "pl.Trainer", group: dist.ProcessGroup, pads: bool, ahead: WindowAhead | None) -> None:
         self._trainer, self._group, self._pads, self.ahead = trainer, group, pads, ahead
-        self.seconds_drawing = 0.0
+        self.seconds_drawing = 0.0  # spent on drawing batches ahead of their steps
         self._before_padding: ModuleState | None = None
         self._may_differ: set[str] = set()
         self._sent: Exchange | None = None
         self._is_in_step = False
         self._handle: BatchHandle | None = None
-        self.is_filler = False
+        self.is_filler = False  # whether this rank's newest training batch was a padding batch
         # Lightning warns in `validate` and `test` that samples are repeated; `without_repeats` prevents that.
         warnings.filterwarnings("ignore", "Using `DistributedSampler` with the dataloaders", PossibleUserWarning)
 
     def without_repeats(self, loader: Any) -> Any:
         """A copy of the loader whose ``DistributedSampler`` repeats no samples to make ranks even.
 
-        Training may use the user's too. Samples are still repeated in training without padding, and in evaluation with
-        fewer samples than ranks.
+        They are still repeated in training without padding, and in evaluation with fewer samples than ranks.
         """
         loader = users_own(loader)
         batch_sampler = getattr(loader, "batch_sampler", None)
@@ -82,10 +78,7 @@ class UnevenInputs:
         return _with_sampler(loader, sampler, own)
 
     def process(self, loader: Any) -> Any:
-        """The loader of the current stage, or what tracks it, to iterate instead.
-
-        A collective over the group: all ranks must process their loaders in the same order.
-        """
+        """What to iterate instead of a loader of the current stage. A collective, so in the same order on all ranks."""
         self._warn_of_batches_of_batches(loader)
         loader = self._tracked(loader)
         return self.ahead.process(loader) if self.ahead is not None and self.is_training else loader
@@ -178,10 +171,7 @@ class UnevenInputs:
             state.restore()
 
     def _check_training_goes_on(self) -> None:
-        """Raise RuntimeError, before a training step, if its batch is the last of this rank, but not of all ranks.
-
-        A collective over the group if lengths differ or are unknown.
-        """
+        """Raise if the batch is the last of this rank, but not of all. A collective if lengths may differ."""
         if self._stage not in self._may_differ:
             return
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
@@ -189,8 +179,7 @@ class UnevenInputs:
         self._sent = Exchange(self._group, _IS_LAST if progress.is_last_batch else _GOES_ON)
         if not progress.is_last_batch:
             return
-        others = [rank for rank, sent in enumerate(self._answers()) if sent == _GOES_ON]
-        if others:
+        if others := [rank for rank, sent in enumerate(self._answers()) if sent == _GOES_ON]:
             ended = sorted(set(range(self._group.size())) - set(others))
             raise RuntimeError(
                 f"The train data of {_ranks(ended)} ends with batch {number}, and {_ranks(others)} would go on"
@@ -206,9 +195,8 @@ class UnevenInputs:
     ) -> Any:
         """Run an evaluation step. After the last one of a loader, join the remaining steps of other ranks.
 
-        A collective over the group if lengths differ or are unknown. ``args`` are those of the step: batch, batch
-        index, and the loader's index if there are several. ``begin`` is called before each step of any rank, and
-        returns whether all ranks stop after it; ``join`` joins the collectives of a step of other ranks. Raises
+        A collective over the group if lengths differ or are unknown. ``begin`` is called before each step of any rank,
+        and returns whether all ranks stop after it; ``join`` joins the collectives of a step of other ranks. Raises
         SIGTERMException if all ranks stop and this one has no batch left, before which Lightning would raise.
         """
         stops = begin()
@@ -319,5 +307,4 @@ def _with_sampler(holder: Any, sampler: Any, own: Any) -> Any:
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {list_ranks(ranks)}"

@@ -86,16 +86,10 @@ class Board:
     client is blocked for all threads while one of them waits in it. The thread also reads verdicts ahead, since the
     store may be gone by the time that the rank asks for them.
 
-    Args:
-        rank: This rank.
-        connect: Called by the thread: opens the connection, with the same prefix of keys on all ranks.
-        path: Where a silent rank is posted; further paths may be added to ``verdicts``.
-        members: Ranks that use the board. Each watches the one before it that has not ended.
-        timeout_s: How long the store, or a rank, may be silent.
-        describe: Returns what this rank's record is to say; called by the thread.
-        keys: Keys that are read with each heartbeat.
-        exchange: Called by the thread after each heartbeat, with the values of ``keys``.
-        check: Called now and then while this rank waits; may raise.
+    Each of ``members`` watches the one before it that has not ended. A rank that is silent for ``timeout_s`` is posted
+    at ``path``; further paths may be added to ``verdicts``. The thread calls ``connect``, which opens the connection,
+    with the same prefix of keys on all ranks, and with each heartbeat ``describe``, which returns what this rank's
+    record is to say, and ``exchange``, with the values of ``keys``. ``check`` is called while this rank waits.
     """
 
     def __init__(
@@ -126,10 +120,6 @@ class Board:
         self._calls: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._serve, name="lightning_automodel board", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread."""
-        self.thread.start()
-
     def close(self) -> None:
         """Write that this rank has left, unless the run failed, and end the thread, unless it is stuck."""
         self._calls.put(None)
@@ -138,8 +128,7 @@ class Board:
     def call(self, function: Callable[[dist.Store], T], patience_s: float = float("inf")) -> T:
         """Run ``function``, which must not wait for a key, on the thread, and return its result.
 
-        Raises:
-            RankFailedError: If the store is lost, or silent for the timeout or for ``patience_s`` seconds.
+        RankFailedError if the store is lost, or silent for the timeout or for ``patience_s`` seconds.
         """
         answer: Future[T] = Future()
         self._calls.put((function, answer))
@@ -157,8 +146,7 @@ class Board:
     def wait_for(self, key: str, path: str, limit_s: float, explain: Callable[[float], None]) -> bytes:
         """Wait for the value of ``key``; after ``limit_s`` seconds ``explain`` is called now and then, to raise why.
 
-        Raises:
-            RankFailedError: If a failure was posted at ``path`` or for the whole board, or the store is lost.
+        RankFailedError if a failure was posted at ``path`` or for the whole board, or the store is lost.
         """
         began_at, late_s = time.monotonic(), limit_s
         while True:
@@ -211,7 +199,7 @@ class Board:
         values = self._values(store, wanted) if wanted else []
         for path, value in zip(paths, values, strict=False):
             if value != NONE:
-                self.verdicts[path] = RankFailure.from_bytes(value)
+                self.verdicts[path] = RankFailure(**json.loads(value))
                 store.add(f"{path}/known", 1)
         return values[len(paths) :]
 
@@ -225,8 +213,8 @@ class Board:
     def post(self, store: dist.Store, path: str, failure: RankFailure) -> RankFailure:
         """Post ``failure`` at ``path`` unless there is one already; returns the first one."""
         self._values(store, [f"{path}/verdict"])
-        posted = store.compare_set(f"{path}/verdict", NONE.decode(), failure.to_bytes().decode())
-        return RankFailure.from_bytes(posted)
+        posted = store.compare_set(f"{path}/verdict", NONE.decode(), json.dumps(asdict(failure)))
+        return RankFailure(**json.loads(posted))
 
     def beat(self, store: dist.Store) -> None:
         """Write this rank's record, and read what other ranks have to say to it."""
@@ -297,9 +285,8 @@ class Board:
             return None
         self.read_records(store, missing[: failures.LONGEST_LIST], self.seen)
         known = {rank: self.seen[rank].known for rank in missing[: failures.LONGEST_LIST]}
-        listed = failures.list_ranks(
-            missing, {rank: f" ({record.host}, in {record.where})" for rank, record in known.items()}
-        )
+        notes = {rank: f" ({record.host}, in {record.where})" for rank, record in known.items()}
+        listed = failures.list_ranks(missing, notes)
         rank, first = missing[0], self.seen[missing[0]]
         is_alive = first.record is not None and not first.is_silent(self.clock(), self.timeout_s)
         why = "alive, but did not arrive" if is_alive else "stopped, dead, cut off, or not arrived yet"

@@ -1,10 +1,8 @@
 """What ranks tell of themselves and of their failures, and what others see of that."""
 
-import json
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -82,18 +80,11 @@ class RankFailure:
 
     @classmethod
     def from_exception(cls, exception: BaseException, rank: int, where: str) -> "RankFailure":
-        """Describe ``exception``, which this process, rank ``rank``, raised in ``where``."""
+        """What ``exception``, raised in ``where`` on this rank, reports: another rank's failure, or else itself."""
+        if isinstance(exception, RankFailedError):
+            return exception.failure
         message = f"exit status {exception.code}" if isinstance(exception, SystemExit) else str(exception)
         return cls(rank, socket.gethostname(), where, type(exception).__name__, message[:MAX_MESSAGE_CHARACTERS])
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "RankFailure":
-        """The inverse of :meth:`to_bytes`."""
-        return cls(**json.loads(data))
-
-    def to_bytes(self) -> bytes:
-        """Encode the failure for the store."""
-        return json.dumps(asdict(self)).encode()
 
     def __str__(self) -> str:
         ending = f": {self.message}" if self.message else ""
@@ -121,11 +112,6 @@ class RankFailedError(RuntimeError):
         return type(self), (self.failure,)
 
 
-def failure_of(error: BaseException, rank: int, where: str) -> RankFailure:
-    """The failure to post for the other ranks: another rank's, if ``error`` reports one, else ``error`` itself."""
-    return error.failure if isinstance(error, RankFailedError) else RankFailure.from_exception(error, rank, where)
-
-
 def is_communication_error(exception: BaseException) -> bool:
     """Whether ``exception``, or one in its chain of causes, says that another rank did not answer."""
     seen: set[int] = set()
@@ -140,10 +126,10 @@ def is_communication_error(exception: BaseException) -> bool:
     return False
 
 
-def list_ranks(ranks: Sequence[int], notes: Mapping[int, str] = MappingProxyType({})) -> str:
+def list_ranks(ranks: Sequence[int], notes: Mapping[int, str] | None = None) -> str:
     """The first of ``ranks``, each with its note, and how many more there are."""
     more = f" and {len(ranks) - LONGEST_LIST} more" if len(ranks) > LONGEST_LIST else ""
-    return ", ".join(f"{rank}{notes.get(rank, '')}" for rank in ranks[:LONGEST_LIST]) + more
+    return ", ".join(f"{rank}{(notes or {}).get(rank, '')}" for rank in ranks[:LONGEST_LIST]) + more
 
 
 def missed_heartbeats(rank: int, record: Record, reader: int, silent_s: float, more: str = "") -> RankFailure:

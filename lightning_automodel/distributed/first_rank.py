@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lightning_automodel.distributed import join, process_group
 from lightning_automodel.distributed.board import LINGER_S, Board, connect_again
-from lightning_automodel.distributed.failures import RankFailedError, failure_of
+from lightning_automodel.distributed.failures import RankFailedError, RankFailure
 
 Scope = Literal["node", "global"]
 
@@ -61,22 +61,19 @@ class FirstRankPerNode(ContextDecorator):
             raise ValueError(f"scope must be 'node' or 'global', got {scope!r}.")
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise ValueError(f"group must be None or a ProcessGroup that this rank is in, got {group!r}.")
-        self._scope = scope
-        self._timeout = process_group.parse_timeout(timeout)
-        # Weak: a decorated function lives as long as its module, and must not keep a destroyed group's connections.
-        self._group = None if group is None else weakref.ref(group)
+        self._group, self._scope, self._timeout = group, scope, process_group.parse_timeout(timeout)
 
     def __enter__(self) -> bool:
         """Wait until this rank may run the block, and return whether it goes first.
 
         Raises:
             RankFailedError: If another rank failed, did not join, or was silent, or the store was lost.
-            ValueError: If the group was destroyed, or the block around this one has another group or scope.
+            ValueError: If the block around this one has another group or scope.
         """
         outer = next((block for block in _active if block is not None), None)
         if outer is None:
             block = self._open()
-        elif self._find_group() is outer.group and self._scope == outer.scope:
+        elif (self._group or dist.group.WORLD) is outer.group and self._scope == outer.scope:
             block = None
         else:
             # Ranks that wait at the outer block's entry cannot take part in another order.
@@ -112,19 +109,10 @@ class FirstRankPerNode(ContextDecorator):
         )
         if makes_group:
             process_group.initialize_distributed("gloo", self._timeout)
-        group = self._find_group()
+        group = self._group or dist.group.WORLD
         if group is None or group.size() == 1:
             return None
         return _Block(group, self._scope, self._timeout.total_seconds(), makes_group)
-
-    def _find_group(self) -> dist.ProcessGroup | None:
-        if self._group is None:
-            return dist.group.WORLD if dist.is_initialized() else None
-        group = self._group()
-        with contextlib.suppress(ValueError):
-            if group is not None and dist.is_initialized() and dist.get_rank(group) >= 0:
-                return group
-        raise ValueError("The group of this FirstRankPerNode was destroyed; make a new one, or pass group=None.")
 
 
 run_board: Board | None = None
@@ -150,6 +138,7 @@ class _Block:
     """One use of :class:`FirstRankPerNode`, as this rank sees it; ``members`` are ranks of the default group."""
 
     def __init__(self, group: dist.ProcessGroup, scope: Scope, timeout_s: float, made_group: bool) -> None:
+        dist.get_rank(group)  # raises if the group was destroyed
         self.group, self.members, self.scope, self.is_first = group, dist.get_process_group_ranks(group), scope, False
         self._timeout_s, self._made_group = timeout_s, made_group
         self._where = f"FirstRankPerNode(scope={scope!r})"
@@ -162,7 +151,7 @@ class _Block:
             connect = connect_again(f"lightning_automodel/{self._path}", timeout_s)
             where = {"where": self._where}
             self._own_board = Board(dist.get_rank(), connect, self._path, self.members, timeout_s, lambda: where)
-            self._own_board.start()
+            self._own_board.thread.start()
         board = self._own_board or run_board
         assert board is not None
         self._board = board
@@ -196,7 +185,7 @@ class _Block:
         board = self._board
         try:
             if error is not None:
-                failure = failure_of(error, board.rank, self._where)
+                failure = RankFailure.from_exception(error, board.rank, self._where)
                 with contextlib.suppress(RankFailedError):
                     board.call(lambda store: board.post(store, self._path, failure), LINGER_S)
             board.conclude(self._path, len(self.members))

@@ -182,7 +182,7 @@ class _Round:
     def join(self) -> dist.Store:
         """Enter this rank, and wait until all have come or something is wrong."""
         board, ranks = self.board, range(self._found.world_size)
-        board.start()
+        board.thread.start()
         try:
             if problem := board.call(self._enter):
                 raise RankFailedError(RankFailure(board.rank, board.host, "joining", "ValueError", problem))

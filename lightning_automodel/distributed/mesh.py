@@ -65,17 +65,12 @@ def resolve_sizes(
     tensor, context = tensor_parallel_size, context_parallel_size
     told = {"tensor_parallel_size": tensor, "context_parallel_size": context}
     peers = [f"{name}={size}" for name, size in told.items() if size > 1]
-    if world_size % (tensor * context):
-        raise ValueError(
-            f"{' times '.join(peers)} does not divide the world size {world_size};"
-            f" valid sizes are {_divisors(world_size)}."
-        )
-    size = world_size // (tensor * context) if data_parallel_size == "auto" else data_parallel_size
+    size = world_size // (tensor * context) or 1 if data_parallel_size == "auto" else data_parallel_size
     if size * tensor * context != world_size:
         raise ValueError(
             f"{' times '.join([f'data_parallel_size={size}', *peers])} does not match the world size {world_size}:"
-            f" pass data_parallel_size={world_size // (tensor * context)} or 'auto', or start"
-            f" {size * tensor * context} processes."
+            f" start {size * tensor * context} processes, or pass sizes that multiply to {world_size}; 'auto' finds"
+            " data_parallel_size where the others divide it."
         )
     if data_parallel == "ddp":
         _refuse_tensor_parallel_ddp(tensor)
@@ -83,8 +78,7 @@ def resolve_sizes(
     replicate = num_nodes if data_parallel_replicate_size == "auto" else data_parallel_replicate_size
     if size % replicate:
         raise ValueError(
-            f"data_parallel_replicate_size={replicate} does not divide the {size} data-parallel ranks;"
-            f" valid sizes are {_divisors(size)}."
+            f"data_parallel_replicate_size={replicate} does not divide the {size} data-parallel ranks: pass a divisor."
         )
     return MeshSizes(replicate=replicate, shard=size // replicate, tensor=tensor, context=context)
 
@@ -95,10 +89,6 @@ def _refuse_tensor_parallel_ddp(tensor_parallel_size: int) -> None:
             f"Tensor parallelism (size {tensor_parallel_size}) does not work with data_parallel='ddp', which copies"
             " whole parameters: pass data_parallel='fsdp2', with data_parallel_replicate_size for copies."
         )
-
-
-def _divisors(size: int) -> str:
-    return ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
 
 
 @dataclass(frozen=True)
@@ -184,9 +174,8 @@ def adopt_mesh(
     """Check a mesh that the caller built, and find the role of each dimension by its name.
 
     FSDP2 shards over the last data-parallel dimension; under DDP all of them replicate. The mesh's groups keep their
-    timeouts. A collective over the world where there are two data-parallel dimensions: flattening them makes a group.
-
-    ValueError says what is valid if the mesh does not fit this run, or contradicts ``told``, the sizes by keyword.
+    timeouts. A collective like :func:`view_mesh`. ValueError if the mesh does not fit this run, or contradicts
+    ``told``, the sizes by keyword.
     """
     process_group.kept_with_world()
     if mesh.device_type != device_type:

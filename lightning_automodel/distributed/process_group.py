@@ -22,8 +22,6 @@ from lightning_automodel.distributed import join
 
 log = logging.getLogger(__name__)
 
-BEFORE_CHILDREN_ARE_JOINED = 0
-
 
 @dataclass(frozen=True)
 class DistInfo:
@@ -106,27 +104,11 @@ def choose_device(backend: str, local_rank: int) -> torch.device:
     # Gloo can copy from an accelerator, but is for the CPU.
     if current is None or backend.lower() in ("gloo", "cpu:gloo"):
         return torch.device("cpu")
-    count = torch.accelerator.device_count()
-    index = 0 if count == 1 else local_rank
-    if index >= count:
-        raise ValueError(
-            f"Local rank {local_rank} has no {current.type} device: this process sees {count}; start at most {count}"
-            " processes on this machine, or choose backend='gloo' for the CPU."
-        )
-    return torch.device(current.type, index)
+    return torch.device(current.type, 0 if torch.accelerator.device_count() == 1 else local_rank)
 
 
-@dataclass(frozen=True)
-class _Membership:
-    """The default group that this package made."""
-
-    process_id: int
-    found: join.Rendezvous
-    store: dist.Store
-    group: weakref.ref[dist.ProcessGroup]
-
-
-_membership: _Membership | None = None
+# The default group that this package made: process id, where the ranks met, the store there, and the group.
+_membership: tuple[int, join.Rendezvous, dist.Store, weakref.ref[dist.ProcessGroup]] | None = None
 _kept: dict[object, Any] = {}
 _kept_for: dist.ProcessGroup | None = None
 
@@ -198,8 +180,7 @@ def _use_existing(backend: str, device: torch.device) -> DistInfo:
     actual = config if len(names) > 1 else next(iter(names))
     if not {pair.rpartition(":")[2] for pair in backend.lower().split(",")} <= names:
         log.warning("The default process group exists already, with backend %s: %s has no effect.", actual, backend)
-    rank = dist.get_rank()
-    return DistInfo(actual, rank, dist.get_world_size(), device, rank == 0)
+    return DistInfo(actual, dist.get_rank(), dist.get_world_size(), device, dist.get_rank() == 0)
 
 
 def _join(
@@ -229,9 +210,9 @@ def _join(
         raise
     group = dist.group.WORLD
     assert group is not None
-    _membership = _Membership(os.getpid(), found, store, weakref.ref(group))
-    # Unlike `atexit`, this also runs in children of `multiprocessing`.
-    multiprocessing.util.Finalize(None, _leave, kwargs={"is_exiting": True}, exitpriority=BEFORE_CHILDREN_ARE_JOINED)
+    _membership = os.getpid(), found, store, weakref.ref(group)
+    # Unlike `atexit`, this also runs in children of `multiprocessing`; from priority 0 on, before it joins children.
+    multiprocessing.util.Finalize(None, _leave, kwargs={"is_exiting": True}, exitpriority=0)
     if found.rank == 0:
         log.info("%d ranks have joined at %s (backend %s).", found.world_size, found.place, backend)
 
@@ -270,11 +251,12 @@ def destroy_global_state(linger_s: float = join.LINGER_S) -> None:
 def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False) -> None:
     global _membership
     membership, _membership = _membership, None
-    if membership is None or membership.process_id != os.getpid():
+    if membership is None or membership[0] != os.getpid():
         return
+    _, found, store, group = membership
     with patched_signal(signal.SIGINT, signal.SIG_IGN):
         try:
-            if membership.group() is not None and dist.group.WORLD is membership.group():
+            if group() is not None and dist.group.WORLD is group():
                 forget_world()
                 if not is_exiting:
                     # Dropped models and meshes refer to each other in cycles. Now, as collecting them fills the caches
@@ -285,11 +267,11 @@ def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False) -> None:
                     dist.destroy_process_group()
                 except Exception:
                     log.warning("The process groups could not be destroyed.", exc_info=True)
-            if membership.group() is not None and not is_exiting:
+            if group() is not None and not is_exiting:
                 # A mesh that was in use until now refers to the group, in a cycle with other meshes.
                 gc.collect()
         finally:
-            join.leave(membership.found, membership.store, linger_s)
+            join.leave(found, store, linger_s)
 
 
 @contextlib.contextmanager

@@ -28,15 +28,11 @@ class StopAgreement:
         self._lock = threading.Lock()
         self._reason: str | None = None
         self._is_decided = threading.Event()
-        self._has_promised = self._requeues = False
+        self._has_promised = False
         self.step = 0  # that this rank is in, from 1
         self.last_step: int | None = None  # after which all ranks stop
+        self.requeues = False  # whether they stop to save and requeue
         self.asked_by: int | None = None  # the first rank to ask
-
-    @property
-    def requeues(self) -> bool:
-        """Whether all ranks stop after the same step to save and requeue."""
-        return self.last_step is not None and self._requeues
 
     @property
     def is_asked_here(self) -> bool:
@@ -75,8 +71,9 @@ class StopAgreement:
                 store.compare_set(STOP, NONE.decode(), f"{self._rank}|{self._reason}")
             return
         asked_by, reason = request.decode().split("|")
-        self.asked_by, self._requeues = int(asked_by), reason == REQUEUE
+        self.asked_by = int(asked_by)
         if steps != NONE:
+            self.requeues = reason == REQUEUE
             self.last_step = 1 + max(map(int, json.loads(steps)))
             self._is_decided.set()
         elif not self._has_promised:

@@ -59,12 +59,11 @@ def left_behind(records: Mapping[int, Record]) -> RankFailure | None:
     if not running or not ended:
         return None
     rank, other = min(ended, key=ended.__getitem__), max(running, key=running.__getitem__)
-    last_step, step = ended[rank], running[other]
-    if step <= last_step:
+    if running[other] <= ended[rank]:
         return None
     message = (
-        f"it ended its run after training step {last_step}, but rank {other} is in step {step}: give all ranks equally"
-        " many batches, and set trainer.should_stop on all of them or on none"
+        f"it ended its run after training step {ended[rank]}, but rank {other} is in step {running[other]}: give all"
+        " ranks equally many batches, and set trainer.should_stop on all of them or on none"
     )
     return RankFailure(rank, records[rank].host, "fit", "RuntimeError", message)
 

@@ -48,9 +48,8 @@ class Watchdog:
     After another rank's failure a second thread gives the main thread time to raise, as the collective in which it
     waits may fail. Then it interrupts the main thread, and at last it ends the process.
 
-    Within ``timeout`` this rank leaves when another misses its heartbeats, for at least half of it. Threads call
-    ``where``, which returns the hook that this rank is in, and ``find_ended``, which returns ranks whose processes have
-    ended since the last call, and how. ``raises_on_sigterm``: whether the main thread has a handler that raises.
+    ``where`` returns the hook that this rank is in, and ``find_ended`` the ranks whose processes have ended since the
+    last call, and how. ``raises_on_sigterm``: whether the main thread has a handler that raises.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Start the threads, and wait for the store's first answer; RankFailedError if there is none, or a failure."""
-        self.board.start()
+        self.board.thread.start()
         self._thread.start()
         # The second thread's time limit also ends this wait.
         while not self.board.is_open.wait(self.board.interval_s) and self.failure is None:

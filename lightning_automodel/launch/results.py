@@ -54,8 +54,7 @@ def restore(trainer: "pl.Trainer", folder: Path) -> Any:
 def load_trained_weights(module: "pl.LightningModule", path: Path) -> None:
     """Load whole weights into a module of this process alone. If it lacks layers, ``configure_model`` is called.
 
-    Raises:
-        RuntimeError: If it still lacks some: otherwise the module would seem trained.
+    RuntimeError if it still lacks some: otherwise the module would seem trained.
     """
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     try:

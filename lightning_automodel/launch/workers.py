@@ -51,7 +51,7 @@ def write_failure(folder: Path, exception: BaseException, trainer: "pl.Trainer")
         return
     stage = trainer.state.stage or trainer.state.fn
     where = lightning_internals.failing_hook(exception) or (stage.value if stage is not None else "set-up")
-    failure = failures.failure_of(exception, trainer.global_rank, where)
+    failure = failures.RankFailure.from_exception(exception, trainer.global_rank, where)
     text = f"rank {trainer.global_rank} left with:\n{''.join(traceback.format_exception(exception))}"
     # It appears whole or not at all, whatever ends the process.
     torch.save((failure, trainer.global_rank, text), path.with_suffix(".part"))
@@ -63,10 +63,7 @@ def wait_for_workers(context: ProcessContext, folder: Path, first_rank: int) -> 
 
     There is no time limit for training. Once one worker has ended, the others have a minute, and another one after
     SIGTERM if it has failed. SIGTERM to this process is passed on to them, and sent if it leaves earlier.
-
-    Raises:
-        RankFailedError: If a rank failed, chained to the traceback that it reported.
-        SIGTERMException: If all ranks stopped together after one of them received SIGTERM.
+    RankFailedError, chained to the traceback of the rank that failed, or SIGTERMException if SIGTERM stopped all.
     """
     processes, is_asked_to_stop = context.processes, False
 

@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
@@ -17,10 +16,8 @@ from torchmetrics import Metric
 from lightning_automodel import lightning_internals
 from lightning_automodel.sharding import weight_averaging
 
-Buffers = dict[str, Tensor]
 
-
-def buffers(module: "pl.LightningModule") -> Buffers:
+def buffers(module: "pl.LightningModule") -> dict[str, Tensor]:
     """Copies of all plain buffers on their device: tensor versions do not show changes by batch norm."""
     return {name: buffer.clone() for name, buffer in _plain_buffers(module).items()}
 
@@ -33,7 +30,9 @@ def _plain_buffers(module: "pl.LightningModule") -> dict[str, Tensor]:
     return {name: buffer.detach() for name, buffer in plain.items() if buffer.layout == torch.strided}
 
 
-def unsaved_buffers(module: "pl.LightningModule", copies: Buffers, first: Buffers) -> Buffers:
+def unsaved_buffers(
+    module: "pl.LightningModule", copies: dict[str, Tensor], first: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """The ``copies`` that a state dict may lack for this rank: they differ from the ``first`` ones, or from now."""
     now = _plain_buffers(module)
     return {
@@ -70,8 +69,7 @@ def restore_flags(module: "pl.LightningModule", switched: dict[str, Any]) -> Non
 
 def callbacks(trainer: "pl.Trainer") -> dict[str, Any]:
     """Copies of the states of all callbacks that have one, by key."""
-    stateful = [each for each in trainer.callbacks if type(each).state_dict is not Callback.state_dict]  # type: ignore[attr-defined]
-    states = {callback.state_key: callback.state_dict() for callback in stateful}
+    states = {each.state_key: each.state_dict() for each in trainer.callbacks}  # type: ignore[attr-defined]
     return {key: _copied(state) for key, state in states.items() if state}
 
 

@@ -171,7 +171,7 @@ def test_subgroups(pool4: RankPool) -> None:
     assert [result["last three"] for result in members] == [(True, True), (True, False), (False, False)]
     for result in members:
         assert "block of another group or scope, here of ranks [1, 2, 3]" in result["another inside"]
-        assert "was destroyed" in result["destroyed"][1][1]
+        assert "not registered" in result["destroyed"][1][1]
 
 
 # --- Failures ---------------------------------------------------------------------------------------------------------
