@@ -132,8 +132,7 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
         torch_internals.initialise_fsdp_root(root)
     names = {id(module): name for name, module in model.named_modules()}
     for group in torch_internals.fsdp_param_groups(model):
-        averaged_over = torch_internals.averaging_size(group)
-        if averaged_over != divisor:
+        if (averaged_over := group.mesh_info.mesh.size()) != divisor:
             raise ValueError(
                 f"FSDP unit {names[id(group.modules[0])]!r} averages its gradients over {averaged_over} ranks,"
                 f" but {divisor} hold different data: shard it over self.device_mesh['data_parallel_shard'], or where"
