@@ -243,10 +243,10 @@ def unsharded_gradient_dtype(param: FSDPParam) -> torch.dtype:
     return dtype or param.param_dtype or param.orig_dtype
 
 
-def reduction_dtype(group: FSDPParamGroup) -> torch.dtype | None:
-    """The dtype in which the group's gradients are reduced; None for a group without trainable parameters."""
-    trainable = (param for param in group.fsdp_params if param.sharded_param.requires_grad)
-    return next((unsharded_gradient_dtype(param) for param in trainable), None)
+def reduction_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """The dtypes in which gradients of FSDP2 units at or below ``model`` are reduced."""
+    params = [param for group in fsdp_param_groups(model) for param in group.fsdp_params]
+    return {unsharded_gradient_dtype(param) for param in params if param.sharded_param.requires_grad}
 
 
 def accumulate_in_one_dtype(group: FSDPParamGroup) -> None:

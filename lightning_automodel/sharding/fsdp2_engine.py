@@ -93,9 +93,7 @@ class FSDP2Engine(Engine):
         tensor_parallel.distribute(module, self.mesh)
         apply.broadcast_states(module, self.mesh)
         if plan is not None:
-            apply.apply_fsdp2(
-                module, plan, self.mesh.fsdp, self.options.reshard_after_forward, self.options.cpu_offload, self._policy
-            )
+            apply.apply_fsdp2(module, plan, self.mesh.fsdp, self.options, self._policy)
 
     def _plan(self, module: pl.LightningModule) -> units.ShardingPlan:
         plan = units.plan_sharding(module, self.options.auto_wrap_policy, module.automatic_optimization)
@@ -126,12 +124,10 @@ class FSDP2Engine(Engine):
             ahead, reason = 0, "one rank gathers nothing"
         elif option != "auto":
             ahead, reason = option, f"prefetch={option}"
-        elif "roots" not in self._report:
-            ahead, reason = 0, "auto: unchanged, as the model was sharded before"
-        elif is_cpu:
+        elif is_cpu and "roots" in self._report:
             ahead, reason = 1, "auto: 1 on CPU, where FSDP2 by itself waits for each all-gather"
         else:
-            ahead, reason = 0, "auto: FSDP2's own (one in the backward); no other was measured on this device"
+            ahead, reason = 0, "auto: what FSDP2 does by itself"
         if ahead:
             set_prefetch(module, ahead, in_background=is_cpu)
         self._report["prefetch"], self._report["prefetch_reason"] = ahead, reason
@@ -186,10 +182,7 @@ class FSDP2Engine(Engine):
 
     @override
     def synchronize_buffers(self) -> None:
-        """Broadcast the first rank's buffers, as ``DistributedDataParallel(broadcast_buffers=True)`` does.
-
-        Otherwise running statistics, and the averages of them that callbacks keep, would follow each rank's own data.
-        """
+        """See the base class: running statistics, and averages of them that callbacks keep, follow each rank's data."""
         averages = weight_averaging.averaged_models(self._module)
         self._broadcast(buffer for each in averages for buffer in each.module.buffers())
 
