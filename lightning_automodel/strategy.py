@@ -251,8 +251,7 @@ class AutomodelStrategy(ParallelStrategy):
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Context in which ``configure_model`` and ``trainer.init_module()`` create tensors on this rank's device.
 
-        Args:
-            empty_init: True creates them on the meta device; set-up initialises each rank's shards.
+        ``empty_init=True`` creates them on the meta device; set-up initialises each rank's shards.
         """
         with super().tensor_init_context(empty_init=False), torch.device("meta") if empty_init else nullcontext():
             yield

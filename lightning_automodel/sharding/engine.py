@@ -49,6 +49,6 @@ class Engine(ABC):
         """Remove hooks and patches from the model."""
         self.sync.close()
 
-    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """What the engine has decided, and why."""
+        return {}
