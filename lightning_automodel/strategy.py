@@ -251,8 +251,7 @@ class AutomodelStrategy(ParallelStrategy):
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Context in which ``configure_model`` and ``trainer.init_module()`` create tensors on this rank's device.
 
-        Args:
-            empty_init: True creates them on the meta device; set-up initialises each rank's shards.
+        ``empty_init=True`` creates them on the meta device; set-up initialises each rank's shards.
         """
         with super().tensor_init_context(empty_init=False), torch.device("meta") if empty_init else nullcontext():
             yield
@@ -546,7 +545,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self._required_run.engine.release()
+        self._required_run.engine.sync.release()
         self._required_run.engine.synchronize_buffers()
         self._required_run.engine.start_evaluation_loop()
 
@@ -688,7 +687,7 @@ class AutomodelStrategy(ParallelStrategy):
 
         Raises ``CheckpointError`` on every rank, if any cannot read it.
         """
-        self._required_run.engine.release()
+        self._required_run.engine.sync.release()
         weights_only = self._supervisor.weights_only if weights_only is None else weights_only
         checkpoint = self._checkpoints.open(checkpoint_path, weights_only, self.checkpoint_io, self.local_rank == 0)
         state = checkpoint.pop(CHECKPOINT_KEY, None)

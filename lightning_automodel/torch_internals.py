@@ -157,21 +157,14 @@ def set_background_gathers(root: FSDPModule, is_on: bool) -> None:
 
 def note_all_gathers(unit: FSDPModule, note: Callable[[], None], patches: PatchStack) -> None:
     """Call ``note`` before each all-gather of ``unit``, for which FSDP2 has no hook."""
+
+    def noting(group: FSDPParamGroup, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if not group.is_unsharded and group._all_gather_result is None:
+            note()
+        unshard(*args, **kwargs)
+
     for group in param_groups(unit):
-        patches.set(group, "unshard", partial(_noting, group, group.unshard, note))
-
-
-def _noting(
-    group: FSDPParamGroup, unshard: Callable[..., None], note: Callable[[], None], *args: Any, **kwargs: Any
-) -> None:
-    if not group.is_unsharded and group._all_gather_result is None:
-        note()
-    unshard(*args, **kwargs)
-
-
-def sharded_and_unsharded(group: FSDPParamGroup) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Sharded parameters, each with the unsharded leaf that accumulates, the same from the first all-gather on."""
-    return [(param.sharded_param, param.unsharded_param) for param in group.fsdp_params]
+        patches.set(group, "unshard", partial(noting, group, group.unshard))
 
 
 def unsharded_numel(param: FSDPParam) -> int:
@@ -181,26 +174,19 @@ def unsharded_numel(param: FSDPParam) -> int:
     return sharded.numel() // math.prod(size for size, placement in sizes if placement.is_shard())
 
 
-def clear_unreduced_gradient(param: FSDPParam) -> None:
-    """Drop the unsharded gradient of earlier micro-batches, which FSDP2 keeps through ``zero_grad``."""
-    if (leaf := getattr(param, "unsharded_param", None)) is not None:
-        leaf.grad = None
-    if not ACCUMULATES_IN_LEAF:
-        param.unsharded_accumulated_grad = None
+def clear_unreduced_gradients(group: FSDPParamGroup, params: list[FSDPParam]) -> None:
+    """Drop what ``zero_grad`` leaves: the group's partial sums, and unsharded gradients of these of its parameters."""
+    group._partial_reduce_output = None
+    for param in params:
+        if (leaf := getattr(param, "unsharded_param", None)) is not None:
+            leaf.grad = None
+        if not ACCUMULATES_IN_LEAF:
+            param.unsharded_accumulated_grad = None
 
 
 def holds_partial_reduction(group: FSDPParamGroup) -> bool:
     """Whether HSDP has reduce-scattered gradients of the group that it has not all-reduced yet."""
     return group._partial_reduce_output is not None
-
-
-def discard_partial_reduction(group: FSDPParamGroup) -> None:
-    """Drop them."""
-    group._partial_reduce_output = None
-
-
-def _holds_unreduced_gradients(group: FSDPParamGroup) -> bool:
-    return holds_partial_reduction(group) or any(_unreduced_gradient(param) is not None for param in group.fsdp_params)
 
 
 def _unreduced_gradient(param: FSDPParam) -> Tensor | None:
@@ -216,7 +202,11 @@ def reduce_deferred_gradients(root: FSDPModule) -> None:
     A collective if there are any: the last backward, in which FSDP2 reduces, did not pass through ``root``.
     """
     module: Any = root
-    pending = [group for group in fsdp_param_groups(module) if _holds_unreduced_gradients(group)]
+    pending = [
+        group
+        for group in fsdp_param_groups(module)
+        if holds_partial_reduction(group) or any(_unreduced_gradient(p) is not None for p in group.fsdp_params)
+    ]
     if not pending:
         return
     if not hasattr(module, "finalize_backward"):  # before torch 2.15
@@ -232,15 +222,9 @@ def reduce_deferred_gradients(root: FSDPModule) -> None:
         module.set_manual_backward_finalization(False)
 
 
-def averaging_size(group: FSDPParamGroup) -> int:
-    """Number of ranks that the group's gradients are averaged over: shards times replicas."""
-    mesh_info = group.mesh_info
-    return getattr(mesh_info, "shard_mesh_size", 1) * num_replicas(group)
-
-
-def num_replicas(group: FSDPParamGroup) -> int:
-    """Number of copies of the group's shards (HSDP); 1 where there are no replicas."""
-    return getattr(group.mesh_info, "replicate_mesh_size", 1)
+def has_replicas(group: FSDPParamGroup) -> bool:
+    """Whether there are several copies of the group's shards (HSDP)."""
+    return getattr(group.mesh_info, "replicate_mesh_size", 1) > 1
 
 
 def was_unsharded(group: FSDPParamGroup) -> bool:
@@ -259,10 +243,10 @@ def unsharded_gradient_dtype(param: FSDPParam) -> torch.dtype:
     return dtype or param.param_dtype or param.orig_dtype
 
 
-def reduction_dtype(group: FSDPParamGroup) -> torch.dtype | None:
-    """The dtype in which the group's gradients are reduced; None for a group without trainable parameters."""
-    trainable = (param for param in group.fsdp_params if param.sharded_param.requires_grad)
-    return next((unsharded_gradient_dtype(param) for param in trainable), None)
+def reduction_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """The dtypes in which gradients of FSDP2 units at or below ``model`` are reduced."""
+    params = [param for group in fsdp_param_groups(model) for param in group.fsdp_params]
+    return {unsharded_gradient_dtype(param) for param in params if param.sharded_param.requires_grad}
 
 
 def accumulate_in_one_dtype(group: FSDPParamGroup) -> None:
@@ -351,21 +335,16 @@ def reshard_keeping_storage(unit: FSDPModule) -> None:
         del param.free_unsharded_param
 
 
-def unsharded_storage_is_kept(unit: FSDPModule) -> bool:
-    """Whether ``unit`` is still as :func:`reshard_keeping_storage` left it: a forward may have freed its memory."""
-    return all(
-        group.is_sharded
-        and all(
-            t.untyped_storage().size() > 0 or t.numel() == 0 for p in group.fsdp_params for t in p.all_gather_outputs
-        )
-        for group in param_groups(unit)
-    )
-
-
-def show_kept_storage(unit: FSDPModule) -> None:
-    """Unshard without an all-gather. The caller must have checked :func:`unsharded_storage_is_kept`."""
-    for group in param_groups(unit):
+def show_kept_storage(unit: FSDPModule) -> bool:
+    """Unshard without an all-gather; False if a forward has freed what :func:`reshard_keeping_storage` kept."""
+    groups = param_groups(unit)
+    gathered = [t for group in groups for param in group.fsdp_params for t in param.all_gather_outputs]
+    is_kept = all(t.untyped_storage().size() > 0 or t.numel() == 0 for t in gathered)
+    if not is_kept or not all(group.is_sharded for group in groups):
+        return False
+    for group in groups:
         group._to_unsharded()
+    return True
 
 
 def sharded_versions(unit: FSDPModule) -> list[int]:
@@ -440,8 +419,8 @@ def _probe_fsdp2(state: Any) -> None:
     check(state, "_pre_forward", "_post_forward", "_pre_forward_hook_handle", "_post_forward_hook_handle")
     for group in state._fsdp_param_groups[:1]:
         check(group, "fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "device", "post_backward")
-        if averaging_size(group) != group.mesh_info.mesh.size():
-            check(group.mesh_info, "shard_mesh_size", "replicate_mesh_size")
+        if group.mesh_info.mesh.ndim > 1:
+            check(group.mesh_info, "replicate_mesh_size")
         check(group, "is_sharded", "is_unsharded", "unshard", "_to_unsharded")
         check(group, "_partial_reduce_output", "_all_gather_result", *_COMMUNICATION, writable=True)
         for param in group.fsdp_params[:1]:

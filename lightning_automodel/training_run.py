@@ -176,7 +176,7 @@ class TrainingRun:
 
     def watch_module(self) -> None:
         """Watch ``module.zero_grad``, toggling, and plain backwards in manual optimization; refuse early hooks."""
-        self.steps.watch_module(self.module, self.patches, self.engine.release)
+        self.steps.watch_module(self.module, self.patches, self.engine.sync.release)
         if not self.module.automatic_optimization:
             zero = self.module.on_validation_model_zero_grad
             self.patches.set(self.module, "on_validation_model_zero_grad", lambda: self._zero_before_validation(zero))
@@ -227,7 +227,7 @@ class TrainingRun:
         def evaluate(*args: Any) -> Any:
             with self.engine.evaluation():
                 args, attention = self.micro_batches.sliced(args, step.__name__)
-                with checks.explained_errors(self.module), attention:
+                with checks.explained_errors(), attention:
                     return step(*args, **kwargs)
 
         return self.inputs.evaluate(evaluate, args, begin, self.engine.join_evaluation)

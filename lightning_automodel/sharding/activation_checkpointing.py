@@ -7,7 +7,7 @@ tensor is on its way back while the block behind it computes.
 
 import functools
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_automodel.patching import PatchStack
-from lightning_automodel.sharding.units import WrapPolicy, class_name, distinct, has_forward, outermost, units_of
+from lightning_automodel.sharding.units import WrapPolicy, class_name, instances_below, units_of
 from lightning_automodel.torch_internals import compile_in_place, is_compiled, uncompiled
 
 ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective", "offload"] | Callable[..., Any]
@@ -48,8 +48,7 @@ class _Checkpoint:
     """Calls a function under activation checkpointing; its recomputation sees the buffers that the forward saw.
 
     Otherwise running statistics would be updated twice, and a power iteration would give other weights the second time.
-    ``contexts`` is the ``context_fn`` of ``torch.utils.checkpoint``. ``offloaded`` is where positional tensor arguments
-    wait for the backward; None leaves them on the device.
+    Positional tensor arguments wait in ``offloaded`` for the backward, if it is given.
     """
 
     def __init__(
@@ -99,10 +98,9 @@ def _replace(buffers: Iterable[_Buffers], values: Iterable[_Buffers]) -> None:
 
 
 class _CheckpointedForward:
-    """Replaces the forward of one module. An object, not a closure, so that a deep copy of the module copies it too.
+    """Replaces the forward of one module: its hooks do not run again. An object, since deep copies share closures.
 
-    The module's hooks, FSDP2's among them, stay outside and do not run again in the backward. It stays when the run
-    ends, since the forward may be wrapped since (casts around FSDP units), and passes calls on.
+    It stays when the run ends, since the forward may be wrapped since (casts around FSDP units), and passes calls on.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -118,10 +116,9 @@ class _CheckpointedForward:
 def checkpoint_blocks(
     model: nn.Module, choice: ActivationCheckpointing, policy: WrapPolicy, root_is_model: bool, patches: PatchStack
 ) -> list[str]:
-    """Let blocks keep only their inputs in the forward and recompute their activations in the backward; return names.
+    """Let the blocks that the option ``activation_checkpointing``, which is ``choice``, means recompute; return names.
 
-    ``choice`` is the option ``activation_checkpointing``; ``policy`` and ``root_is_model`` choose units as for
-    ``plan_sharding``. Raises ValueError if no module is chosen, or one that cannot recompute.
+    Raises ValueError if no module is chosen, or one that cannot recompute.
     """
     if choice is False:
         return []
@@ -131,11 +128,14 @@ def checkpoint_blocks(
     elif callable(choice):
         contexts = partial(create_selective_checkpoint_contexts, choice)
     if isinstance(choice, (set, frozenset)):
-        blocks = _instances(model, choice)
+        blocks = instances_below(model, choice)
     else:
         blocks = units_of(model, policy, root_is_model)
     if not blocks:
-        raise ValueError(_nothing_to_checkpoint(model, choice))
+        raise ValueError(
+            f"activation_checkpointing={choice!r} finds no blocks in {class_name(model)}: pass a set of classes of"
+            " modules that it has."
+        )
     paths = {id(module): name for name, module in model.named_modules()}
     names = [f"{paths[id(block)]} ({class_name(block)})" for block in blocks]
     for block, name in zip(blocks, names, strict=True):
@@ -170,32 +170,9 @@ def _check(block: nn.Module, name: str, choice: ActivationCheckpointing) -> None
         )
 
 
-def _instances(model: nn.Module, classes: set[type[nn.Module]]) -> list[nn.Module]:
-    """Outermost modules below ``model`` of these classes, with parameters or not."""
-    wanted = tuple(classes)
-
-    def matches(module: nn.Module) -> bool:
-        return isinstance(uncompiled(module), wanted) and has_forward(module)
-
-    return distinct(found for child in model.children() for found in outermost(child, matches))
-
-
 def _has_switch(block: nn.Module) -> bool:
     """Whether this is a Hugging Face layer: its own checkpointing keeps the cache from being filled twice."""
     return isinstance(getattr(type(block), "gradient_checkpointing", None), bool)
-
-
-def _nothing_to_checkpoint(model: nn.Module, choice: ActivationCheckpointing) -> str:
-    classes = ", ".join(sorted({class_name(module) for module in model.modules() if module is not model}))
-    looked_for = "finds no repeated blocks in"
-    if isinstance(choice, (set, frozenset)):
-        wanted = ", ".join(sorted(entry.__name__ for entry in choice)) or "none"
-        looked_for = f"finds no instance of the named classes ({wanted}) in"
-    return f"activation_checkpointing {looked_for} {class_name(model)}; pass a set of classes that are: {classes}."
-
-
-_NUM_LEAVING = 1
-"""Tensors whose copy to the host may still run when the next is saved. With more, more of them are on the device."""
 
 
 @functools.cache
@@ -241,7 +218,7 @@ class OffloadedActivations:
     """Keeps tensors that autograd saves in pinned host memory. Those on a CPU, parameters and DTensors stay."""
 
     def __init__(self) -> None:
-        self._leaving: deque[_Saved] = deque()
+        self._leaving: _Saved | None = None  # its copy to the host may still run
         self._newest: weakref.ref[_Saved] | None = None
 
     def hooks(self) -> saved_tensors_hooks:
@@ -256,9 +233,9 @@ class OffloadedActivations:
             return tensor
         saved = _Saved(tensor, self._newest)
         self._newest = weakref.ref(saved)
-        self._leaving.append(saved)
-        if len(self._leaving) > _NUM_LEAVING:
-            self._leaving.popleft().release()
+        if self._leaving is not None:
+            self._leaving.release()
+        self._leaving = saved
         return saved
 
     def _unpack(self, saved: Tensor | _Saved) -> Tensor:

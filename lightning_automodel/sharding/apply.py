@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.gathers import drop_unused
 from lightning_automodel.sharding.precision import OutermostCall, cast_around, step_policy, unit_policy
 from lightning_automodel.sharding.quantized import has_parts
@@ -36,12 +37,7 @@ _BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024  # large enough for the network, sma
 
 
 def apply_fsdp2(
-    model: nn.Module,
-    plan: ShardingPlan,
-    mesh: DeviceMesh,
-    reshard_after_forward: bool | int,
-    cpu_offload: bool,
-    mp_policy: MixedPrecisionPolicy,
+    model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, options: StrategyOptions, policy: MixedPrecisionPolicy
 ) -> None:
     """Shard ``model``, on its device, in place by the plan, over a 1-D mesh or a 2-D one (replicate, shard).
 
@@ -54,21 +50,21 @@ def apply_fsdp2(
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
     kwargs: dict[str, Any] = {"mesh": mesh, "ignored_params": {by_name[name] for name in plan.replicated}}
-    if cpu_offload:
+    if options.cpu_offload:
         kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     for unit in plan.units:
-        fully_shard(unit, reshard_after_forward=reshard_after_forward, mp_policy=unit_policy(mp_policy), **kwargs)
+        fully_shard(unit, reshard_after_forward=options.reshard_after_forward, mp_policy=unit_policy(policy), **kwargs)
     for root in plan.roots:
         # The model's own parameters are needed again at once in the backward. For roots below it that is not known,
         # and parameters that stayed gathered would be stale after the next optimizer step.
         if root is not model:
-            fully_shard(root, reshard_after_forward=True, mp_policy=unit_policy(mp_policy), **kwargs)
+            fully_shard(root, reshard_after_forward=True, mp_policy=unit_policy(policy), **kwargs)
             continue
-        fully_shard(root, reshard_after_forward=False, mp_policy=step_policy(mp_policy), **kwargs)
+        fully_shard(root, reshard_after_forward=False, mp_policy=step_policy(policy), **kwargs)
         _run_steps_as_forward(root, plan.units)
         type(root).__name__ = class_name(root)  # Lightning's messages name the user's class
-    if mp_policy.output_dtype is not None or mp_policy.cast_forward_inputs:
-        cast_around(distinct(callable_children(model)), mp_policy)
+    if policy.output_dtype is not None or policy.cast_forward_inputs:
+        cast_around(distinct(callable_children(model)), policy)
 
 
 @contextmanager
@@ -132,8 +128,7 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
         torch_internals.initialise_fsdp_root(root)
     names = {id(module): name for name, module in model.named_modules()}
     for group in torch_internals.fsdp_param_groups(model):
-        averaged_over = torch_internals.averaging_size(group)
-        if averaged_over != divisor:
+        if (averaged_over := group.mesh_info.mesh.size()) != divisor:
             raise ValueError(
                 f"FSDP unit {names[id(group.modules[0])]!r} averages its gradients over {averaged_over} ranks,"
                 f" but {divisor} hold different data: shard it over self.device_mesh['data_parallel_shard'], or where"

@@ -1,6 +1,5 @@
 """Checks that refuse what a model, an optimizer or a step must not contain, with the reason and a way out."""
 
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -8,7 +7,6 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
@@ -23,40 +21,27 @@ _FREED = (
     " penalties by torch.autograd.grad(..., create_graph=True), retain_graph=True) does not gather them again. Pass"
     " data_parallel='ddp'."
 )
+_MEETS_SHARDS = (
+    "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit when the unit is called, so code"
+    " that uses them outside of that, or calls only modules in the unit, sees shards. Call the unit itself"
+    " (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of what is called. For a"
+    f" penalty on weights, use weight_decay. {PENALTY_ON_WEIGHTS}"
+)
 _MIXED = "got mixed torch.Tensor and DTensor"
 _FREED_SYMPTOMS = ("out of bounds for storage of size 0", "but its data is not allocated yet")
 
 
 @contextmanager
-def explained_errors(model: nn.Module) -> Iterator[None]:
-    """Context of a forward of ``model`` or a backward, which explains errors of torch without a cause."""
+def explained_errors() -> Iterator[None]:
+    """Context of a forward or a backward, which explains errors of torch without a cause."""
     try:
         yield
     except RuntimeError as error:
         if _MIXED in str(error):
-            raise RuntimeError(_uses_of_shards(model, error)) from error
+            raise RuntimeError(_MEETS_SHARDS) from error
         if any(symptom in str(error) for symptom in _FREED_SYMPTOMS):
             raise RuntimeError(_FREED) from error
         raise
-
-
-def _uses_of_shards(model: nn.Module, error: RuntimeError) -> str:
-    """Why a forward has met shards: a unit was passed by, or code outside of any unit uses its parameters."""
-    running = [id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for name, unit in model.named_modules():
-        inside = sorted((running.index(id(m)), class_name(m)) for m in unit.modules() if id(m) in running)
-        if inside and id(unit) not in running and isinstance(unit, FSDPModule):
-            called, of_unit = inside[0][1], class_name(model.get_submodule(name))
-            return (
-                f"{name} ({of_unit}) is an FSDP unit, whose parameters are gathered when it is called, but"
-                f" only modules in it are ({called}): call {name} itself, or pass auto_wrap_policy={{{called}}}, the"
-                " classes of what is called, or of a module around it that is."
-            )
-    return (
-        "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit for its forward, so code that"
-        " uses them outside of it sees shards. Call the module that holds them. For a penalty on weights, use"
-        f" weight_decay. {PENALTY_ON_WEIGHTS}"
-    )
 
 
 def check_ahead(module: pl.LightningModule) -> None:

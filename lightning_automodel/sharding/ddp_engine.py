@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.overrides.distributed import prepare_for_backward
@@ -109,7 +108,3 @@ class DDPEngine(Engine):
             ddp.register_comm_hook(self.options.ddp_comm_state, hook if wrapper is None else wrapper(hook))
         self.sync = DDPGradSync(ddp, self.mesh, pads=self.options.uneven_inputs == "pad")
         return ddp
-
-    @override
-    def describe(self) -> dict[str, Any]:
-        return {"ddp_kwargs": dict(self.options.ddp_kwargs or {})}

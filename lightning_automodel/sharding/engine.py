@@ -42,9 +42,6 @@ class Engine(ABC):
     def join_evaluation(self) -> None:
         """Take part in the collectives of other ranks' evaluation step, without data. A collective."""
 
-    def release(self) -> None:
-        """Free gathered parameters, since weights may be written next."""
-
     def synchronize_buffers(self) -> None:
         """Make buffers equal before an evaluation or a save. May be a collective over the data-parallel group."""
 
@@ -52,6 +49,6 @@ class Engine(ABC):
         """Remove hooks and patches from the model."""
         self.sync.close()
 
-    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """What the engine has decided, and why."""
+        return {}

@@ -1,6 +1,6 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the ranks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -29,8 +29,6 @@ from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.gathers import JoinedGathers, set_prefetch
 from lightning_automodel.sharding.grad_sync import Deferral, FSDPGradSync
 
-_SHARDED_BEFORE = "sharded before this set-up (by configure_model or an earlier run); left as they were"
-
 
 class FSDP2Engine(Engine):
     """Parameters, gradients and optimizer state sharded by FSDP2, over one group or over each replica (HSDP).
@@ -52,6 +50,8 @@ class FSDP2Engine(Engine):
         self._policy = policy
         self._local_ranks = local_ranks
         self._report: dict[str, Any] = {}
+        # On one rank, deferral would save nothing and only keep gradients out of ``.grad``.
+        self._defer: Deferral = options.defer_fsdp_grad_sync if mesh.sizes.divisor > 1 else False
         self._is_first_batch = self._starts_window = True
 
     @override
@@ -64,7 +64,7 @@ class FSDP2Engine(Engine):
         ]
         apply.initialise_fsdp2(module, self.mesh.sizes.divisor)
         group = self.mesh.group if self.mesh.sizes.divisor > 1 else None
-        self.sync = FSDPGradSync(module, self._defer(), self._retain_unsharded(module), group)
+        self.sync = FSDPGradSync(module, self._defer, self._retain_unsharded(module), group)
         self.sync.discard()
         self._start_gathers_ahead(module)
         self._gathers = JoinedGathers(self.sync.units)
@@ -79,7 +79,9 @@ class FSDP2Engine(Engine):
         """Make weights equal on all ranks, and shard them unless they are sharded. A collective over the world."""
         plan = None if units.has_fsdp_units(module) else self._plan(module)
         if plan is None:
-            self._report = {"units": _SHARDED_BEFORE}
+            self._report = {
+                "units": "sharded before this set-up (by configure_model or an earlier run); left as they were"
+            }
         else:
             checks.check_shardable({n: p for n, p in module.named_parameters() if n not in plan.replicated})
             names = {id(submodule): name or units.class_name(module) for name, submodule in module.named_modules()}
@@ -91,23 +93,17 @@ class FSDP2Engine(Engine):
         tensor_parallel.distribute(module, self.mesh)
         apply.broadcast_states(module, self.mesh)
         if plan is not None:
-            apply.apply_fsdp2(
-                module, plan, self.mesh.fsdp, self.options.reshard_after_forward, self.options.cpu_offload, self._policy
-            )
+            apply.apply_fsdp2(module, plan, self.mesh.fsdp, self.options, self._policy)
 
     def _plan(self, module: pl.LightningModule) -> units.ShardingPlan:
         plan = units.plan_sharding(module, self.options.auto_wrap_policy, module.automatic_optimization)
         whole = precision.kept_wide(module, self._policy) | quantized.kept_whole(module, self._policy)
         return replace(plan, replicated=plan.replicated | whole)
 
-    def _defer(self) -> Deferral:
-        """The option; False on one rank, where deferral would save nothing and only keep gradients out of ``.grad``."""
-        return self.options.defer_fsdp_grad_sync if self.mesh.sizes.divisor > 1 else False
-
     def _retain_unsharded(self, module: pl.LightningModule) -> bool:
         """Decide ``reshard_during_accumulation``. A collective for "auto": one rank short of memory decides for all."""
         option = self.options.reshard_during_accumulation
-        need = memory.estimate(module, defers_gradients=self._defer() is True)
+        need = memory.estimate(module, defers_gradients=self._defer is True)
         if not module.automatic_optimization:
             keep, reason = False, "manual optimization may step between two forwards of one training step"
         elif option != "auto":
@@ -128,12 +124,10 @@ class FSDP2Engine(Engine):
             ahead, reason = 0, "one rank gathers nothing"
         elif option != "auto":
             ahead, reason = option, f"prefetch={option}"
-        elif "roots" not in self._report:
-            ahead, reason = 0, "auto: unchanged, as the model was sharded before"
-        elif is_cpu:
+        elif is_cpu and "roots" in self._report:
             ahead, reason = 1, "auto: 1 on CPU, where FSDP2 by itself waits for each all-gather"
         else:
-            ahead, reason = 0, "auto: FSDP2's own (one in the backward); no other was measured on this device"
+            ahead, reason = 0, "auto: what FSDP2 does by itself"
         if ahead:
             set_prefetch(module, ahead, in_background=is_cpu)
         self._report["prefetch"], self._report["prefetch_reason"] = ahead, reason
@@ -161,9 +155,9 @@ class FSDP2Engine(Engine):
                 tensor_parallel.check_same_batch(batch, self.mesh.tensor_group, self.device, "tensor-parallel")
         # Once a window, as DDP does it.
         if self._starts_window:
-            self._broadcast(self._own_buffers())
+            self._broadcast()
         self._starts_window = self.sync.is_last is not False
-        self.sync.resume()
+        self.sync.release(retains=True)
 
     @override
     def start_evaluation_loop(self) -> None:
@@ -187,23 +181,14 @@ class FSDP2Engine(Engine):
         self._gathers.join()
 
     @override
-    def release(self) -> None:
-        self.sync.release()
-
-    @override
     def synchronize_buffers(self) -> None:
-        """Broadcast the first rank's buffers, as ``DistributedDataParallel(broadcast_buffers=True)`` does.
-
-        Otherwise running statistics, and the averages of them that callbacks keep, would follow each rank's own data.
-        """
+        """See the base class: running statistics, and averages of them that callbacks keep, follow each rank's data."""
         averages = weight_averaging.averaged_models(self._module)
-        self._broadcast([*self._own_buffers(), *(buffer for each in averages for buffer in each.module.buffers())])
+        self._broadcast(buffer for each in averages for buffer in each.module.buffers())
 
-    def _own_buffers(self) -> list[Tensor]:
+    def _broadcast(self, others: Iterable[Tensor] = ()) -> None:
         # Looked up each time: a forward may replace a buffer by a new tensor.
-        return [self._module.get_buffer(name) for name in self._buffers]
-
-    def _broadcast(self, buffers: list[Tensor]) -> None:
+        buffers = [*(self._module.get_buffer(name) for name in self._buffers), *others]
         plain = [buffer for buffer in buffers if not isinstance(buffer, DTensor)]
         apply.broadcast_tensors(plain, self.mesh.group, self.device)  # an average may be kept on another device
 
@@ -215,4 +200,4 @@ class FSDP2Engine(Engine):
 
     @override
     def describe(self) -> dict[str, Any]:
-        return {"defer_fsdp_grad_sync": self._defer(), "cpu_offload": self.options.cpu_offload, **self._report}
+        return {"defer_fsdp_grad_sync": self._defer, "cpu_offload": self.options.cpu_offload, **self._report}

@@ -16,9 +16,8 @@ from lightning_automodel.sharding.units import fsdp_roots
 def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
     """Let each FSDP unit start the all-gathers of the next ``num_ahead`` units, in forward and backward.
 
-    Units are expected to run in the order of their registration. If they do not, memory is wasted, but no rank hangs:
-    which gathers start depends only on the unit that runs. Not a collective, but ranks must agree on the arguments.
-    0 is FSDP2's own behaviour: one unit ahead in the backward. ``in_background``: as always on devices with streams.
+    0 is FSDP2's own behaviour: one unit ahead in the backward. Not a collective, but ranks must agree on the arguments.
+    If units run in another order than they are registered in, memory is wasted, but no rank hangs.
     """
     for root in fsdp_roots(model):
         below = [unit for unit in torch_internals.fsdp_units(cast(nn.Module, root)) if unit is not root]

@@ -49,7 +49,8 @@ def get_sync_ctx(
     Raises:
         ValueError: If ``defer_fsdp_grad_sync`` is none of these.
     """
-    check_deferral(defer_fsdp_grad_sync)
+    if not (isinstance(defer_fsdp_grad_sync, bool) or defer_fsdp_grad_sync == "all_reduce"):
+        raise ValueError(f"defer_fsdp_grad_sync must be True, False or 'all_reduce', got {defer_fsdp_grad_sync!r}.")
     return _sync_ctx(model, is_optim_step, defer_fsdp_grad_sync)
 
 
@@ -66,12 +67,6 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
             torch_internals.reduce_deferred_gradients(root)
 
 
-def check_deferral(defer: Deferral) -> None:
-    """Raise ValueError unless ``defer`` is True, False or "all_reduce"."""
-    if not (isinstance(defer, bool) or defer == "all_reduce"):
-        raise ValueError(f"defer_fsdp_grad_sync must be True, False or 'all_reduce', got {defer!r}.")
-
-
 @contextmanager
 def _reduction(
     units: Sequence[FSDPModule], is_last: bool, defer: Deferral, with_unused: bool = False
@@ -84,10 +79,10 @@ def _reduction(
         for unit in units:
             unit.set_requires_gradient_sync(is_last or defer is not True, recurse=False)
             unit.set_requires_all_reduce(is_last or defer is False, recurse=False)
-            groups = torch_internals.param_groups(unit)
             # The partial sums of a window live in one flat buffer: every micro-batch must fill the same places of it,
             # and the last one must take part even where the unit was not used in it.
-            has_sums = defer == "all_reduce" and any(torch_internals.num_replicas(group) > 1 for group in groups)
+            has_replicas = any(map(torch_internals.has_replicas, torch_internals.param_groups(unit)))
+            has_sums = defer == "all_reduce" and has_replicas
             if with_unused or has_sums:
                 unit.set_reduce_scatter_unused_params(True, recurse=False)
         # All gradients of a unit get one dtype: parameters that no earlier micro-batch has used would get a narrower.
@@ -155,6 +150,9 @@ class GradSync:
         """Forget the window, and gradients that are held outside of ``.grad``, for these (or all) parameters."""
         self._used.difference_update(self._tracked if parameters is None else parameters)
 
+    def release(self) -> None:
+        """Free gathered parameters, since weights may be written next."""
+
     def recover(self) -> None:
         """Drop the state of an interrupted micro-batch."""
 
@@ -216,10 +214,12 @@ class FSDPGradSync(GradSync):
         self.gather_once()
         if not any(parameter.requires_grad for parameter in self._unwatched):
             return
-        for shard, unsharded in (p for group in self._groups for p in torch_internals.sharded_and_unsharded(group)):
+        for param in (param for group in self._groups for param in group.fsdp_params):
+            shard = param.sharded_param
             if shard.requires_grad and shard in self._unwatched:
-                unsharded.requires_grad = True  # as the next all-gather sets it
-                self.track(shard, unsharded)
+                leaf = param.unsharded_param  # the same from the first all-gather on
+                leaf.requires_grad = True  # as the next all-gather sets it
+                self.track(shard, leaf)
                 name = self._unwatched.pop(shard)
                 # FSDP2 writes gradients of shards itself, past their hooks.
                 self._hooks.append(shard.register_hook(partial(self._note_bypass, name)))
@@ -259,19 +259,18 @@ class FSDPGradSync(GradSync):
             finally:
                 self.is_last = None
 
-    def resume(self) -> None:
-        """Start a micro-batch: use retained parameters again unless the sharded ones were written since.
+    @override
+    def release(self, retains: bool = False) -> None:
+        """Reshard what is unsharded, so that nothing stale is used once weights are written.
 
-        Everything else that is still unsharded (by another forward) is resharded, so that nothing stale is used. A
-        write past autograd's version counters (``.data``) is not noticed.
+        ``retains``, as a micro-batch starts: use retained parameters again unless the sharded ones were written since.
+        A write past autograd's version counters (``.data``) is not noticed.
         """
         retained, self._retained = self._retained, []
         taken_back: set[int] = set()
         for unit, versions in retained:
-            if not torch_internals.unsharded_storage_is_kept(unit):
-                continue
-            torch_internals.show_kept_storage(unit)
-            if versions == torch_internals.sharded_versions(unit):
+            is_shown = torch_internals.show_kept_storage(unit)
+            if retains and is_shown and versions == torch_internals.sharded_versions(unit):
                 taken_back.add(id(unit))
         for unit in self.units:
             if id(unit) not in taken_back:
@@ -313,15 +312,6 @@ class FSDPGradSync(GradSync):
         if plain and self._group is not None:
             rescale_clip.average_gradients_(plain, self._group)
 
-    def release(self) -> None:
-        """Free everything unsharded, since the sharded weights may be written next, or the memory is needed."""
-        for unit, _ in self._retained:
-            if torch_internals.unsharded_storage_is_kept(unit):
-                torch_internals.show_kept_storage(unit)
-        self._retained = []
-        for unit in self.units:
-            reshard(unit)
-
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """See the base class. Raises if HSDP holds partial sums of these and of other parameters in one buffer."""
@@ -329,16 +319,16 @@ class FSDPGradSync(GradSync):
         super().discard(wanted)
         for group in self._groups:
             owned = [p for p in group.fsdp_params if wanted is None or p.sharded_param in wanted]
-            if owned and torch_internals.holds_partial_reduction(group):
-                if any(p.sharded_param in self._tracked for p in group.fsdp_params if p not in owned):
-                    raise RuntimeError(
-                        "Gradients of one FSDP unit belong to several optimizers, and one of them is zeroed in the"
-                        " middle of a window whose replicas have not been added up: defer_fsdp_grad_sync='all_reduce'"
-                        " cannot drop a part. Pass True or False."
-                    )
-                torch_internals.discard_partial_reduction(group)
-            for param in owned:
-                torch_internals.clear_unreduced_gradient(param)
+            if not owned:
+                continue
+            others = [p for p in group.fsdp_params if p not in owned and p.sharded_param in self._tracked]
+            if others and torch_internals.holds_partial_reduction(group):
+                raise RuntimeError(
+                    "Gradients of one FSDP unit belong to several optimizers, and one of them is zeroed in the middle"
+                    " of a window whose replicas have not been added up: defer_fsdp_grad_sync='all_reduce' cannot drop"
+                    " a part. Pass True or False."
+                )
+            torch_internals.clear_unreduced_gradients(group, owned)
 
     @override
     def close(self) -> None:

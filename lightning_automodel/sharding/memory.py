@@ -10,8 +10,6 @@ from lightning_automodel import torch_internals
 FREE_MEMORY_SHARE = 0.5
 """Part of the free memory that the estimate may fill; activations need the rest."""
 
-_OPTIMIZER_MOMENTS = 2  # in the parameter's dtype, or float32 for narrower ones
-
 
 def estimate(model: nn.Module, defers_gradients: bool) -> dict[str, int]:
     """Bytes that one rank needs in addition to its shards, while a window runs. Not a collective.
@@ -29,7 +27,7 @@ def estimate(model: nn.Module, defers_gradients: bool) -> dict[str, int]:
     for parameter in model.parameters():
         if parameter.requires_grad:
             local = torch_internals.local_tensor(parameter)
-            moments = _OPTIMIZER_MOMENTS * max(local.element_size(), torch.float32.itemsize)
+            moments = 2 * max(local.element_size(), torch.float32.itemsize)
             state += local.numel() * (local.element_size() + moments)
     return {"unsharded_parameters": unsharded, "deferred_gradients": gradients, "sharded_state": state}
 

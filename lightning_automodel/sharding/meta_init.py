@@ -1,10 +1,8 @@
 """Initialises a model that was created on the meta device: allocates the shards, then runs each module's initialiser.
 
-As in torchtitan, only shards are allocated. Unlike there, an initialiser runs on whole tensors in host memory, from
-rank 0's random state, and each rank keeps its shards of the result. Shard by shard, random numbers would depend on the
-number of ranks, and writes to a row of a sharded matrix (``padding_idx``) would be lost. So one seed gives one model,
-whatever the layout. While an initialiser runs, every rank holds all tensors below its module in host memory: large
-models should initialise layer by layer.
+Only shards are allocated. An initialiser runs on whole tensors in host memory, all of those below its module, from rank
+0's random state, and each rank keeps its shards of the result: so one seed gives one model, whatever the layout. On
+shards, writes to a row of a sharded matrix (``padding_idx``) would be lost.
 """
 
 import inspect
@@ -70,8 +68,7 @@ def materialize(model: nn.Module, device: torch.device, offload: bool) -> None:
 def _initializers(model: nn.Module) -> Iterator[tuple[nn.Module, Iterable[nn.Module], Callable[[], Any]]]:
     """Every initialiser in the order of construction, with its module and the modules whose tensors it may write.
 
-    torch's layers have ``reset_parameters()``, its attention and transformer modules ``_reset_parameters()``; models
-    of Hugging Face, timm and many others have ``_init_weights(module)``, which is called for each submodule.
+    Models of Hugging Face, timm and many others have ``_init_weights(module)``, which is called for each submodule.
     """
     for _, module in _children_first(model):
         for name in ("reset_parameters", torch_internals.RESET_PARAMETERS):
@@ -153,10 +150,9 @@ def check_initialized(model: nn.Module, device: torch.device) -> None:
     if not missing:
         return
     listed = ", ".join(f"{n} ({class_name(model.get_submodule(n.rpartition('.')[0]))})" for n in missing[:5])
-    more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
     raise ValueError(
         f"{len(missing)} parameters or buffers of {class_name(model)} were created on the meta device and never"
-        f" initialized: {listed}{more}. Give their classes a reset_parameters() that fills them, as torch's layers"
+        f" initialized: {listed}. Give their classes a reset_parameters() that fills them, as torch's layers"
         " have, load a checkpoint that holds them, or create them on a real device."
     )
 

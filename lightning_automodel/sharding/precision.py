@@ -69,9 +69,8 @@ def resolve_policy(
 ) -> MixedPrecisionPolicy:
     """The policy of FSDP2 units for a Trainer precision: the user's ``mp_policy`` if it agrees, or the default.
 
-    Mixed precisions keep parameters as they are, gather and compute in half precision, reduce in float32 and return
-    float32 to the code around the model: losses are not rounded, and a sum over tokens does not overflow. True
-    precisions compute in the dtype of the parameters, cast nothing, and reduce in float32 at least.
+    Units return float32 under mixed precisions: losses are not rounded, and a sum over tokens does not overflow. True
+    precisions cast nothing. Gradients are reduced in float32 at least.
     """
     if mp_policy is not None:
         _check_agreement(plugin, mp_policy)
@@ -201,7 +200,7 @@ def enabled_scaler(plugin: Precision) -> GradScaler | None:
 
 def passes_float16(plugin: Precision, model: nn.Module) -> bool:
     """Whether gradients may pass through float16 (range 65504): in layers, also frozen ones, or in reductions."""
-    reductions = {torch_internals.reduction_dtype(group) for group in torch_internals.fsdp_param_groups(model)}
+    reductions = torch_internals.reduction_dtypes(model)
     dtypes = unit_dtypes(model) | reductions | {parameter.dtype for parameter in model.parameters()}
     return plugin.precision in ("16-mixed", "16-true") or torch.float16 in dtypes
 
@@ -217,7 +216,6 @@ def describe_dtypes(plugin: Precision, model: nn.Module, policy: MixedPrecisionP
     own = list(model.parameters())
     parameters = {p.dtype for p in own if p.is_floating_point()}
     autocast = {FSDP2_PRECISIONS[plugin.precision]} if isinstance(plugin, MixedPrecision) else set()
-    reductions = {torch_internals.reduction_dtype(group) for group in torch_internals.fsdp_param_groups(model)} - {None}
     trainable = {p.dtype for p in own if p.requires_grad}
     by_units = unit_dtypes(model)
     output = policy.output_dtype if policy is not None else None
@@ -226,7 +224,7 @@ def describe_dtypes(plugin: Precision, model: nn.Module, policy: MixedPrecisionP
         "trainer": str(plugin.precision),
         "parameters": _names(parameters),
         "computation": f"{_names(by_units or autocast or parameters)} ({way})",
-        "reduction": _names(reductions or trainable),
+        "reduction": _names(torch_internals.reduction_dtypes(model) or trainable),
         "output": str(output) if output is not None else "as computed",
     }
 

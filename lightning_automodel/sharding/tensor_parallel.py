@@ -22,7 +22,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import TENSOR, RunMesh
 from lightning_automodel.patching import PatchStack
-from lightning_automodel.sharding.units import class_name, outermost
+from lightning_automodel.sharding.units import class_name, is_sharded, outermost
 
 _HEADS_DIM = 2  # [b, s, heads, head width]
 
@@ -49,8 +49,7 @@ def distribute(module: nn.Module, mesh: RunMesh) -> None:
     if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
         return
     if not _takes_part(module, mesh.tensor_parallel):
-        is_sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
-        planned = [] if is_sharded else list(outermost(module, _has_plan))
+        planned = [] if is_sharded(module) else list(outermost(module, _has_plan))
         if not planned:
             raise ValueError(
                 f"tensor_parallel_size={mesh.sizes.tensor}, but no parameter of {class_name(module)} is distributed for"

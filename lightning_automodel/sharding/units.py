@@ -72,10 +72,9 @@ def units_of(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> list[
 
 
 def _find_units(module: nn.Module, policy: WrapPolicy, is_entry: bool = False) -> Iterator[nn.Module]:
-    """Yield the outermost units at or below ``module`` in registration order.
+    """Yield the outermost units at or below ``module``, which may be below an entry of an ``nn.ModuleDict``.
 
-    ``is_entry``: at or below an entry of an ``nn.ModuleDict``. A step may choose between those (experts), and ranks
-    that choose differently must not gather different units, so that Sequentials there are left to the unit around them.
+    Ranks that choose different entries (experts) must not gather different units: Sequentials there are no units.
     """
     if policy is not None:
         yield from outermost(module, lambda candidate: can_be_unit(candidate) and _matches(candidate, policy))
@@ -103,6 +102,12 @@ def outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> Iterat
         return
     for child in module.children():
         yield from outermost(child, matches)
+
+
+def instances_below(model: nn.Module, classes: set[type[nn.Module]]) -> list[nn.Module]:
+    """Outermost modules below ``model`` of these classes that can be called, with parameters or not."""
+    starts = model.children()
+    return distinct(m for start in starts for m in outermost(start, lambda m: has_forward(m) and _matches(m, classes)))
 
 
 def _matches(module: nn.Module, policy: set[type[nn.Module]] | Callable[[nn.Module], bool]) -> bool:

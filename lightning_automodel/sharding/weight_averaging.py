@@ -48,7 +48,6 @@ class LateAverages:
                 patches.set(module, "configure_model", lambda: None)  # WeightAveraging calls it, to have layers to copy
             for set_up in self._delayed:
                 set_up()
-        self._delayed = []
         for averaged in filter(is_sharded, averaged_models(module)):
             averaged.update_parameters = partial(_update_locally, averaged)  # type: ignore[method-assign]
 

@@ -105,9 +105,10 @@ REFUSED: dict[str, Refused] = {
     "gradient-penalty-of-convolutions": Refused(PenaltyOfConvolutions, FREED, RESHARDS),
     "norm-before-the-forward": Refused(
         NormOfWeightsFirst,
-        "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit for its forward, so code that"
-        " uses them outside of it sees shards. Call the module that holds them. For a penalty on weights, use"
-        " weight_decay. Add the penalty's gradient",
+        "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit when the unit is called, so"
+        " code that uses them outside of that, or calls only modules in the unit, sees shards. Call the unit itself"
+        " (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of what is called. For"
+        " a penalty on weights, use weight_decay. Add the penalty's gradient",
     ),
     "unused": Refused(Unused, UNREDUCED.format("extra.weight, extra.bias"), DDP, {"accumulate_grad_batches": 2}),
     "frozen-later": Refused(

@@ -38,7 +38,7 @@ class Training:
     ) -> None:
         features, _ = micro_batch(0, dist.get_rank(), step, COUNT)
         with self.sync.micro_batch(is_last):
-            self.sync.resume()
+            self.sync.release(retains=True)
             loss = _loss(self.model.inner["net"], features, forward)
             if fail:
                 loss.register_hook(_raise)

@@ -319,7 +319,6 @@ def test_describe_ddp(pool2: RankPool) -> None:
         assert described["gradient_divisor"] == 2
         assert described["mesh"]["data_parallel_replicate"] == 2
         assert described["mesh"]["data_parallel_shard"] == 1
-        assert described["ddp_kwargs"] == {"bucket_cap_mb": 3}
 
 
 def _error_of_sizes(options: dict[str, Any]) -> str:
