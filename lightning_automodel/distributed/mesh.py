@@ -77,8 +77,10 @@ def resolve_sizes(
         return MeshSizes(replicate=size, shard=1, context=context)
     replicate = num_nodes if data_parallel_replicate_size == "auto" else data_parallel_replicate_size
     if size % replicate:
+        valid = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
         raise ValueError(
-            f"data_parallel_replicate_size={replicate} does not divide the {size} data-parallel ranks: pass a divisor."
+            f"data_parallel_replicate_size={replicate} does not divide the {size} data-parallel ranks: valid sizes are"
+            f" {valid}."
         )
     return MeshSizes(replicate=replicate, shard=size // replicate, tensor=tensor, context=context)
 

@@ -331,7 +331,7 @@ def _error_of_sizes(options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ({"data_parallel_size": 3}, ["data_parallel_size=3", "world size 2", "data_parallel_size=2 or 'auto'"]),
+        ({"data_parallel_size": 3}, ["data_parallel_size=3", "world size 2", "start 3 processes", "'auto'"]),
         ({"data_parallel_size": 1, "data_parallel": "ddp"}, ["data_parallel_size=1", "world size 2"]),
         ({"data_parallel_replicate_size": 3}, ["data_parallel_replicate_size=3", "2 data-parallel ranks", "are 1, 2"]),
     ],
