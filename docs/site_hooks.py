@@ -80,7 +80,9 @@ def _class(module: str, name: str) -> Any:
 def _option_list(names: str) -> str:
     """Options of the strategy with type, default and meaning, as its docstring has them."""
     options = _class("options", "StrategyOptions")
-    sections = _class("strategy", "AutomodelStrategy").docstring.parse("google", warn_missing_types=False)
+    sections = _class("strategy", "AutomodelStrategy").docstring.parse(
+        "google", warn_missing_types=False, warn_unknown_params=False
+    )
     parsed = [entry for section in sections if section.kind.value == "parameters" for entry in section.value]
     meanings = {entry.name: " ".join(entry.description.split()) for entry in parsed}
     items = []

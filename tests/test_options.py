@@ -221,7 +221,7 @@ def test_replicas_that_do_not_divide(replicas: Any, num_nodes: int, shown: int) 
     with pytest.raises(ValueError, match="does not divide") as raised:
         resolve_sizes("fsdp2", "auto", replicas, 1, world_size=6, num_nodes=num_nodes)
     assert str(raised.value) == (
-        f"data_parallel_replicate_size={shown} does not divide the 6 data-parallel ranks: pass a divisor."
+        f"data_parallel_replicate_size={shown} does not divide the 6 data-parallel ranks: valid sizes are 1, 2, 3, 6."
     )
 
 
