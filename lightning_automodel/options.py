@@ -200,6 +200,8 @@ def from_keywords(
         own, signature = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), inspect.signature(options)
         signature = signature.replace(parameters=[own, *signature.parameters.values()])
         vars(with_keywords).update(__signature__=signature)
+        # By its name command lines find it from subclasses' ``super().__init__(**kwargs)``, and its documentation.
+        with_keywords.__name__, with_keywords.__qualname__ = init.__name__, init.__qualname__
         return with_keywords
 
     return decorate
