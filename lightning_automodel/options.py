@@ -96,6 +96,8 @@ class StrategyOptions:
                 "activation_checkpointing must be True, False, 'selective', 'offload', a set of nn.Module classes or a"
                 f" policy of torch.utils.checkpoint, got {choice!r}."
             )
+        if not isinstance(self.compile, (bool, dict)):  # None would compile
+            raise TypeError(f"compile must be True, False or keywords of torch.compile, got {self.compile!r}.")
         check_policy(self.mp_policy)
         _ = self.parsed_timeout  # raises if it is not valid
         if self.count == "samples" and self.count_label_tokens is not None:

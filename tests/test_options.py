@@ -303,6 +303,11 @@ def test_beside_context_parallelism(options: dict[str, Any], named: str) -> None
     assert str(raised.value) == message
 
 
+def test_compile_is_not_guessed() -> None:
+    with pytest.raises(TypeError, match="compile must be True, False or keywords"):
+        AutomodelStrategy(compile=None)  # type: ignore[arg-type]
+
+
 class Named(AutomodelStrategy):
     """Adds a keyword and hands on the others."""
 
