@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from jsonargparse import ArgumentParser
 from torch import nn
 
 from lightning_automodel import AutomodelStrategy
@@ -320,3 +321,28 @@ def test_beside_context_parallelism(options: dict[str, Any], named: str) -> None
     with pytest.raises(ValueError, match="does not work with") as raised:
         AutomodelStrategy(context_parallel_size=2, **options)
     assert str(raised.value) == message
+
+
+def test_compile_is_not_guessed() -> None:
+    with pytest.raises(TypeError, match="compile must be True, False or keywords"):
+        AutomodelStrategy(compile=None)  # type: ignore[arg-type]
+
+
+class Named(AutomodelStrategy):
+    """Adds a keyword and hands on the others."""
+
+    def __init__(self, name: str = "", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.name = name
+
+
+def test_subclass_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """It takes the keywords of both, each with its documentation."""
+    parser = ArgumentParser()
+    parser.add_argument("--strategy", type=AutomodelStrategy)
+    given = {"class_path": f"{__name__}.Named", "init_args": {"name": "mine", "label_key": "y"}}
+    parsed = parser.parse_object({"strategy": given}).strategy.init_args
+    assert (parsed.name, parsed.label_key) == ("mine", "y")
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--strategy.help={__name__}.Named"])
+    assert "Key of the labels in a batch that is a mapping." in " ".join(capsys.readouterr().out.split())

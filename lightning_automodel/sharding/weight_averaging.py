@@ -55,7 +55,7 @@ class LateAverages:
 def _copy_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """The weights of ``module`` under their names, shards as shards, without wrappers and forwards."""
     copied = nn.Module()
-    persistent = module.state_dict(keep_vars=True).keys()
+    persistent = set(map(without_wrappers, module.state_dict(keep_vars=True)))
     copies: dict[Tensor, Tensor] = {}  # shared tensors stay shared
     for path, original in module.named_modules(remove_duplicate=False):
         if type(original).get_extra_state is not nn.Module.get_extra_state:
@@ -74,7 +74,7 @@ def _copy_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 copies[parameter] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
             into.register_parameter(name, cast(nn.Parameter, copies[parameter]))
         for name, buffer in original.named_buffers(recurse=False, remove_duplicate=False):
-            is_persistent = f"{path}.{name}".removeprefix(".") in persistent
+            is_persistent = without_wrappers(f"{path}.{name}".removeprefix(".")) in persistent
             into.register_buffer(name, copies.setdefault(buffer, buffer.detach().clone()), is_persistent)
     return copied
 

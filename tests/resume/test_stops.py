@@ -159,6 +159,11 @@ def early_stopping() -> list[Callback]:
             (("on_train_batch_end", 4),),
             marks=pytest.mark.sweep,
         ),
+        pytest.param(  # there DDP leaves each rank its own statistics
+            Setting(DDP, {"precision": "64-true"}, module=ByHand),
+            (("on_train_batch_end", 4),),
+            marks=pytest.mark.sweep,
+        ),
         (
             Setting(DDP, WINDOWS, callbacks=counting),
             (("on_validation_end", 1), ("on_train_batch_end", 2)),
@@ -174,7 +179,7 @@ def early_stopping() -> list[Callback]:
             marks=pytest.mark.sweep,
         ),
     ],
-    ids=["by hand", "by hand, stepped", "stopping", "callbacks", "callbacks, validated"],
+    ids=["by hand", "by hand, stepped", "by hand, replicated", "stopping", "callbacks", "callbacks, validated"],
 )
 @pytest.mark.timeout(400)
 def test_with(pool2: RankPool, setting: Setting, stops: Any, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
@@ -181,8 +182,9 @@ def test_average(pool2: RankPool, name: str, options: dict[str, Any]) -> None:
 class Follows(Evaluates):
     """Has running statistics that follow each rank's own data; keeps those that it validates with."""
 
-    def __init__(self) -> None:
-        super().__init__(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double())
+    def __init__(self, wraps: bool) -> None:
+        norm = nn.BatchNorm1d(3)
+        super().__init__(nn.Sequential(checkpoint_wrapper(norm) if wraps else norm, nn.Linear(3, 1)).double())
         self.seen: Tensor | None = None
 
     def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
@@ -193,10 +195,10 @@ class Follows(Evaluates):
         self.seen = self.model[0].running_mean.clone()
 
 
-def _average_statistics(engine: str, folder: Path) -> tuple[Tensor, Tensor]:
+def _average_statistics(engine: str, wraps: bool, folder: Path) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     batches = torch.randn(6, 4, 3, generator=generator, dtype=torch.float64).add(dist.get_rank())
-    module = Follows()
+    module = Follows(wraps)
     trainer = make_trainer(
         AutomodelStrategy(data_parallel=engine, save_distributed_checkpoint=False),
         accumulate_grad_batches=2,
@@ -210,9 +212,13 @@ def _average_statistics(engine: str, folder: Path) -> tuple[Tensor, Tensor]:
     return module.seen, torch.load(folder / f"{engine}.ckpt")["state_dict"]["model.0.running_mean"]
 
 
-def test_averages_of_running_statistics(pool2: RankPool, tmp_path: Path) -> None:
-    """All ranks validate with the average of the first rank's, which is the saved one, under FSDP2 as under DDP."""
-    found = [pool2.run(_average_statistics, engine, tmp_path) for engine in ENGINES]
+@pytest.mark.parametrize("wraps", [True, False])
+def test_averages_of_running_statistics(pool2: RankPool, tmp_path: Path, wraps: bool) -> None:
+    """All ranks validate with the average of the first rank's, which is the saved one, under FSDP2 as under DDP.
+
+    Also those of a module that torch's wrapper for activation checkpointing holds, which state dicts do not name.
+    """
+    found = [pool2.run(_average_statistics, engine, wraps, tmp_path) for engine in ENGINES]
     (seen, saved), *others = (result for by_rank in found for result in by_rank)
     torch.testing.assert_close(seen, saved, rtol=TOLERANCE, atol=0)
     assert seen.abs().min() > WRONG
