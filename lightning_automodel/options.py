@@ -91,8 +91,6 @@ class StrategyOptions:
                 "activation_checkpointing must be True, False, 'selective', 'offload', a set of nn.Module classes or a"
                 f" policy of torch.utils.checkpoint, got {choice!r}."
             )
-        if not isinstance(self.compile, (bool, dict)):  # None would compile
-            raise TypeError(f"compile must be True, False or keywords of torch.compile, got {self.compile!r}.")
         check_policy(self.mp_policy)
         _ = self.parsed_timeout  # raises if it is not valid
         for field in fields(self):
@@ -204,6 +202,7 @@ def from_keywords(
         own, signature = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), inspect.signature(options)
         signature = signature.replace(parameters=[own, *signature.parameters.values()])
         vars(with_keywords).update(__signature__=signature)
+        options.__init__.__qualname__ = init.__qualname__  # what a wrong keyword is told of
         # By its name command lines find it from subclasses' ``super().__init__(**kwargs)``, and its documentation.
         with_keywords.__name__, with_keywords.__qualname__ = init.__name__, init.__qualname__
         return with_keywords

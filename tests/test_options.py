@@ -79,6 +79,7 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
         ({"process_group_backend": 1}, "process_group_backend must be str or None, got 1."),
         ({"count_label_tokens": 3}, "count_label_tokens must be Callable or None, got 3."),
         ({"compile": "yes"}, "compile must be bool or dict, got 'yes'."),
+        ({"compile": None}, "compile must be bool or dict, got None."),
         ({"auto_wrap_policy": nn.Linear}, f"{POLICY} <class 'torch.nn.modules.linear.Linear'>."),
         ({"auto_wrap_policy": {"Linear"}}, f"{POLICY} {{'Linear'}}."),
         ({"auto_wrap_policy": [nn.Linear]}, f"{POLICY} [<class 'torch.nn.modules.linear.Linear'>]."),
@@ -323,9 +324,11 @@ def test_beside_context_parallelism(options: dict[str, Any], named: str) -> None
     assert str(raised.value) == message
 
 
-def test_compile_is_not_guessed() -> None:
-    with pytest.raises(TypeError, match="compile must be True, False or keywords"):
-        AutomodelStrategy(compile=None)  # type: ignore[arg-type]
+def test_an_unknown_keyword() -> None:
+    with pytest.raises(
+        TypeError, match=r"AutomodelStrategy.__init__\(\) got an unexpected keyword argument 'lable_key'"
+    ):
+        AutomodelStrategy(lable_key="y")  # type: ignore[call-arg]
 
 
 class Named(AutomodelStrategy):
