@@ -6,6 +6,7 @@ of the first rank, and `left/<rank>` of each rank that no longer needs the store
 """
 
 import contextlib
+import ipaddress
 import os
 import socket
 import time
@@ -123,9 +124,29 @@ def open_store(found: Rendezvous, timeout: timedelta, deadline: float) -> dist.S
     else:
         # A ``TCPStore`` would try for more than twice the timeout, and flood the log.
         _try_until(deadline, lambda: socket.create_connection((host, port), timeout=RESOLVING_S).close())
+    listener = _listener(host, port) if found.hosts_store else None
     return dist.TCPStore(
-        host, port, is_master=found.hosts_store, wait_for_workers=False, timeout=timeout, multi_tenant=found.hosts_store
+        host,
+        port,
+        is_master=found.hosts_store,
+        wait_for_workers=False,
+        timeout=timeout,
+        multi_tenant=found.hosts_store,
+        master_listen_fd=None if listener is None else listener.detach(),
     )
+
+
+def _listener(host: str, port: int) -> socket.socket | None:
+    """A socket on the interface of ``host`` alone; None, for all of them, if that is a name or not of this machine.
+
+    A name may mean another interface elsewhere. On all interfaces, a store stalls where names are looked up in vain.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+        return socket.create_server((host, port), family=family)
+    except (ValueError, OSError):  # of a port in use torch raises, unless a store of this process has it
+        return None
 
 
 def _try_until(deadline: float, function: Callable[[], object]) -> None:
