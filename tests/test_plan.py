@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.plan.__main__ import main
+from lightning_automodel.plan.__main__ import _parser, _plans, main
 from lightning_automodel.plan.layouts import DEVICES, Plan
 from lightning_automodel.plan.recording import CannotPlanError, MicroBatch, run
 
@@ -219,6 +220,28 @@ def test_gradients_of_tensor_parallel_parameters_cast() -> None:
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     micro = run(lambda: (Language(), tokens), "bf16-mixed", StrategyOptions(tensor_parallel_size=2))
     assert [kind for kind, *_ in micro.events].count("gradient") == len(micro.parameters)
+
+
+def test_what_is_weighed_is_compared_with_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's layouts have names of their own, and differ in what some case of `plan_check.py` has both ways."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import plan_check
+
+    parsed = _parser().parse_args(["", "--world-size", "4", "--ranks-per-node", "2", "--precision", "32-true"])
+    plans, _ = _plans(parsed, build, DEVICES["cpu"])
+    names = [str(plan) for plan in plans]
+    assert len(names) == len(set(names)) > 10
+    cases = [
+        StrategyOptions(
+            **dict(case.options), context_parallel_size=case.context, activation_checkpointing=case.recompute
+        )
+        for case in plan_check.cases()
+    ]
+    weighed, compared = (
+        {name: {str(value) for value in map(attrgetter(name), group)} for name in StrategyOptions.__annotations__}
+        for group in ([plan.options for plan in plans], cases)
+    )
+    assert {name: values - compared[name] for name, values in weighed.items() if values - compared[name]} == {}
 
 
 @pytest.mark.sweep

@@ -191,6 +191,12 @@ def test_keywords_and_their_defaults() -> None:
     assert AutomodelStrategy().describe() == {"options": KEYWORDS}
 
 
+def test_keywords_have_their_meaning() -> None:
+    """Each in the docstring, which the site and `help()` show."""
+    arguments = (inspect.getdoc(AutomodelStrategy) or "").partition("Args:")[2].partition("Raises:")[0]
+    assert sorted(re.findall(r"^    (\w+): ", arguments, flags=re.M)) == sorted(KEYWORDS)
+
+
 @pytest.mark.parametrize("keyword", ["tensor_parallel", "find_unused_parameters", "device_mesh_", "Timeout"])
 def test_unknown_keyword_raises(keyword: str) -> None:
     """A misspelt option is refused, not ignored."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS, SequenceSlices
 
 IGNORED = -100
+OTHERS = ("name", "weights")  # entries that are no sequences
 
 
 def slices_of(batch: Any, size: int, **options: Any) -> list[Any]:
@@ -43,6 +44,20 @@ def test_every_position_is_in_one_slice(size: int, length: int) -> None:
     counted = sum(int((each["labels"] != IGNORED).sum()) for each in slices)
     assert counted == int((batch["labels"] != IGNORED).sum())
     assert all(each["name"] == "a" and each["weights"] is batch["weights"] for each in slices)
+
+
+def test_padding() -> None:
+    """Of two ranks' four chunks of two, the last lies behind the five positions, and is rank 0's."""
+    batch = a_batch(5) | {"attention_mask": torch.ones(2, 5), "types": torch.ones(2, 5)}
+    first, _ = slices_of(batch, 2)
+    padding = {key: first[key][:, 2:].unique().tolist() for key in (*batch, "position_ids") if key not in OTHERS}
+    assert padding == {"input_ids": [0], "labels": [IGNORED], "types": [0], "attention_mask": [0], "position_ids": [0]}
+
+
+def test_entries_of_another_shape_are_unchanged() -> None:
+    """Also where their last dimension is as long as the sequences."""
+    batch = a_batch(8) | {"lengths": torch.arange(8), "images": torch.ones(2, 3, 8)}
+    assert all(each[key] is batch[key] for each in slices_of(batch, 2) for key in ("lengths", "images"))
 
 
 def test_causal_work_is_equal() -> None:

@@ -16,6 +16,8 @@ from lightning_automodel import lightning_internals
 from lightning_automodel.distributed.failures import (
     MAX_MESSAGE_CHARACTERS,
     MISSED_HEARTBEATS,
+    PROCESS_ENDED,
+    STUCK,
     RankFailedError,
     RankFailure,
     is_communication_error,
@@ -57,6 +59,19 @@ def test_silence_is_no_exception() -> None:
     """A rank that was killed could say nothing, so its last known place is given as such."""
     failure = RankFailure(1, "host", "fit", MISSED_HEARTBEATS, "nothing for 6 s")
     assert str(failure) == "rank 1 on host missed heartbeats, last seen in fit: nothing for 6 s"
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "said"),
+    [
+        ("fit", PROCESS_ENDED, "rank 1 on host was last seen in fit: its process ended"),
+        ("", PROCESS_ENDED, "rank 1 on host: its process ended"),
+        ("fit", STUCK, "rank 1 on host is stuck in fit: its process ended"),
+    ],
+)
+def test_what_others_saw(where: str, error: str, said: str) -> None:
+    """No exception is named, since the rank raised none."""
+    assert str(RankFailure(1, "host", where, error, "its process ended")) == said
 
 
 def _raised_from(cause: BaseException) -> BaseException:

@@ -98,6 +98,11 @@ class ClipsThroughStrategy(ModelModule):
         self.norm = self.trainer.strategy.clip_gradients(optimizer, CLIP)
 
 
+class ClipsValuesThroughStrategy(ModelModule):
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        self.trainer.strategy.clip_gradients(optimizer, CLIP_VALUE, "value")
+
+
 class ClipsByHand(ModelModule):
     def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
         for parameter in self.parameters():
@@ -126,6 +131,7 @@ def _weights(make_module: type[ModelModule], options: dict[str, Any], **trainer_
     [
         (ClipsDifferently, by_value(CLIP_VALUE)),
         (ClipsThroughStrategy, by_norm(CLIP)),
+        (ClipsValuesThroughStrategy, by_value(CLIP_VALUE)),
         (ClipsByHand, _halve),
         (NeverClips, lambda parameters: None),
     ],

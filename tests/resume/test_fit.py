@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from torch.utils._pytree import tree_map
 
 from lightning_automodel.resume import fit, snapshot
 from lightning_automodel.resume.dataloaders import TrainingLoaders
@@ -238,9 +239,39 @@ def test_checkpoint_callback_and_other_seed(pool1: RankPool, tmp_path: Path) -> 
     """One state a rank, all of it loadable with `weights_only`; the seed of the order is that of the saving run."""
     state, found, has_last = pool1.run(save_plainly, tmp_path, timeout_s=120)[0]
     assert list(state) == ["format", "sizes", "ranks"]
+    # A part that an older checkpoint lacks is a new FORMAT: else resuming from one ends in a KeyError.
+    parts = "batches buffers epochs flags is_epoch_ending loaders logged metrics own random seen stage"
+    assert (state["format"], " ".join(sorted(state["ranks"][0]))) == (4, parts)
+    assert sorted(state["ranks"][0]["own"]) == ["last_step", "range_scale"]
     assert [(rank["stage"], rank["batches"]) for rank in state["ranks"]] == [("step", 6)]
     assert found == []
     assert has_last
+
+
+class OwnState(Callback):
+    """Notes what the strategy would save of itself, as a fit starts and before each of its batches."""
+
+    def on_fit_start(self, trainer: Trainer, *args: Any) -> None:
+        self.states = [trainer.strategy._run.state()]
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        self.states.append(trainer.strategy._run.state())
+
+
+def resume_own_state(folder: Path) -> tuple[dict[str, Any], ...]:
+    """Runs on one rank: the strategy's own state before a checkpoint is taken up, in it, and after that."""
+    setting, path = Setting(DDP, {"precision": "16-true", "max_epochs": 1}, {"optimizer": "sgd"}), folder / "a.ckpt"
+    run(setting, Saver("on_train_batch_end", 2, path))
+    run(setting, noted := OwnState(), ckpt_path=path)
+    saved = torch.load(path, weights_only=True)["lightning_automodel"]["ranks"][0]["own"]
+    return noted.states[0], saved, noted.states[1]
+
+
+def test_own_state_comes_back(pool1: RankPool, tmp_path: Path) -> None:
+    """Every part of it, each of which a fresh run has otherwise: most comparisons above only see where fits end."""
+    fresh, saved, resumed = (tree_map(str, each) for each in pool1.run(resume_own_state, tmp_path, timeout_s=120)[0])
+    assert resumed == saved
+    assert [name for name in saved if fresh[name] == saved[name]] == []
 
 
 def resume_with_used_up_timer(folder: Path) -> int:

@@ -123,6 +123,10 @@ UNITS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: Model(heads=nn.ModuleDict({"a": nn.ModuleList(_blocks(1)), "b": nn.Linear(2, 2)})),
         ["heads.a.0"],
     ),
+    "dictionary_of_sequentials": (
+        lambda: Model(experts=nn.ModuleDict({"a": nn.Sequential(*_blocks()), "b": nn.ModuleList(_blocks(1))})),
+        ["experts.b.0"],
+    ),
     "no_split_modules": (
         lambda: Model(hf=HuggingFace(layers=nn.ModuleList(_blocks()), more=nn.ModuleList([nn.Linear(2, 2)]))),
         ["hf.layers.0", "hf.layers.1"],
