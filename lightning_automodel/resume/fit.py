@@ -302,7 +302,7 @@ def carried_over(state: dict[str, Any], data_parallel: int) -> dict[str, Any]:
         if "state" in at:
             scaled["kind"] = "no position"  # refused within an epoch
         loaders.append(scaled)
-    carried = {**carried, "random": None, "buffers": {}, "metrics": {}, "own": carried["own"], "loaders": loaders}
+    carried = {**carried, "random": None, "buffers": {}, "metrics": {}, "loaders": loaders}
     if carried["stage"] != loops.EPOCH:
         carried["batches"] = carried["batches"] * then // data_parallel
     return carried
