@@ -108,9 +108,16 @@ def save_and_requeue(trainer: Trainer) -> None:
     type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, None)  # type: ignore[arg-type]
 
 
-def keep_sigterm_handler(trainer: Trainer) -> None:
-    """Stop ``trainer`` from restoring the SIGTERM handler that it found: the supervisor removes its own handler."""
-    trainer._signal_connector._original_handlers.pop(signal.SIGTERM, None)
+def keep_signal_handlers(trainer: Trainer) -> None:
+    """Stop ``trainer`` from restoring signal handlers that it has not replaced, and that of SIGTERM.
+
+    The supervisor removes its own handler of SIGTERM. Of those that ``faulthandler`` has set Python knows nothing, so
+    that Lightning would restore the default action: the next crash of the process would leave no stack.
+    """
+    found = trainer._signal_connector._original_handlers
+    for signum, handler in list(found.items()):
+        if signum == signal.SIGTERM or signal.getsignal(signum) == handler:
+            del found[signum]
 
 
 def patch_model_checkpoints(

@@ -740,7 +740,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._close_run()
         self.model = self.lightning_module
         if trainer is not None and had_run and self.world_size > 1:
-            lightning_internals.keep_sigterm_handler(trainer)
+            lightning_internals.keep_signal_handlers(trainer)
         self._patches.restore()
         if had_run and not self._options.is_sharded:
             if (layer_sync := lightning_internals.layer_sync(self)) is not None and self.model is not None:

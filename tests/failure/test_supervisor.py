@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import os
 import signal
+import tempfile
 import threading
 import time
 from typing import Any
@@ -47,6 +50,22 @@ def _fit_after_a_failure() -> tuple[bool, bool, list[str], int]:
 def test_nothing_is_left_after_a_failure_that_was_caught(pool2: RankPool) -> None:
     """Neither handler nor thread; and the next fit trains."""
     assert pool2.run(_fit_after_a_failure) == [(True, True, [], 2)] * 2
+
+
+def _stack_after_a_fit() -> str:
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.register(signal.SIGUSR2, file, all_threads=False)
+        make_trainer(AutomodelStrategy(), max_steps=1).fit(LabelledModule(), loader())
+        os.kill(os.getpid(), signal.SIGUSR2)
+        faulthandler.unregister(signal.SIGUSR2)
+        file.seek(0)
+        return file.read()
+
+
+def test_faulthandler_outlives_a_fit(pool2: RankPool) -> None:
+    """Lightning restores all handlers that Python knows of, which would end this process; later crashes are explained."""
+    for stack in pool2.run(_stack_after_a_fit):
+        assert f"in {_stack_after_a_fit.__name__}" in stack
 
 
 def _say_ready_and_sleep(pipe: Any) -> None:
