@@ -27,7 +27,7 @@ class Assumptions:
 DEVICES = {
     "h100": Assumptions(72e9, 450e12, 220e12, 2.7e12, 350e9, 45e9, 40e9, 3e-5, 0.8, False),
     "a100": Assumptions(72e9, 160e12, 80e12, 1.6e12, 230e9, 22e9, 20e9, 3e-5, 0.8, False),
-    "cpu": Assumptions(8e9, 3e10, 3e10, 5e9, 1e9, 1e8, 5e9, 1e-3, 0.0, True),
+    "cpu": Assumptions(8e9, 3e10, 3e10, 5e9, 1e9, 1e8, 5e9, 1e-3, 0.8, True),
 }
 
 
@@ -184,9 +184,10 @@ class Plan:
         compute = sum(seconds * number for seconds, number in works)
         waits = beside = 0.0
         for (group, kind, size), number in self.sent.items():
-            # As rings that share the links of a node; an all-reduce is a reduce-scatter and an all-gather.
+            # As rings that share the links of a node; an all-reduce is a reduce-scatter and an all-gather, and gloo's
+            # reduce-scatter is an all-reduce.
             ranks, neighbours = self.groups[group]
-            passes = size * (2 if kind == "all_reduce" else 1)
+            passes = size * (2 if kind == "all_reduce" or (assumed.is_host and kind == "reduce_scatter") else 1)
             within = passes * (1 - 1 / neighbours) / assumed.node_bandwidth
             between = passes * (1 - neighbours / ranks) / (assumed.network_bandwidth * neighbours)
             seconds = number * (max(within, between) + assumed.latency)
@@ -195,7 +196,9 @@ class Plan:
                 waits += seconds
             else:
                 beside += seconds
-        hidden = min(beside, assumed.overlap * compute * (self.accumulate if self._frees else 1))
+        # On a host FSDP2 waits for each collective. DDP reduces beside the last backward.
+        overlap = 0.0 if assumed.is_host and self._is_sharded else assumed.overlap
+        hidden = min(beside, overlap * compute * (self.accumulate if self._is_sharded and self._frees else 1))
         link = assumed.host_bandwidth if self.options.cpu_offload else assumed.memory_bandwidth
         found = {"compute": compute * self.accumulate, "optimizer": 2 * self.state / link}
         found["communicate"] = waits + beside

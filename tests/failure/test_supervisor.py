@@ -63,7 +63,7 @@ def _stack_after_a_fit() -> str:
 
 
 def test_faulthandler_outlives_a_fit(pool2: RankPool) -> None:
-    """Lightning restores all handlers that Python knows of, which would end this process; later crashes are explained."""
+    """Lightning restores what Python knows of all handlers. Without it, a later crash would leave no stack."""
     for stack in pool2.run(_stack_after_a_fit):
         assert f"in {_stack_after_a_fit.__name__}" in stack
 
