@@ -117,6 +117,7 @@ class Resume:
         used = fit_loop.epoch_loop.batch_progress.current.processed
         at = loops.Position(loops.BATCH, used, fit_loop.epoch_progress.current.processed)
         is_within = self._holds_gradients() if self._is_manual else used % self._trainer.accumulate_grad_batches > 0
+        # Within a window, the snapshot from before it stays.
         if self._snapshot is None or self._snapshot.at.stage == loops.STEP or not is_within:
             self._snapshot = self._take(at, self._logged)
 
@@ -163,9 +164,11 @@ class Resume:
         batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
         holds_gradients = self._is_manual and self._holds_gradients()
         if held is not None and held.at.epochs == at.epochs and at.stage != loops.EPOCH:
+            # Before the window that has not stepped; under manual optimization, between batches, only if it has begun.
             is_batch_over = batches.processed == batches.ready
             if held.at.stage == loops.BATCH and not (self._is_manual and is_batch_over and not holds_gradients):
                 return held
+            # Before the validation that runs now.
             if held.at.stage == at.stage == loops.STEP:
                 return held
         if holds_gradients:
