@@ -12,7 +12,6 @@ from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.distributed.mesh import DATA, REPLICATE, SHARD
 from lightning_automodel.gradients.token_loss import Count, TokenWeighting, count_samples, has_count
 from lightning_automodel.sharding.precision import HALF
-from lightning_automodel.sharding.units import WrapPolicy
 
 
 class Advice:
@@ -27,15 +26,6 @@ class Advice:
         if message not in self._said:
             self._said.add(message)
             say(message)
-
-    def about_wrap_policy(self, policy: WrapPolicy, described: dict[str, Any]) -> None:
-        """Warn if ``policy`` made no module of the model that an engine ``described`` an FSDP unit."""
-        if policy and described.get("units") == []:
-            self.say_once(
-                f"auto_wrap_policy matches no module with parameters below {', '.join(described['roots'])}, so all"
-                " their parameters are gathered at once. Name the classes of the blocks that repeat, or leave"
-                " auto_wrap_policy out."
-            )
 
     def about_half_precision(self, loss: Tensor, count: Count) -> None:
         """Warn about a loss [] or a count in half precision, which is rounded before the loss is weighed."""

@@ -137,7 +137,8 @@ class MicroBatches:
             self.windows.backward(window, loss, self._ends_window, counts=not is_filler),
             attention,
         ):
-            plugin.backward(window.scaled(objective), module, optimizer, *args, **kwargs)
+            scaled = objective if window.scale is None else objective * window.scale.to(objective.device)
+            plugin.backward(scaled, module, optimizer, *args, **kwargs)
             if not is_filler:
                 window.add(reported, count)
         if module.automatic_optimization:

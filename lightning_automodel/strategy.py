@@ -379,7 +379,7 @@ class AutomodelStrategy(ParallelStrategy):
             self.accelerator.setup(trainer)
         if fitting and (layer_sync := lightning_internals.layer_sync(self)) is not None:
             layer_sync.apply(module)
-        self._run = TrainingRun(
+        run = self._run = TrainingRun(
             module,
             fitting,
             self._options,
@@ -395,12 +395,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._weight_averages.set_up(module)
         if fitting:
             self._resume = Resume(
-                trainer,
-                self.root_device,
-                self._run.state,
-                self._run.load_state,
-                self._run.holds_gradients,
-                self._advice.say_once,
+                trainer, self.root_device, run.state, run.load_state, run.holds_gradients, self._advice.say_once
             )
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -419,6 +414,8 @@ class AutomodelStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         self.optimizers, self.lr_scheduler_configs = [], []
         super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            self._required_run.replace_parameters(optimizer)
         checks.check_optimizers(self._module, self.optimizers, self._joined_mesh.sizes.divisor)
         self._required_run.watch_module()
 

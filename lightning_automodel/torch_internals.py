@@ -348,8 +348,13 @@ def show_kept_storage(unit: FSDPModule) -> bool:
 
 
 def sharded_versions(unit: FSDPModule) -> list[int]:
-    """Autograd's version counters of the sharded parameters: every in-place write but through ``.data`` counts."""
-    return [param.sharded_param._version for group in param_groups(unit) for param in group.fsdp_params]
+    """:func:`versions` of the sharded parameters."""
+    return versions(param.sharded_param for group in param_groups(unit) for param in group.fsdp_params)
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Autograd's version counters: every in-place write but through ``.data`` counts."""
+    return [tensor._version for tensor in tensors]
 
 
 def patch_unscaling(

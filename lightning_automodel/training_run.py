@@ -1,5 +1,6 @@
 """What one run of the Trainer owns, from the strategy's ``setup`` to its ``teardown``."""
 
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial, update_wrapper
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -89,27 +90,24 @@ class TrainingRun:
         self.move_to_device()
         checks.check_hooks(module, options.count_window_ahead)
         checkpointed = options.activation_checkpointing if fitting else False
-        if checkpointed == "offload" and self.device.type == "cpu":
-            self.advice.say_once(
-                "activation_checkpointing='offload' is the same as True on a CPU, whose memory is the host's."
-            )
-        is_automatic = module.automatic_optimization
-        self._checkpointed = checkpoint_blocks(
-            module, checkpointed, options.auto_wrap_policy, is_automatic, self.patches
-        )
+        policy, is_automatic = options.auto_wrap_policy, module.automatic_optimization
+        self._checkpointed = checkpoint_blocks(module, checkpointed, policy, is_automatic, self.patches)
         # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not trace.
-        self._compiled = compile_blocks(module, options.compile, options.auto_wrap_policy, is_automatic, self.patches)
+        self._compiled = compile_blocks(module, options.compile, policy, is_automatic, self.patches)
 
     def _distribute(self, fitting: bool, local_ranks: int) -> None:
         """Shard or replicate the module. A collective over the world."""
-        module, policy = self.module, self._options.auto_wrap_policy
+        module = self.module
+        named = partial(module.named_parameters, remove_duplicate=False)
+        # Not of subclasses: `Module.to` swaps them, which torch refuses for what is weakly referred to.
+        before = {name: weakref.ref(p) for name, p in named() if type(p) is nn.Parameter}
         self.engine, self._policy = self._make_engine(local_ranks)
         self.model = self.engine.setup(module, fitting, self._give_values)
+        self._shards = [(before[n], p) for n, p in named() if n in before and before[n]() is not p]
         tensor_parallel.synchronize_metrics(module, self._mesh, self.patches)
         self.patches.set(module, "log", update_wrapper(partial(log_full, module.log), module.log))
         if self._options.is_sharded:
             finetuning.finetune_by_identity(module, self.patches)
-        self.advice.about_wrap_policy(policy, self.engine.describe())
 
     def _make_training(self, fitting: bool, host_group: dist.ProcessGroup) -> None:
         """What trains the distributed module, from its data to its optimizer steps."""
@@ -174,6 +172,12 @@ class TrainingRun:
         """Patch clipping and casting on the Trainer's precision plugin. Called once Lightning has set it up."""
         self.steps.patch_clipping(self.plugin, self.patches)
         precision.leave_casting_to_units(self.plugin, self.module, self.patches)
+
+    def replace_parameters(self, optimizer: Optimizer) -> None:
+        """Give an optimizer that was made before the module was sharded, as LightningCLI makes it, the shards."""
+        shards = {id(old): shard for reference, shard in self._shards if (old := reference()) is not None}
+        for group in optimizer.param_groups if not optimizer.state else ():
+            group["params"] = [shards.get(id(parameter), parameter) for parameter in group["params"]]
 
     def watch_module(self) -> None:
         """Watch ``module.zero_grad``, toggling, and plain backwards in manual optimization; refuse early hooks."""

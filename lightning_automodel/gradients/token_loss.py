@@ -237,7 +237,7 @@ def count_samples(batch: Any) -> int:
     Scalars, and tensors [1, ...] of two or more dimensions, may stand beside the rest. 1 if there is nothing else.
     """
     tensors: list[Tensor] = []
-    apply_to_collection(batch, Tensor, tensors.append, include_none=False, allow_frozen=True)
+    apply_to_collection(batch, Tensor, tensors.append, allow_frozen=True)
     sizes = [tensor.size(0) for tensor in tensors if tensor.ndim and (tensor.ndim == 1 or tensor.size(0) != 1)]
     if len(set(sizes)) > 1 or not tensors:
         found = f"first dimensions of {', '.join(map(str, dict.fromkeys(sizes)))}" if tensors else "no tensors"

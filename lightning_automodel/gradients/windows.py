@@ -61,10 +61,6 @@ class Window:
         """The parameters of its optimizers. No other open window may hold any of them."""
         return {parameter for optimizer in self.optimizers for parameter in optimizer_parameters(optimizer)}
 
-    def scaled(self, objective: Tensor) -> Tensor:
-        """[] what to backpropagate."""
-        return objective if self.scale is None else objective * self.scale.to(objective.device)
-
     def add(self, objective: Tensor, count: Count) -> None:
         """Add the [] sum of token losses of a micro-batch, and its label tokens."""
         self.sums += sums_of(objective, count).to(self.sums.device)

@@ -184,8 +184,7 @@ class Plan:
         compute = sum(seconds * number for seconds, number in works)
         waits = beside = 0.0
         for (group, kind, size), number in self.sent.items():
-            # As rings that share the links of a node; an all-reduce is a reduce-scatter and an all-gather, and gloo's
-            # reduce-scatter is an all-reduce.
+            # As rings that share a node's links. An all-reduce passes everything twice, as gloo's reduce-scatter does.
             ranks, neighbours = self.groups[group]
             passes = size * (2 if kind == "all_reduce" or (assumed.is_host and kind == "reduce_scatter") else 1)
             within = passes * (1 - 1 / neighbours) / assumed.node_bandwidth

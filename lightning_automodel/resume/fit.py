@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel import lightning_internals
+from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.distributed.mesh import CONTEXT
 from lightning_automodel.patching import PatchStack
@@ -33,6 +33,7 @@ class Snapshot:
     logged: int
     state: dict[str, Any]
     callbacks: dict[str, Any]
+    versions: list[int]  # of frozen parameters
 
 
 class Resume:
@@ -155,6 +156,12 @@ class Resume:
             checkpoint["loops"]["fit_loop"] = loops.counters_at(progress, taken.at, taken.logged)
             if taken is self._snapshot:
                 checkpoint["callbacks"] = {**checkpoint["callbacks"], **taken.callbacks}
+                if taken.versions != self._frozen_versions():
+                    self._say(
+                        "A checkpoint was saved within a window in which frozen parameters have changed, as a teacher's"
+                        " do that averages. A resumed run repeats the window, and changes them twice. Keep them in"
+                        " buffers, or change them where trainer.global_step has grown."
+                    )
         ranks = [own] if group is None else gather_objects(own, group)
         checkpoint[CHECKPOINT_KEY] = {"format": FORMAT, "sizes": dict(sizes), "ranks": ranks}
 
@@ -194,7 +201,10 @@ class Resume:
             "flags": snapshot.flags(self._module),
             "own": self._own_state(),
         }
-        return Snapshot(at, logged, state, snapshot.callbacks(self._trainer))
+        return Snapshot(at, logged, state, snapshot.callbacks(self._trainer), self._frozen_versions())
+
+    def _frozen_versions(self) -> list[int]:
+        return torch_internals.versions(p for p in self._module.parameters() if not p.requires_grad)
 
     def _savable(self, taken: Snapshot) -> dict[str, Any]:
         state, first = taken.state, self._first_flags

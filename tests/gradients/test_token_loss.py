@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import UserDict
+from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,11 +87,13 @@ class Molecules:
 
 
 IMAGES, ROWS = torch.ones(4, 3, 8, 8), torch.ones(4, dtype=torch.long)
+Pair = namedtuple("Pair", ["images", "rows"])
 SAMPLES: dict[str, tuple[Any, int]] = {
     "a pair": ([IMAGES, ROWS], 4),
     "a dictionary": ({"input_ids": IMAGES[:, 0, 0], "labels": ROWS}, 4),
     "a BatchEncoding": (UserDict({"input_ids": IMAGES[:, 0, 0], "labels": ROWS}), 4),
     "a dataclass": (Molecules(IMAGES, ROWS), 4),
+    "a named tuple": (Pair(IMAGES, ROWS), 4),
     "nested": ({"image": [IMAGES, {"row": ROWS}], "names": ["one", "two"]}, 4),
     "a scalar first": ((torch.tensor(7), IMAGES, ROWS), 4),
     "a broadcast tensor first": ((torch.ones(1, 8, 8), IMAGES, ROWS), 4),

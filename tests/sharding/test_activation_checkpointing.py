@@ -201,17 +201,6 @@ def test_inputs_of_blocks_wait_in_host_memory(pool2: RankPool, options: dict[str
         assert before.kept_bytes - run.kept_bytes == 3 * positions * WIDTH * 8
 
 
-def _warned() -> bool:
-    with pytest.warns(UserWarning, match="'offload' is the same as True on a CPU"):
-        fit({}, "offload")
-    return True
-
-
-def test_a_cpu_has_nowhere_to_offload_to(pool1: RankPool) -> None:
-    """That is said."""
-    assert pool1.run(_warned) == [True]
-
-
 @pytest.mark.sweep
 def test_offloading_beside_replicas(pool4: RankPool) -> None:
     """HSDP."""

@@ -97,6 +97,30 @@ def test_steps_over_lists_take_shards_and_whole_parameters(pool2: RankPool, tmp_
         assert weight_error(outcome, expected) <= TOLERANCE
 
 
+class HasItsOptimizer(ModelModule):
+    """Its optimizer and schedule are made before it is sharded, as LightningCLI makes those of its configuration."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=2 * LEARNING_RATE, momentum=MOMENTUM)
+        self.schedule = torch.optim.lr_scheduler.ConstantLR(self.optimizer, factor=0.5, total_iters=100)
+
+    def configure_optimizers(self) -> Any:
+        return [self.optimizer], [self.schedule]
+
+
+def _fit_with_its_optimizer(options: dict[str, Any]) -> Outcome:
+    return _fit(options, HasItsOptimizer(filled_decoder()))
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_optimizers_made_before_the_fit(pool2: RankPool, options: dict[str, Any]) -> None:
+    """They hold the parameters that sharding replaces."""
+    expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
+    for outcome in pool2.run(_fit_with_its_optimizer, options):
+        assert weight_error(outcome, expected) <= TOLERANCE
+
+
 class LooksAtTags(ModelModule):
     """Finds out which parameters are tagged once they are sharded."""
 

@@ -15,7 +15,6 @@ from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed.mesh import MeshSizes
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.rescale_clip import scale_gradients_
-from lightning_automodel.gradients.windows import Window
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.precision import cast_around, resolve_policy
 
@@ -113,5 +112,3 @@ def test_range_of_sums() -> None:
 def test_no_range_to_keep() -> None:
     """Without float16 nothing is multiplied."""
     assert _scaling(False).start_window(1) is None
-    loss = torch.tensor(3.0)
-    assert Window([], None, torch.zeros(3)).scaled(loss) is loss
