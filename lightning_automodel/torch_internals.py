@@ -354,7 +354,7 @@ def sharded_versions(unit: FSDPModule) -> list[int]:
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """Autograd's version counters: every in-place write but through ``.data`` counts."""
-    return [tensor._version for tensor in tensors]
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]  # those of inference mode have none
 
 
 def patch_unscaling(
