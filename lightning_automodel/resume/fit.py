@@ -59,7 +59,8 @@ class Resume:
         self._trainer, self._module, self._device, self._say = trainer, trainer.lightning_module, device, say
         self._own_state, self._restore_own_state = own_state, restore_own_state
         self._holds_gradients = holds_gradients
-        self._is_manual = not self._module.automatic_optimization
+        # A list: walks over the module are slow, and each window asks for their versions.
+        self._parameters, self._is_manual = list(self._module.parameters()), not self._module.automatic_optimization
         self._loaders = dataloaders.TrainingLoaders(trainer, device, say)
         self._first_flags = snapshot.flags(self._module)
         self._first_buffers: dict[str, Tensor] = {}
@@ -118,7 +119,6 @@ class Resume:
         used = fit_loop.epoch_loop.batch_progress.current.processed
         at = loops.Position(loops.BATCH, used, fit_loop.epoch_progress.current.processed)
         is_within = self._holds_gradients() if self._is_manual else used % self._trainer.accumulate_grad_batches > 0
-        # Within a window, the snapshot from before it stays.
         if self._snapshot is None or self._snapshot.at.stage == loops.STEP or not is_within:
             self._snapshot = self._take(at, self._logged)
 
@@ -204,7 +204,7 @@ class Resume:
         return Snapshot(at, logged, state, snapshot.callbacks(self._trainer), self._frozen_versions())
 
     def _frozen_versions(self) -> list[int]:
-        return torch_internals.versions(p for p in self._module.parameters() if not p.requires_grad)
+        return torch_internals.versions(p for p in self._parameters if not p.requires_grad)
 
     def _savable(self, taken: Snapshot) -> dict[str, Any]:
         state, first = taken.state, self._first_flags
