@@ -14,7 +14,7 @@ from lightning_automodel import lightning_internals
 from lightning_automodel.advice import Advice
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
-from lightning_automodel.gradients.token_loss import Count, WindowTotals
+from lightning_automodel.gradients.token_loss import Count, WindowTotals, check_range
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.sharding import checks
 from lightning_automodel.sharding.engine import Engine
@@ -91,7 +91,10 @@ class MicroBatches:
     def _checked_count(self, output: Any) -> Count:
         if self.context is not None:
             self.context.check_count(self.weighting, self._step.batch, output, "training_step")
-        return self.weighting.count(self._step.batch, output)
+        count = self.weighting.count(self._step.batch, output)
+        if isinstance(count, Tensor) and self.windows.last_step is None:
+            check_range(count.item(), "The number of label tokens")  # in the first window, which may read the device
+        return count
 
     @contextmanager
     def communicating(self, is_last: bool) -> Generator[None, None, None]:
