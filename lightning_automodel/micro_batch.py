@@ -93,7 +93,7 @@ class MicroBatches:
             self.context.check_count(self.weighting, self._step.batch, output, "training_step")
         count = self.weighting.count(self._step.batch, output)
         if isinstance(count, Tensor) and self.windows.last_step is None:
-            check_range(count.item(), "The number of label tokens")  # in the first window, which may read the device
+            check_range(count.item())  # in the first window, which may read the device
         return count
 
     @contextmanager
@@ -126,6 +126,8 @@ class MicroBatches:
         window.ahead = None if self.ahead is None else self.ahead.totals()
         plugin_loss = plugin.pre_backward(loss, module)
         self.advice.about_half_precision(loss, count)
+        if self._step.aux_loss is None:
+            self.advice.about_loss(module, self.weighting, loss, count, accumulate)
         reported, objective = self._objective(loss, count, accumulate, window.ahead)
         if self.windows.scaling.scaler is None and plugin_loss is not loss:
             # A plugin may have changed the loss: its own is backpropagated, the user's is reported.

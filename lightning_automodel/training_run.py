@@ -243,6 +243,7 @@ class TrainingRun:
             self._context.check_count(self.windows.weighting, batch, output, step)
         sums = self.windows.weighting.evaluated(batch, output, step)
         self.advice.about_count(self.module, self.windows.weighting, output)
+        self.advice.about_class_weights(self.module, self.windows.weighting, output)
         return sums
 
     # --- What is saved, and how it ends -------------------------------------------------------------------------------

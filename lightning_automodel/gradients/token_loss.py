@@ -95,7 +95,7 @@ class TokenWeighting:
             )
         count = self.count(batch)
         number = count.item() if isinstance(count, Tensor) else count
-        check_range(number, "The number of label tokens of a batch")
+        check_range(number)
         return number
 
     def check_returned_count(self, output: Any, counted: float, reads_device: bool) -> None:
@@ -238,7 +238,7 @@ def check_count(count: Any, source: str) -> Count:
     return number
 
 
-def check_range(count: float, source: str) -> None:
+def check_range(count: float, source: str = "the number of label tokens") -> None:
     """Raise ValueError unless a count is finite and not negative."""
     if not 0 <= count < math.inf:
         raise ValueError(f"{source} must be finite and not negative, got {count}.")

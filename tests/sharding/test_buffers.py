@@ -1,4 +1,4 @@
-"""Running statistics: each rank's own within a window, and rank 0's where it begins, in evaluation and in checkpoints."""
+"""Running statistics: each rank's own within a window, rank 0's at its start, in evaluation and in checkpoints."""
 
 from __future__ import annotations
 
@@ -89,9 +89,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp
 @pytest.mark.every_case
 @pytest.mark.parametrize("is_manual", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_ranks_evaluate_and_save_one_model(
-    pool2: RankPool, layout: str, is_manual: bool, tmp_path: Path
-) -> None:
+def test_all_ranks_evaluate_and_save_one_model(pool2: RankPool, layout: str, is_manual: bool, tmp_path: Path) -> None:
     """In the middle of a window too, as docs/layouts.md has it; an average of weights is what validation sees."""
     first, second = pool2.run(_train, is_manual, LAYOUTS[layout], tmp_path)
     for when in ("validation", "saved"):
