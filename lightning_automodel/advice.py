@@ -1,6 +1,5 @@
 """Warnings and notes for the user, each given once."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,24 +10,9 @@ from torch import Tensor, nn
 from lightning_automodel.context_parallel.hugging_face import outermost_hugging_face_models
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.distributed.mesh import DATA, REPLICATE, SHARD
-from lightning_automodel.gradients.loss_graph import Kind, LossTerm, loss_terms
+from lightning_automodel.gradients.loss_weights import FirstLooks
 from lightning_automodel.gradients.token_loss import Count, TokenWeighting, count_samples, has_count
 from lightning_automodel.sharding.precision import HALF
-
-_LOOKS = 4
-"""Of how many micro-batches in a run the loss is looked at. Each look reads the device."""
-_SAME = 1e-4
-"""Relative difference of weights that rounding may make: class weights are summed in float32."""
-_REMEDIES: dict[Kind, str] = {
-    "labels": "Return what the loss divides by as num_label_tokens, or say what to count by label_key=, ignore_index=,"
-    " label_shift= or count_label_tokens=. If parts of the loss divide by different numbers, no single count is right:"
-    " see 'Losses with two denominators' in docs/recipes.md.",
-    "class weights": "It divides by the class weights of its labels: return {'loss': loss, 'num_label_tokens':"
-    " weight[labels].sum()} from training_step.",
-    "probabilities": "Its targets are probabilities, and there torch divides by the rows, with class weights as well:"
-    " count rows (count='samples' where each sample is one).",
-    "sum": "It is a sum: pass loss_reduction='sum', or divide it by the label tokens.",
-}
 
 
 class Advice:
@@ -36,8 +20,7 @@ class Advice:
 
     def __init__(self) -> None:
         self._said: set[str] = set()
-        self._looks_left = _LOOKS
-        self._losses: dict[tuple[Kind, ...], tuple[list[LossTerm], float]] = {}
+        self._first_looks = FirstLooks()
         self._count_is_checked = False
 
     def say_once(self, message: str, say: Callable[[str], None] = rank_zero_warn) -> None:
@@ -63,27 +46,10 @@ class Advice:
     def about_loss(
         self, module: nn.Module, weighting: TokenWeighting, loss: Tensor, count: Count, accumulate: int
     ) -> None:
-        """Warn, in the first micro-batches of a run, if a loss [] divides by something else than is counted.
-
-        Two micro-batches tell: what the loss divides by, over the count, must be the same in both. ``accumulate`` is
-        what Lightning has divided the loss by. Reads the device, up to four times in a run.
-        """
-        if not (self._looks_left and weighting.per_token_loss):
-            return
-        self._looks_left -= 1
-        num_tokens = float(count)
-        terms = loss_terms(loss, module) if num_tokens > 0 else []
-        terms = [LossTerm(each.kind, each.divisor / accumulate) for each in terms]
-        if not terms or not all(0 < each.divisor < math.inf for each in terms):
-            return
-        earlier_terms, earlier_tokens = self._losses.setdefault(tuple(each.kind for each in terms), (terms, num_tokens))
-        counts = earlier_tokens, num_tokens
-        for earlier, term in zip(earlier_terms, terms, strict=True):
-            divisors = earlier.divisor, term.divisor
-            if term.kind in ("all ranks", "metric"):
-                self._about_all_ranks(module, weighting, term.kind, divisors, counts)
-            else:
-                self._about_divisor(module, weighting, term.kind, divisors, counts)
+        """Warn, in the first micro-batches of a run, about a loss [] that does not divide by what is counted."""
+        text = self._first_looks.advice(module, weighting, loss, count, accumulate)
+        if text is not None:
+            self.say_once(text)
 
     def about_master_weights(self, precision: str, module: nn.Module) -> None:
         """Warn about a mixed ``precision`` whose optimizer updates half-precision parameters."""
@@ -116,54 +82,6 @@ class Advice:
                     f"{type(module).__name__}.{name} divides by the class weights of its labels, but each label counts"
                     " as one. Return {'loss': loss, 'num_label_tokens': weight[labels].sum()} from the step."
                 )
-
-    def _about_divisor(
-        self,
-        module: nn.Module,
-        weighting: TokenWeighting,
-        kind: Kind,
-        divisors: tuple[float, float],
-        counts: tuple[float, float],
-    ) -> None:
-        """Warn if two micro-batches do not get the weights that they have in one batch."""
-        weights = counts if weighting.loss_reduction == "mean" else (1.0, 1.0)
-        if math.isclose(weights[0] * divisors[1], weights[1] * divisors[0], rel_tol=_SAME):
-            return
-        remedy = _REMEDIES[kind]
-        if weighting.loss_reduction == "sum":
-            remedy = "loss_reduction='sum' expects a sum: leave it out where the loss is a mean."
-        self.say_once(
-            f"The loss of {type(module).__name__} holds a cross-entropy that is divided by {divisors[0]:g} in one"
-            f" micro-batch and by {divisors[1]:g} in another, where {counts[0]:g} and {counts[1]:g} {weighting.unit}s"
-            f" are counted: gradients are not those of one batch. {remedy}"
-        )
-
-    def _about_all_ranks(
-        self,
-        module: nn.Module,
-        weighting: TokenWeighting,
-        kind: Kind,
-        divisors: tuple[float, float],
-        counts: tuple[float, float],
-    ) -> None:
-        """Warn if a loss of all ranks is weighed by the counts of two micro-batches as if it were of one rank."""
-        is_divided_by_count = not math.isclose(*divisors, rel_tol=_SAME)
-        if weighting.loss_reduction == "sum" or math.isclose(*counts, rel_tol=_SAME) or is_divided_by_count:
-            return
-        if kind == "metric":
-            self.say_once(
-                f"The loss of {type(module).__name__} holds a metric with dist_sync_on_step=True, which has averaged"
-                f" over all ranks: weighed by {weighting.unit}s on top, gradients are not those of one batch. Pass"
-                " per_token_loss=False, and multiply the metric by the number of ranks, since its gradient is that of"
-                " this rank's part alone. Or leave dist_sync_on_step out, and return this rank's mean and its count."
-            )
-            return
-        self.say_once(
-            f"The loss of {type(module).__name__} is gathered from all ranks, with gradients, and each rank's weighs"
-            f" the same, however many {weighting.unit}s it has: gradients are not those of one batch. Return this"
-            f" rank's loss, which the strategy weighs by its {weighting.unit}s (self.log(..., sync_dist=True) shows"
-            " the mean over ranks). If each rank and each micro-batch shall weigh the same, pass per_token_loss=False."
-        )
 
     def _about_label_shift(self, module: nn.Module, weighting: TokenWeighting) -> None:
         """Warn about a Hugging Face model whose own loss drops other labels than ``label_shift`` says."""

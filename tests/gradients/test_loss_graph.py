@@ -22,6 +22,7 @@ from lightning_automodel.gradients.loss_graph import LossTerm, loss_terms
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights, relative_error
+from tests.trainer.plain import fill
 from tests.trainer.runs import TOLERANCE, make_trainer
 
 CLASSES, WIDTH = 3, 4
@@ -131,7 +132,7 @@ def test_a_count_that_contradicts_the_loss_is_told(
     """Once, and in words of what the loss does."""
     told: list[str] = []
     advice, module = Advice(), LightningModule()
-    monkeypatch.setattr(advice, "say_once", lambda text: told.append(text) if text not in told else None)
+    monkeypatch.setattr(advice, "say_once", told.append)
     for labels in (ONE, OTHER, OTHER, ONE, OTHER):
         number = torch.as_tensor(count(labels)) if as_tensor else float(count(labels))
         advice.about_loss(module, TokenWeighting(**options), loss(labels) / accumulate, number, accumulate)
@@ -148,6 +149,53 @@ def test_only_the_first_micro_batches_are_looked_at() -> None:
         advice.about_loss(module, weighting, ce(ONE, weight=WEIGHT.float()), 4, 1)
     unread = torch.empty((), device="meta")
     advice.about_loss(module, weighting, unread, unread, 1)
+
+
+# --- Soft labels with class weights -----------------------------------------------------------------------------------
+
+
+class Soft(LightningModule):
+    """Divides by rows, as torch does, and counts them or the class weights of its probabilities."""
+
+    def __init__(self, counts_weights: bool) -> None:
+        super().__init__()
+        self.counts_weights = counts_weights
+        self.model, self.loss = nn.Linear(WIDTH, CLASSES).double(), nn.CrossEntropyLoss(weight=WEIGHT.clone())
+        fill(self.model)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        images, numbers = batch
+        soft = (numbers[:, None] * torch.arange(CLASSES)).softmax(-1)
+        count = (soft @ WEIGHT).sum() if self.counts_weights else len(soft)
+        return {"loss": self.loss(self.model(images), soft), "num_label_tokens": count}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _train_softly(counts_weights: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    return _fitted(Soft(counts_weights), options)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_class_weights_are_no_count_of_soft_labels(pool2: RankPool, engine: str) -> None:
+    """Which is told; with rows, weights are those of one batch."""
+    module = Soft(False)
+    optimizer = module.configure_optimizers()
+    for batches in zip(data(0), data(1), strict=True):
+        optimizer.zero_grad()
+        whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+        module.training_step(whole, 0)["loss"].backward()
+        optimizer.step()
+    expected = full_weights(module)
+    (weights, told), _ = pool2.run(_train_softly, True, {"data_parallel": engine})
+    assert error(weights, expected) > 1e-2
+    assert len(told) == 1
+    assert "Its targets are probabilities" in told[0]
+    for weights, told in pool2.run(_train_softly, False, {"data_parallel": engine}):
+        assert error(weights, expected) < TOLERANCE
+        assert not told
 
 
 # --- Losses of all ranks ----------------------------------------------------------------------------------------------
@@ -193,9 +241,7 @@ class Gathering(LightningModule):
         self.way, self.automatic_optimization = way, not is_manual
         self.model = nn.Linear(WIDTH, 1).double()
         self.synchronised = Mean(dist_sync_on_step=way in ("metric", "logged metric"))
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+        fill(self.model)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         errors = (self.model(batch[0]).squeeze(-1) - batch[1]).square()
@@ -232,13 +278,17 @@ class Gathering(LightningModule):
 
 
 def _train(way: str, is_manual: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
-    module = Gathering(way, is_manual)
+    return _fitted(Gathering(way, is_manual), {"count": "samples", **options})
+
+
+def _fitted(module: LightningModule, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    """Weights, and what was told of the loss."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = make_trainer(AutomodelStrategy(**{"count": "samples", **options}))
+        trainer = make_trainer(AutomodelStrategy(**options))
         trainer.fit(module, DataLoader(data(dist.get_rank()), batch_size=None))
     texts = [str(each.message) for each in caught]
-    return full_weights(module), [text for text in texts if text.startswith("The loss of Gathering ")]
+    return full_weights(module), [text for text in texts if text.startswith("The loss of ")]
 
 
 def plainly(weights_alike: bool) -> dict[str, Tensor]:
