@@ -9,7 +9,7 @@ from torchmetrics import Metric
 
 from lightning_automodel import lightning_internals, torch_internals
 
-Kind = Literal["labels", "class weights", "probabilities", "sum", "all ranks", "metric"]
+Kind = Literal["labels", "class weights", "probabilities", "cross-entropies", "numbers", "all ranks", "metric"]
 
 _UNCHANGED = ("ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze")
 """Functions whose output has the elements of their first input."""
@@ -26,9 +26,10 @@ class LossTerm:
     """A part of a loss, by which a mean is taken.
 
     Attributes:
-        kind: Cross-entropies of ``labels`` (with ``class weights``), of ``probabilities``, or a ``sum`` of them; a loss
-            that is taken from ``all ranks``; a ``metric`` that synchronises in each step.
-        divisor: What the loss divides its sum by.
+        kind: A mean cross-entropy of ``labels``, by their ``class weights`` or of ``probabilities``; a sum of
+            ``cross-entropies`` or of other ``numbers``; a loss that is taken from ``all ranks``; a ``metric`` that
+            synchronises in each step.
+        divisor: What the loss divides the sum by.
     """
 
     kind: Kind
@@ -44,9 +45,13 @@ class _Edge:
 
 
 def loss_terms(loss: Tensor, module: nn.Module) -> list[LossTerm]:
-    """The terms that ``loss`` [] is a weighted sum of, as far as they are known. Reads the device."""
+    """The terms that ``loss`` [] is a weighted sum of, as far as they are known, the best known first.
+
+    Reads the device.
+    """
     metrics = synchronised_metrics(module)
-    return [term for edge in _linear_inputs(loss) if (term := _term(edge, metrics)) is not None]
+    found = [_term(edge, metrics) for edge in _linear_inputs(loss)]
+    return sorted((term for term in found if term is not None), key=lambda term: term.kind == "numbers")
 
 
 def synchronised_metrics(module: nn.Module) -> list[Any]:
@@ -94,8 +99,8 @@ def _inputs(edge: _Edge) -> list[_Edge]:
 
 
 def _name(node: Any) -> str:
-    """The name of a node's function: ``Mean`` for ``MeanBackward0``."""
-    return str(node.name()).rsplit("Backward", 1)[0].lstrip("_")
+    """The name of a node's function: ``Mean`` for ``MeanBackward0``. None has an empty one."""
+    return "" if node is None else str(node.name()).rsplit("Backward", 1)[0].lstrip("_")
 
 
 def _constant(node: Any, name: str, inputs: list[Any]) -> float | None:
@@ -117,23 +122,30 @@ def _term(edge: _Edge, metrics: list[Any]) -> LossTerm | None:
         return LossTerm("all ranks", divisor)
     if name in ("NllLoss", "NllLoss2D"):
         if torch_internals.saved(node, "reduction") != _MEAN:
-            return LossTerm("sum", divisor)
+            return LossTerm("cross-entropies", divisor)
         weight: Kind = "labels" if torch_internals.saved(node, "weight") is None else "class weights"
         return LossTerm(weight, divisor * float(torch_internals.saved(node, "total_weight")))
     if name == "Div" and (rows := _rows_of_probabilities(node)) is not None:
         return LossTerm("probabilities", divisor * rows)
+    if name == "Sum" and _name(_without_factors(node)) not in ("NllLoss", "NllLoss2D", "LogSoftmax"):
+        return LossTerm("numbers", divisor)
     return None
 
 
 def _rows_of_probabilities(node: Any) -> float | None:
     """What the cross-entropy of probabilities divides by, if ``node`` is its last function."""
     rows = _constant(node, "other", [each for each, _ in node.next_functions[1:]])
-    for name in ("Neg", "Sum", "Mul"):
-        node = node.next_functions[0][0]
-        if node is None or _name(node) != name:
-            return None
-    while _name(node) == "Mul":  # by the probabilities, and by class weights before
-        node = node.next_functions[0][0]
-        if node is None:
-            return None
-    return rows if _name(node) == "LogSoftmax" else None
+    negative = node.next_functions[0][0]
+    if _name(negative) != "Neg":
+        return None
+    total = negative.next_functions[0][0]
+    return rows if _name(total) == "Sum" and _name(_without_factors(total)) == "LogSoftmax" else None
+
+
+def _without_factors(total: Any) -> Any:
+    """The node whose outputs ``total`` adds up, perhaps multiplied by probabilities, weights or a mask."""
+    node = total.next_functions[0][0]
+    while _name(node) == "Mul":
+        first, second = (each for each, _ in node.next_functions)
+        node = second if first is None else first
+    return node

@@ -12,11 +12,17 @@ _LOOKS = 4
 _ROUNDING = 1e-4
 """Relative difference between numbers that are the same: torch adds class weights up in float32."""
 
+_RETURN = "Return what the loss divides by as num_label_tokens"
+_SEVERAL = (
+    " If parts of the loss divide by different numbers, no single count is right: see 'Losses with two denominators' in"
+    " docs/recipes.md."
+)
+_OF_SUMS = (
+    f"{_RETURN}. If it is a number of all ranks, as the num_boxes of DETR, pass per_token_loss=False instead.{_SEVERAL}"
+)
 _REMEDIES: dict[Kind, str] = {
     "labels": (
-        "Return what the loss divides by as num_label_tokens, or say what to count by label_key=, ignore_index=,"
-        " label_shift= or count_label_tokens=. If parts of the loss divide by different numbers, no single count is"
-        " right: see 'Losses with two denominators' in docs/recipes.md."
+        f"{_RETURN}, or say what to count by label_key=, ignore_index=, label_shift= or count_label_tokens=.{_SEVERAL}"
     ),
     "class weights": (
         "It divides by the class weights of its labels: return {'loss': loss, 'num_label_tokens':"
@@ -26,8 +32,11 @@ _REMEDIES: dict[Kind, str] = {
         "Its targets are probabilities, and there torch divides by the rows, with class weights as well: count rows"
         " (count='samples' where each sample is one)."
     ),
-    "sum": "It is a sum: pass loss_reduction='sum', or divide it by the label tokens.",
+    "cross-entropies": _OF_SUMS,
+    "numbers": _OF_SUMS,
 }
+_OF_PLAIN_SUMS = "It is a sum: pass loss_reduction='sum', or divide it by the label tokens."
+_OF_MEANS = "loss_reduction='sum' expects a sum: leave it out where the loss is a mean."
 
 
 @dataclass(frozen=True)
@@ -81,18 +90,27 @@ class _Comparison:
     counts: tuple[float, float]
 
     def of_one_rank(self) -> str | None:
-        """What to tell of a cross-entropy, if the quotient of its divisor and the count is not the same in both."""
+        """What to tell of a sum, if the quotient of its divisor and the count is not the same in both."""
         if self.kind not in _REMEDIES:
             return None
-        remedy, weights = _REMEDIES[self.kind], self.counts
-        if self.weighting.loss_reduction == "sum":
-            remedy, weights = "loss_reduction='sum' expects a sum: leave it out where the loss is a mean.", (1.0, 1.0)
+        expects_sum = self.weighting.loss_reduction == "sum"
+        weights = (1.0, 1.0) if expects_sum else self.counts
         if math.isclose(weights[0] * self.divisors[1], weights[1] * self.divisors[0], rel_tol=_ROUNDING):
             return None
+        is_constant = math.isclose(*self.divisors, rel_tol=_ROUNDING)
+        if self.kind == "numbers" and is_constant:
+            return None  # as a penalty on weights is
+        if expects_sum:
+            remedy = _OF_MEANS
+        elif is_constant and self.divisors[0] == 1:
+            remedy = _OF_PLAIN_SUMS
+        else:
+            remedy = _REMEDIES[self.kind]
         return (
-            f"The loss of {self._name} holds a cross-entropy that is divided by {self.divisors[0]:g} in one"
-            f" micro-batch and by {self.divisors[1]:g} in another, where {self.counts[0]:g} and {self.counts[1]:g}"
-            f" {self.weighting.unit}s are counted: gradients are not those of one batch. {remedy}"
+            f"The loss of {self._name} holds a sum of {'numbers' if self.kind == 'numbers' else 'cross-entropies'} that"
+            f" is divided by {self.divisors[0]:g} in one micro-batch and by {self.divisors[1]:g} in another, where"
+            f" {self.counts[0]:g} and {self.counts[1]:g} {self.weighting.unit}s are counted: gradients are not those of"
+            f" one batch. {remedy}"
         )
 
     def of_all_ranks(self) -> str | None:

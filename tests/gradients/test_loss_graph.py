@@ -43,7 +43,10 @@ def cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
 TERMS: dict[str, tuple[Callable[[], Tensor], list[LossTerm]]] = {
     "labels": (lambda: cross_entropy(LABELS), [LossTerm("labels", 3)]),
     "class weights": (lambda: cross_entropy(LABELS, weight=WEIGHT), [LossTerm("class weights", 5.5)]),
-    "smoothed": (lambda: cross_entropy(LABELS, label_smoothing=0.1), [LossTerm("labels", 3)]),
+    "smoothed": (
+        lambda: cross_entropy(LABELS, label_smoothing=0.1),
+        [LossTerm("labels", 3), LossTerm("numbers", 3)],
+    ),
     "probabilities": (lambda: cross_entropy(SOFT), [LossTerm("probabilities", 4)]),
     "weighted probabilities": (lambda: cross_entropy(SOFT, weight=WEIGHT), [LossTerm("probabilities", 4)]),
     "smoothed probabilities": (lambda: cross_entropy(SOFT, label_smoothing=0.1), [LossTerm("probabilities", 4)]),
@@ -56,13 +59,13 @@ TERMS: dict[str, tuple[Callable[[], Tensor], list[LossTerm]]] = {
         lambda: F.cross_entropy(logits().T[None, :, :, None], LABELS[None, :, None]),
         [LossTerm("labels", 3)],
     ),
-    "a sum": (lambda: cross_entropy(LABELS, reduction="sum"), [LossTerm("sum", 1)]),
-    "a sum over a number": (lambda: cross_entropy(LABELS, reduction="sum") / 7, [LossTerm("sum", 7)]),
+    "a sum": (lambda: cross_entropy(LABELS, reduction="sum"), [LossTerm("cross-entropies", 1)]),
+    "a sum over a number": (lambda: cross_entropy(LABELS, reduction="sum") / 7, [LossTerm("cross-entropies", 7)]),
     "a sum over a tensor": (
         lambda: cross_entropy(LABELS, reduction="sum") / torch.tensor(7),
-        [LossTerm("sum", 7)],
+        [LossTerm("cross-entropies", 7)],
     ),
-    "a mean by hand": (lambda: cross_entropy(LABELS, reduction="none").mean(), [LossTerm("sum", 4)]),
+    "a mean by hand": (lambda: cross_entropy(LABELS, reduction="none").mean(), [LossTerm("cross-entropies", 4)]),
     "a mean of two": (
         lambda: torch.stack([cross_entropy(LABELS), cross_entropy(LABELS[:4])]).mean(),
         [LossTerm("labels", 6), LossTerm("labels", 6)],
@@ -70,7 +73,9 @@ TERMS: dict[str, tuple[Callable[[], Tensor], list[LossTerm]]] = {
     "beside another": (lambda: cross_entropy(LABELS) + logits().square().mean(), [LossTerm("labels", 3)]),
     "weighed by a parameter": (lambda: torch.ones((), requires_grad=True) * cross_entropy(LABELS), []),
     "not linear": (lambda: cross_entropy(LABELS).square(), []),
-    "another": (lambda: logits().square().mean(), []),
+    "a mean of others": (lambda: logits().square().mean(), []),
+    "a sum of others": (lambda: logits().square().sum() / 5, [LossTerm("numbers", 5)]),
+    "a masked sum": (lambda: (logits().square() * SOFT).sum() / SOFT.sum(), [LossTerm("numbers", 4)]),
 }
 
 
@@ -87,6 +92,10 @@ def ce(labels: Tensor, **kwargs: Any) -> Tensor:
     return F.cross_entropy(torch.ones(len(labels), CLASSES, requires_grad=True) * 1.0, labels, **kwargs)
 
 
+def squares(labels: Tensor) -> Tensor:
+    return torch.ones(len(labels), requires_grad=True).square()
+
+
 ONE, OTHER = torch.tensor([0, 2, 2, 1]), torch.tensor([1, 0, -100])
 Case = tuple[dict[str, Any], Callable[[Tensor], Tensor], Callable[[Tensor], float], str | None]
 SAID: dict[str, Case] = {
@@ -94,6 +103,12 @@ SAID: dict[str, Case] = {
     "pixels as images": ({}, lambda y: ce(y.abs() % 3), lambda y: len(y) / 7, None),
     "class weights": ({}, lambda y: ce(y, weight=WEIGHT.float()), lambda y: WEIGHT[y[y >= 0]].sum(), None),
     "class weights as samples": ({}, lambda y: ce(y, weight=WEIGHT.float()), len, "weight[labels].sum()"),
+    "smoothed class weights as samples": (
+        {},
+        lambda y: ce(y, weight=WEIGHT.float(), label_smoothing=0.1),
+        len,
+        "weight[labels].sum()",
+    ),
     "ignored labels as samples": ({}, ce, len, "ignore_index="),
     "probabilities": ({}, lambda y: ce(SOFT[: len(y)].float(), weight=WEIGHT.float()), len, None),
     "probabilities by class weights": (
@@ -113,6 +128,15 @@ SAID: dict[str, Case] = {
         lambda y: ce(y, reduction="sum") / 8,
         lambda y: (y >= 0).sum(),
         "divided by 8 in one micro-batch and by 8 in another, where 4 and 2 label tokens are counted",
+    ),
+    "boxes of all ranks": ({}, lambda y: squares(y).sum() / (len(y) + 2), len, "as the num_boxes of DETR"),
+    "boxes of this rank": ({}, lambda y: squares(y).sum() / torch.tensor(len(y)), len, None),
+    "a penalty beside": ({}, lambda y: ce(y) + squares(y).sum() / 2, lambda y: (y >= 0).sum(), None),
+    "graphs and atoms": (
+        {},
+        lambda y: squares(y).sum() / len(y) + squares(y).sum() / (y >= 0).sum(),
+        len,
+        "no single count is right",
     ),
 }
 
