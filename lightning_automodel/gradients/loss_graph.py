@@ -108,9 +108,12 @@ def _constant(node: Any, name: str, inputs: list[Any]) -> float | None:
     if any(each is not None for each in inputs):
         return None
     value = torch_internals.saved(node, name)
-    if isinstance(value, Tensor):
-        return float(value) if value.numel() == 1 and not value.is_complex() else None
-    return value if isinstance(value, int | float) else None
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+        return None
+    try:
+        return None if value is None else float(value)
+    except RuntimeError:
+        return None  # under a dispatch mode, torch cannot read the tensor that it has made of a Python number
 
 
 def _term(edge: _Edge, metrics: list[Any]) -> LossTerm | None:
