@@ -14,7 +14,7 @@ from lightning_automodel import lightning_internals
 from lightning_automodel.advice import Advice
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
-from lightning_automodel.gradients.token_loss import Count, WindowTotals
+from lightning_automodel.gradients.token_loss import Count, WindowTotals, check_range
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.sharding import checks
 from lightning_automodel.sharding.engine import Engine
@@ -91,7 +91,10 @@ class MicroBatches:
     def _checked_count(self, output: Any) -> Count:
         if self.context is not None:
             self.context.check_count(self.weighting, self._step.batch, output, "training_step")
-        return self.weighting.count(self._step.batch, output)
+        count = self.weighting.count(self._step.batch, output)
+        if isinstance(count, Tensor) and self.windows.last_step is None:
+            check_range(count.item())  # in the first window, which may read the device
+        return count
 
     @contextmanager
     def communicating(self, is_last: bool) -> Generator[None, None, None]:
@@ -123,6 +126,8 @@ class MicroBatches:
         window.ahead = None if self.ahead is None else self.ahead.totals()
         plugin_loss = plugin.pre_backward(loss, module)
         self.advice.about_half_precision(loss, count)
+        if self._step.aux_loss is None:
+            self.advice.about_loss(module, self.weighting, loss, count, accumulate)
         reported, objective = self._objective(loss, count, accumulate, window.ahead)
         if self.windows.scaling.scaler is None and plugin_loss is not loss:
             # A plugin may have changed the loss: its own is backpropagated, the user's is reported.

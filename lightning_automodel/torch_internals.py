@@ -404,6 +404,11 @@ def _with_local_gradient(parameter: Tensor) -> Tensor:
     return stand_in
 
 
+def saved(node: Any, name: str) -> Any:
+    """What a node of the autograd graph has saved for its backward under ``name``; None if nothing."""
+    return getattr(node, f"_saved_{name}", None)
+
+
 def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
     """Raise RuntimeError unless the last synchronised backward has reduced every bucket."""
     ddp._check_reducer_finalized()

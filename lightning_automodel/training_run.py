@@ -13,7 +13,6 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_automodel.advice import Advice
@@ -244,6 +243,7 @@ class TrainingRun:
             self._context.check_count(self.windows.weighting, batch, output, step)
         sums = self.windows.weighting.evaluated(batch, output, step)
         self.advice.about_count(self.module, self.windows.weighting, output)
+        self.advice.about_class_weights(self.module, self.windows.weighting, output)
         return sums
 
     # --- What is saved, and how it ends -------------------------------------------------------------------------------
@@ -261,9 +261,6 @@ class TrainingRun:
         self.windows.scaling.restore_range(state["range_scale"])
         if state["last_step"] is not None:
             self.windows.last_step = StepReport(**move_data_to_device(state["last_step"], self.device))
-        if isinstance(self.model, DistributedDataParallel) and not self.module.automatic_optimization:
-            # There only the first forward of a run broadcasts buffers: later each rank goes on with its own.
-            self.model.require_forward_param_sync = False
 
     def describe(self) -> dict[str, Any]:
         """What was decided for this run, and why."""

@@ -48,8 +48,10 @@ def rescale_gradients(
 
 
 def gradient_factor(denominator: Tensor, divisor: int) -> Tensor:
-    """[] the D / N of :func:`rescale_gradients`, and 0 where N is 0."""
-    return torch.where(denominator > 0, divisor / denominator, torch.zeros_like(denominator))
+    """[] the D / N of :func:`rescale_gradients`, 0 where N is 0, and NaN where N is no sum of counts."""
+    is_sum = (denominator >= 0) & denominator.isfinite()
+    factor = (divisor / denominator).masked_fill(denominator == 0, 0.0)
+    return factor.masked_fill(~is_sum, math.nan)
 
 
 def clip_gradients(model: Parameters, clip_norm: float, foreach: bool = True) -> Tensor:

@@ -1,0 +1,110 @@
+"""Running statistics: each rank's own within a window, rank 0's at its start, in evaluation and in checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback, WeightAveraging
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.runs import make_trainer
+
+WIDTH, STEPS = 3, 6
+
+
+class Normalised(LightningModule):
+    """Notes its running mean at the start and the end of each training step, and in each validation step."""
+
+    def __init__(self, is_manual: bool, accumulate: int) -> None:
+        super().__init__()
+        self.automatic_optimization = not is_manual
+        self.accumulate = accumulate
+        self.model = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)).double()
+        self.seen: dict[str, list[Tensor]] = {"start": [], "end": [], "validation": [], "saved": []}
+
+    def note(self, when: str) -> None:
+        self.seen[when].append(self.model[0].running_mean.detach().clone())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.note("start")
+        loss = self.model(batch).square().mean()
+        self.note("end")
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        is_last = (batch_idx + 1) % self.accumulate == 0
+        with optimizer.toggle_model(sync_grad=is_last):
+            self.manual_backward(loss)
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+        return None
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.note("validation")
+        self.model(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Saves(Callback):
+    """Saves in the middle of a window, after the second micro-batch of three."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            trainer.save_checkpoint(self.path)
+            module.note("saved")
+
+
+def _train(is_manual: bool, options: dict[str, Any], folder: Path) -> dict[str, list[Tensor]]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    data = DataLoader(torch.randn(4 * STEPS, WIDTH, generator=generator, dtype=torch.float64), batch_size=4)
+    module = Normalised(is_manual, 3)
+    trainer = make_trainer(
+        AutomodelStrategy(count="samples", **options),
+        accumulate_grad_batches=1 if is_manual else 3,
+        val_check_interval=5,
+        limit_val_batches=1,
+        callbacks=[Saves(folder / "saved"), WeightAveraging(use_buffers=True)],
+    )
+    trainer.fit(module, data, data)
+    return module.seen
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("is_manual", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_evaluate_and_save_one_model(pool2: RankPool, layout: str, is_manual: bool, tmp_path: Path) -> None:
+    """In the middle of a window too, as docs/layouts.md has it; an average of weights is what validation sees."""
+    first, second = pool2.run(_train, is_manual, LAYOUTS[layout], tmp_path)
+    for when in ("validation", "saved"):
+        assert first[when]
+        for one, other in zip(first[when], second[when], strict=True):
+            assert torch.equal(one, other), when
+    equal = [torch.equal(one, other) for one, other in zip(first["start"], second["start"], strict=True)]
+    assert equal[0]
+    assert equal[3]  # a window has three micro-batches
+    assert not any(torch.equal(one, other) for one, other in zip(first["end"], second["end"], strict=True))
+
+
+@pytest.mark.parametrize("is_manual", [True, False])
+def test_whoever_switches_broadcasts_off_gets_none(pool2: RankPool, is_manual: bool, tmp_path: Path) -> None:
+    options = {"data_parallel": "ddp", "ddp_kwargs": {"broadcast_buffers": False}}
+    first, second = pool2.run(_train, is_manual, options, tmp_path)
+    for when in ("validation", "saved"):
+        assert not any(torch.equal(one, other) for one, other in zip(first[when], second[when], strict=True))
