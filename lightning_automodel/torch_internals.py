@@ -133,9 +133,20 @@ def flags_restored(units: Iterable[FSDPModule], names: tuple[str, ...]) -> Itera
             setattr(group, name, value)
 
 
+def has_forward_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether any of ``modules`` has a hook that sees what its forward returns."""
+    return any(module._forward_hooks for module in modules)
+
+
 def is_unsharded(unit: FSDPModule) -> bool:
     """Whether the modules of ``unit`` hold unsharded parameters at the moment."""
     return any(group.is_unsharded for group in param_groups(unit))
+
+
+def show_trainable(unit: FSDPModule) -> None:
+    """Give the unsharded parameters of ``unit`` the ``requires_grad`` of the shards, as the next all-gather would."""
+    for param in (param for group in param_groups(unit) for param in group.fsdp_params):
+        param.unsharded_param.requires_grad_(param.sharded_param.requires_grad)
 
 
 def is_gathering(unit: FSDPModule) -> bool:
@@ -451,6 +462,7 @@ def _probe() -> None:
     check(GradScaler, "_per_optimizer_states", "_unscale_grads_")
     check(DistributedDataParallel, "_check_reducer_finalized")
     check(nn.Module, "_compiled_call_impl")
+    check(nn.Module(), "_forward_hooks")
     check(nn.MultiheadAttention, RESET_PARAMETERS)
     check(torch.autograd.graph, BACKWARD)
     check(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks", "_version")

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_automodel import torch_internals
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.windows import PLAIN_BACKWARD
-from lightning_automodel.sharding.gathers import drop_unused, reshard
+from lightning_automodel.sharding.gathers import GatheredForBackward, drop_unused, reshard
 from lightning_automodel.sharding.units import fsdp_roots
 
 Deferral = bool | Literal["all_reduce"]
@@ -159,7 +159,13 @@ class GradSync:
         self._used.difference_update(self._tracked if parameters is None else parameters)
 
     def release(self) -> None:
-        """Free gathered parameters, since weights may be written next."""
+        """Free gathered parameters, since weights may be written next or have been written."""
+
+    def toggled(self) -> None:
+        """Parameters were frozen or unfrozen."""
+
+    def stepped(self) -> None:
+        """An optimizer has written weights."""
 
     def recover(self) -> None:
         """Drop the state of an interrupted micro-batch."""
@@ -183,7 +189,12 @@ class FSDPGradSync(GradSync):
     """
 
     def __init__(
-        self, model: nn.Module, defer: Deferral, retain_unsharded: bool, group: dist.ProcessGroup | None = None
+        self,
+        model: nn.Module,
+        defer: Deferral,
+        retain_unsharded: bool,
+        group: dist.ProcessGroup | None = None,
+        is_manual: bool = False,
     ) -> None:
         super().__init__()
         self._defer, self._group = defer, group
@@ -197,6 +208,14 @@ class FSDPGradSync(GradSync):
         self._restored = ExitStack()
         self._restored.enter_context(torch_internals.flags_restored(self.units, torch_internals.REDUCTIONS))
         self._reductions = Reductions.BY_FSDP2
+        self._is_manual = is_manual
+        if is_manual and retain_unsharded:
+            # Lightning does not say when the forwards of a window begin: they keep what they gather.
+            self._restored.enter_context(torch_internals.flags_restored(self.units, torch_internals.RESHARDING))
+            for unit in self.units:
+                unit.set_reshard_after_backward(False, recurse=False)
+        kept = GatheredForBackward(self.units, always=is_manual and retain_unsharded)
+        self._hooks += kept.hooks
         for root in cast(list[nn.Module], self._roots):
             if root is not model:
                 hook = partial(_reshard_unless_training, torch_internals.fsdp_units(root))
@@ -277,14 +296,34 @@ class FSDPGradSync(GradSync):
         A write past autograd's version counters (``.data``) is not noticed.
         """
         retained, self._retained = self._retained, []
-        taken_back: set[int] = set()
+        taken_back = []
         for unit, versions in retained:
             is_shown = torch_internals.show_kept_storage(unit)
             if retains and is_shown and versions == torch_internals.sharded_versions(unit):
-                taken_back.add(id(unit))
+                taken_back.append(unit)
+        self._reshard_others(taken_back)
+
+    def _reshard_others(self, needed: list[FSDPModule]) -> None:
+        """Free what is gathered, except of these units."""
+        still_needed = set(needed)
         for unit in self.units:
-            if id(unit) not in taken_back:
+            if unit not in still_needed:
                 reshard(unit)
+
+    @override
+    def toggled(self) -> None:
+        needed = [unit for unit in self.units if torch_internals.is_unsharded(unit)]  # by a backward that is to come
+        for unit in needed:
+            torch_internals.show_trainable(unit)
+        for unit, _ in self._retained:
+            torch_internals.show_kept_storage(unit)
+        self._retained = []
+        self._reshard_others(needed)
+
+    @override
+    def stepped(self) -> None:
+        if self._is_manual:  # else the next step begins by releasing them
+            self.release()
 
     @override
     @contextmanager

@@ -118,8 +118,7 @@ def of_parameters(net: Net, batch: Batch) -> Tensor:
 Foreign = Callable[[Net, Batch], Tensor]
 GRADIENTS: dict[str, Foreign] = {f.__name__: f for f in (of_inputs, into_inputs, of_features, twice, of_parameters)}
 EVERYWHERE = tuple(GRADIENTS)
-OUTSIDE = ("of_inputs", "into_inputs", "of_features", "twice")  # outside of a step, parameters are shards
-THROUGH_THE_ROOT = ("of_inputs", "into_inputs", "twice")  # the net is the root, and nothing but its forward gathers
+OUTSIDE = ("of_inputs", "into_inputs", "twice")  # through the forward of the net: outside of a step nothing else gathers
 
 
 # --- Where they are computed ------------------------------------------------------------------------------------------
@@ -229,11 +228,11 @@ HOOKS = {
     "on_train_batch_end": (Trains, OUTSIDE),
     "on_before_optimizer_step": (Trains, OUTSIDE),
     "validation": (Trains, EVERYWHERE),
-    "by hand, before the forward": (ByHand, THROUGH_THE_ROOT),
-    "by hand, after the forward": (ByHand, THROUGH_THE_ROOT),
-    "by hand, after a manual backward": (ByHand, THROUGH_THE_ROOT),
-    "by hand, between backwards": (ByHand, THROUGH_THE_ROOT),
-    "by hand, on_train_batch_end": (ByHand, THROUGH_THE_ROOT),
+    "by hand, before the forward": (ByHand, OUTSIDE),
+    "by hand, after the forward": (ByHand, OUTSIDE),
+    "by hand, after a manual backward": (ByHand, OUTSIDE),
+    "by hand, between backwards": (ByHand, OUTSIDE),
+    "by hand, on_train_batch_end": (ByHand, OUTSIDE),
 }
 CASES = {
     f"{gradient}, {where}, {layout}, {accumulate}": (gradient, where, layout, accumulate)
@@ -246,7 +245,7 @@ DEFAULT = (
     "of_inputs, before the forward, kept, 2",
     "of_inputs, after the forward, resharded, 2",
     "into_inputs, after the forward, kept, 1",
-    "of_features, on_train_batch_end, kept, 2",
+    "of_features, after the forward, kept, 2",
     "of_inputs, validation, kept, 2",
     "twice, on_after_backward, resharded, 2",
     "of_inputs, by hand, between backwards, kept, 2",
@@ -343,6 +342,16 @@ USES = {
 }
 
 
+FREED = "A backward needed parameters that FSDP2 had freed"
+
+
+def is_refused(used: str, by_hand: bool, layout: str) -> bool:
+    """Second derivatives through parameters that were freed; what is asked to keep them is "auto" by hand."""
+    options = LAYOUTS[layout]
+    frees = options.get("reshard_during_accumulation", by_hand)
+    return used == "penalty" and frees and "data_parallel" not in options
+
+
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     "case",
@@ -352,14 +361,44 @@ USES = {
         "adversarial, automatic, resharded, 2",
         "adversarial, by hand, kept, 2",
         "penalty, automatic, kept, 2",
+        "penalty, automatic, resharded, 1",
+        "penalty, by hand, undeferred, 2",
+        "penalty, by hand, kept, 2",
     ),
 )
 def test_gradients_that_training_uses(pool2: RankPool, pool4: RankPool, case: tuple[str, bool, str, int]) -> None:
-    """Right wherever parameters stay gathered; a second derivative through freed ones names how to keep them."""
+    """Right where parameters stay gathered; second derivatives through freed ones name the option that keeps them."""
     used, by_hand, layout, accumulate = case
     num_ranks = 4 if "hsdp" in layout else 2
     expected = plainly(ACCUMULATE if by_hand else accumulate, num_ranks, USED[used])
     pool = pool4 if num_ranks == 4 else pool2
     for found in pool.run(_using, used, by_hand, LAYOUTS[layout], accumulate):
+        if is_refused(used, by_hand, layout):
+            assert isinstance(found, str)
+            assert FREED in found
+            assert "reshard_during_accumulation=False" in found
+        else:
+            assert not isinstance(found, str), found
+            assert weight_error(Outcome(found, None), expected) <= TOLERANCE
+
+
+def test_a_plain_backward_in_the_first_forward_of_a_window(pool2: RankPool) -> None:
+    """As adversarial training was first written. Lightning zeroes what it gives to weights before the real backward."""
+    expected = plainly(1, adds=by_plain_backward)
+    for found in pool2.run(_using, "by_plain_backward", False, {}, 1):
         assert not isinstance(found, str), found
         assert weight_error(Outcome(found, None), expected) <= TOLERANCE
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("options", by_default(LAYOUTS, "kept", "ddp"))
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_plain_backward_in_mid_window(
+    pool2: RankPool, pool4: RankPool, by_hand: bool, options: dict[str, Any]
+) -> None:
+    """Its gradients would join those of the window, and under DDP differ by rank."""
+    pool = pool4 if "data_parallel_replicate_size" in options else pool2
+    for message in pool.run(_using, "by_plain_backward", by_hand, options, ACCUMULATE):
+        assert isinstance(message, str)
+        assert message.startswith("A plain loss.backward() in the middle of an accumulation window")
+        assert "torch.autograd.grad(loss, inputs)" in message
