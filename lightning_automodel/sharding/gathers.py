@@ -62,6 +62,7 @@ class GatheredForBackward:
 
     def __init__(self, units: Iterable[FSDPModule], always: bool) -> None:
         self._always = always
+        self.units: set[FSDPModule] = set()  # that stay gathered at the moment
         self.hooks: list[RemovableHandle] = []
         for unit in units:
             module = cast(nn.Module, unit)
@@ -76,9 +77,11 @@ class GatheredForBackward:
     def _before_freeing(
         self, unit: FSDPModule, inner: list[nn.Module], kept: ExitStack, module: nn.Module, args: Any, output: Any
     ) -> None:
-        if not torch.is_grad_enabled():
-            return
-        if self._always or _hides_tensors(output) or torch_internals.has_forward_hooks(inner):
+        if torch.is_grad_enabled() and (
+            self._always or _hides_tensors(output) or torch_internals.has_forward_hooks(inner)
+        ):
+            self.units.add(unit)
+        if unit in self.units:  # also after a forward without gradients, which may follow one with
             kept.enter_context(torch_internals.flags_restored([unit], torch_internals.RESHARDING))
             unit.set_reshard_after_forward(False, recurse=False)
 

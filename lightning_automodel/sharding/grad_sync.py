@@ -86,16 +86,6 @@ def _accumulate_in_one_dtype(units: Iterable[FSDPModule]) -> None:
             torch_internals.accumulate_in_one_dtype(group)
 
 
-def _reshard_unless_training(units: Sequence[FSDPModule], root: nn.Module, *_: object) -> None:
-    """Forward hook of a root: frees parameters that no backward will free, and that would become stale.
-
-    These are prefetched units that the forward did not use, and, if no gradients are computed, those of the root.
-    """
-    drop_unused(units)
-    if not torch.is_grad_enabled():
-        cast(FSDPModule, root).reshard()
-
-
 class Reductions(Enum):
     """What FSDP2 does with the gradients that a backward computes: three flags of each unit.
 
@@ -214,16 +204,25 @@ class FSDPGradSync(GradSync):
             self._restored.enter_context(torch_internals.flags_restored(self.units, torch_internals.RESHARDING))
             for unit in self.units:
                 unit.set_reshard_after_backward(False, recurse=False)
-        kept = GatheredForBackward(self.units, always=is_manual and retain_unsharded)
-        self._hooks += kept.hooks
+        self._gathered = GatheredForBackward(self.units, always=is_manual and retain_unsharded)
+        self._hooks += self._gathered.hooks
         for root in cast(list[nn.Module], self._roots):
             if root is not model:
-                hook = partial(_reshard_unless_training, torch_internals.fsdp_units(root))
+                hook = partial(self._reshard_unless_training, torch_internals.fsdp_units(root))
                 self._hooks.append(root.register_forward_hook(hook))
         self._has_gathered = False
         shards = {param.sharded_param for param_group in self._groups for param in param_group.fsdp_params}
         self._unwatched = {p: name for name, p in model.named_parameters() if p in shards}
         self._bypassed: list[str] = []
+
+    def _reshard_unless_training(self, units: Sequence[FSDPModule], root: nn.Module, *_: object) -> None:
+        """Forward hook of a root: frees parameters that no backward will free, and that would become stale.
+
+        These are prefetched units that the forward did not use, and, if no gradients are computed, those of the root.
+        """
+        drop_unused(units)
+        if not torch.is_grad_enabled() and root not in self._gathered.units:
+            cast(FSDPModule, root).reshard()
 
     def gather_once(self) -> None:
         """Gather the units that have never been. A collective, if there are any; only the first call looks for them.
@@ -306,6 +305,7 @@ class FSDPGradSync(GradSync):
     def _reshard_others(self, needed: list[FSDPModule]) -> None:
         """Free what is gathered, except of these units."""
         still_needed = set(needed)
+        self._gathered.units &= still_needed
         for unit in self.units:
             if unit not in still_needed:
                 reshard(unit)
@@ -350,6 +350,7 @@ class FSDPGradSync(GradSync):
         for root in self._roots if self.is_last else ():
             torch_internals.reduce_deferred_gradients(root)
         self._reduce(Reductions.BY_FSDP2 if self.is_last else Reductions.NONE)
+        self._gathered.units.clear()
         for unit in self.units:
             if not torch_internals.is_unsharded(unit):
                 continue
