@@ -115,17 +115,17 @@ def detach_forward_hooks(root: FSDPModule) -> tuple[Callable[..., Any], Callable
     return state._pre_forward, state._post_forward
 
 
-_COMMUNICATION = (
-    *("reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params", "reshard_after_backward"),
-    "post_forward_mesh_info",
-)
+REDUCTIONS = ("reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params")
+"""What a group does with the gradients of a backward."""
+RESHARDING = ("reshard_after_backward", "post_forward_mesh_info")
+"""Whether a group frees its gathered parameters after a backward, and after a forward."""
 
 
 @contextmanager
-def communication_restored(units: Iterable[FSDPModule]) -> Iterator[None]:
-    """Context that restores which communication follows a forward and a backward of ``units``; FSDP2 has no getters."""
+def flags_restored(units: Iterable[FSDPModule], names: tuple[str, ...]) -> Iterator[None]:
+    """Context that restores flags of ``units``, ``REDUCTIONS`` or ``RESHARDING``; FSDP2 has no getters."""
     groups = [group for unit in units for group in param_groups(unit)]
-    before = [(group, name, getattr(group, name)) for group in groups for name in _COMMUNICATION]
+    before = [(group, name, getattr(group, name)) for group in groups for name in names]
     try:
         yield
     finally:
@@ -133,9 +133,20 @@ def communication_restored(units: Iterable[FSDPModule]) -> Iterator[None]:
             setattr(group, name, value)
 
 
+def has_forward_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether any of ``modules`` has a hook that sees what its forward returns."""
+    return any(module._forward_hooks for module in modules)
+
+
 def is_unsharded(unit: FSDPModule) -> bool:
     """Whether the modules of ``unit`` hold unsharded parameters at the moment."""
     return any(group.is_unsharded for group in param_groups(unit))
+
+
+def show_trainable(unit: FSDPModule) -> None:
+    """Give the unsharded parameters of ``unit`` the ``requires_grad`` of the shards, as the next all-gather would."""
+    for param in (param for group in param_groups(unit) for param in group.fsdp_params):
+        param.unsharded_param.requires_grad_(param.sharded_param.requires_grad)
 
 
 def is_gathering(unit: FSDPModule) -> bool:
@@ -432,7 +443,7 @@ def _probe_fsdp2(state: Any) -> None:
         if group.mesh_info.mesh.ndim > 1:
             check(group.mesh_info, "replicate_mesh_size")
         check(group, "is_sharded", "is_unsharded", "unshard", "_to_unsharded")
-        check(group, "_partial_reduce_output", "_all_gather_result", *_COMMUNICATION, writable=True)
+        check(group, "_partial_reduce_output", "_all_gather_result", *REDUCTIONS, *RESHARDING, writable=True)
         for param in group.fsdp_params[:1]:
             check(param, "sharded_param", "unsharded_param", "all_gather_outputs", "mesh_info")
             check(param, "mp_policy", "free_unsharded_param")
@@ -456,6 +467,7 @@ def _probe() -> None:
     check(GradScaler, "_per_optimizer_states", "_unscale_grads_")
     check(DistributedDataParallel, "_check_reducer_finalized")
     check(nn.Module, "_compiled_call_impl")
+    check(nn.Module(), "_forward_hooks")
     check(nn.MultiheadAttention, RESET_PARAMETERS)
     check(torch.autograd.graph, BACKWARD)
     check(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks", "_version")

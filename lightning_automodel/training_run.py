@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -180,13 +181,17 @@ class TrainingRun:
 
     def watch_module(self) -> None:
         """Watch ``module.zero_grad``, toggling, and plain backwards in manual optimization; refuse early hooks."""
-        self.steps.watch_module(self.module, self.patches, self.engine.sync.release)
+        self.steps.watch_module(self.module, self.patches, self.engine.sync.toggled)
         if not self.module.automatic_optimization:
             zero = self.module.on_validation_model_zero_grad
             self.patches.set(self.module, "on_validation_model_zero_grad", lambda: self._zero_before_validation(zero))
         checks.check_hooks(self.module, self._options.count_window_ahead)
-        # Under automatic optimization every backward is the strategy's.
-        if not (self._options.is_sharded or self.module.automatic_optimization) and self._mesh.sizes.divisor > 1:
+        trainer = self.module.trainer
+        may_accumulate = trainer.accumulate_grad_batches > 1 or any(
+            isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks
+        )
+        is_replicated = not self._options.is_sharded and self._mesh.sizes.divisor > 1
+        if is_replicated and (may_accumulate or not self.module.automatic_optimization):
             self.steps.watch_plain_backwards(self.patches)
 
     def _zero_before_validation(self, zero: Callable[[], None]) -> None:

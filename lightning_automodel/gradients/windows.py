@@ -24,6 +24,14 @@ if TYPE_CHECKING:  # it is built above this room
 
 OneOptimizer = Optimizer | LightningOptimizer
 
+PLAIN_BACKWARD = (
+    "A plain loss.backward() in the middle of an accumulation window, whose gradients it would join. For the gradient"
+    " of inputs or activations, call torch.autograd.grad(loss, inputs), which leaves nothing behind. For a loss that"
+    " trains, call self.manual_backward(loss), or end the window first, by a manual_backward outside of"
+    " `optimizer.toggle_model(sync_grad=False)`; under automatic optimization, return the sum of the losses."
+)
+"""Why a backward that is not the strategy's is refused while a window is open."""
+
 
 def unwrap(optimizer: OneOptimizer) -> Optimizer:
     """The user's optimizer behind Lightning's wrapper."""
@@ -115,7 +123,9 @@ class GradientWindows:
         # If all of a window's parameters are dropped, so is the window, with its count.
         self._open = {key: window for key, window in self._open.items() if not window.owned <= dropped}
         if not self._open:
-            dropped.update(self.parameters)
+            self._pending.clear()
+            self._sync.discard()
+            return
         for parameter in dropped:
             self._pending.pop(parameter, None)
         self._sync.discard(dropped)
@@ -130,6 +140,7 @@ class GradientWindows:
     def stepped(self, optimizer: Optimizer) -> None:
         """Start a new report: the optimizer has stepped, or a gradient scaler has skipped its step."""
         self.num_resets += 1
+        self._sync.stepped()
         self.since_step.pop(optimizer, None)
         self.measured.discard(optimizer)
         self.scaling.stepped(optimizer)

@@ -17,9 +17,10 @@ from lightning_automodel.sharding.grad_sync import PENALTY_ON_WEIGHTS
 from lightning_automodel.sharding.units import class_name
 
 _FREED = (
-    "A backward needed parameters that FSDP2 had freed: a second backward through the same forward (gradient"
-    " penalties by torch.autograd.grad(..., create_graph=True), retain_graph=True) does not gather them again. Pass"
-    " data_parallel='ddp'."
+    "A backward needed parameters that FSDP2 had freed. It gathers those of a unit again when a gradient reaches what"
+    " the unit has returned. A second derivative (torch.autograd.grad(..., create_graph=True)) comes another way, and so"
+    " does a loss on tensors that a unit has stored instead of returning them. Pass reshard_during_accumulation=False,"
+    " which keeps parameters gathered until the backward has ended, or data_parallel='ddp'."
 )
 _MEETS_SHARDS = (
     "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit when the unit is called, so code"

@@ -64,7 +64,8 @@ class FSDP2Engine(Engine):
         ]
         apply.initialise_fsdp2(module, self.mesh.sizes.divisor)
         group = self.mesh.group if self.mesh.sizes.divisor > 1 else None
-        self.sync = FSDPGradSync(module, self._defer, self._retain_unsharded(module), group)
+        retains, is_manual = self._retain_unsharded(module), not module.automatic_optimization
+        self.sync = FSDPGradSync(module, self._defer, retains, group, is_manual)
         self.sync.discard()
         self._start_gathers_ahead(module)
         self._gathers = JoinedGathers(self.sync.units)
@@ -104,10 +105,10 @@ class FSDP2Engine(Engine):
         """Decide ``reshard_during_accumulation``. A collective for "auto": one rank short of memory decides for all."""
         option = self.options.reshard_during_accumulation
         need = memory.estimate(module, defers_gradients=self._defer is True)
-        if not module.automatic_optimization:
-            keep, reason = False, "manual optimization may step between two forwards of one training step"
-        elif option != "auto":
+        if option != "auto":
             keep, reason = not option, f"reshard_during_accumulation={option}"
+        elif not module.automatic_optimization:
+            keep, reason = False, "manual optimization may step between two forwards of one training step"
         else:
             keep, reason = self._fits_everywhere(sum(need.values()))
         if keep or "roots" in self._report:
