@@ -32,6 +32,7 @@ from lightning_automodel.checkpoint import (
     DIRECTORY_NOTE,
     RunCheckpoints,
     describe_models,
+    differing_extra_states,
     model_state,
     optimizer_state,
     whole,
@@ -657,7 +658,8 @@ class AutomodelStrategy(ParallelStrategy):
         checkpoint.update(describe_models(module))
         ranks = self._saving_group()
         if self._resume is not None and "optimizer_states" in checkpoint:
-            self._resume.add_to(checkpoint, self._joined_mesh.sizes_by_name(), ranks)
+            extra_states = differing_extra_states(module, filepath, ranks)
+            self._resume.add_to(checkpoint, self._joined_mesh.sizes_by_name(), ranks, extra_states)
         if ranks is None and self.world_size > 1:
             self._checkpoints.save_alone(checkpoint, filepath, self.checkpoint_io)
             return

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import paths, single_file, state_dict
+from lightning_automodel.checkpoint.edited import EditedDirectory, LazyState
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.sharded import ShardDirectory, prepare_shards
 from lightning_automodel.checkpoint.single_file import WholeCheckpoint, fill_module, load_file, prepare_file
@@ -198,7 +199,9 @@ class RunCheckpoints:
     def open(
         self, path: str | Path, weights_only: bool | None, io: CheckpointIO, is_first_on_node: bool
     ) -> dict[str, Any]:
-        """Check the checkpoint at rank 0's ``path``, and load what Lightning restores of it: all but shards.
+        """Check the checkpoint at rank 0's ``path``, and load what Lightning restores of it.
+
+        Of a directory, tensors of the model are read when a hook asks for them, and states of optimizers are left out.
 
         Nothing is changed yet. If any rank cannot read it, every rank raises :class:`CheckpointError`. For one file,
         the first rank of each node compares the content with its checksums.
@@ -210,7 +213,7 @@ class RunCheckpoints:
         # A rank that sees no directory where others do fails, and they learn of it: either way opens with one exchange.
         if is_directory:
             self._opened = ShardDirectory(self._path, weights_only)
-            loaded = self._opened.rest
+            loaded = {**self._opened.rest, state_dict.MODEL: LazyState(self._opened)}
         else:
             with on_every_rank(what):
                 if type(io) is TorchCheckpointIO:
@@ -237,11 +240,16 @@ class RunCheckpoints:
             with on_every_rank(f"Cannot load {self._path}"):
                 fill_module(module, checkpoint, optimizers, strict)
             return
-        saved: state_dict.Saved | None = self._opened
-        if saved is None:
-            names = [state_dict.parameter_names(module, optimizer) for optimizer in optimizers]
-            with on_every_rank(f"Cannot load {self._path}"):
+        saved: state_dict.Saved | None = None
+        with on_every_rank(f"Cannot load {self._path}"):
+            if not isinstance(checkpoint.get(state_dict.MODEL), dict):
+                raise CheckpointError("on_load_checkpoint has left no dict in checkpoint['state_dict']")
+            if self._opened is not None:
+                saved = EditedDirectory(self._opened, checkpoint[state_dict.MODEL])
+            else:
+                names = [state_dict.parameter_names(module, optimizer) for optimizer in optimizers]
                 saved = WholeCheckpoint(self._path, checkpoint, names)
+        assert saved is not None
         state_dict.load_state(saved, module, optimizers, strict)
         own = state_dict.model_state(module)
         rest = {key: value for key, value in checkpoint.items() if key != state_dict.MODEL}
