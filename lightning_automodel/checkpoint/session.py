@@ -19,7 +19,7 @@ from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import paths, single_file, state_dict
 from lightning_automodel.checkpoint.edited import EditedDirectory, LazyState
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.sharded import ShardDirectory, prepare_shards
+from lightning_automodel.checkpoint.sharded import ShardDirectory, is_shard_directory, prepare_shards
 from lightning_automodel.checkpoint.single_file import WholeCheckpoint, fill_module, load_file, prepare_file
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
@@ -42,13 +42,15 @@ class RunCheckpoints:
 
     Args:
         is_sharded: Whether the model is sharded.
-        as_directory: Whether to write a directory of shards; otherwise one file.
+        as_directory: Whether to write a directory of shards, or else one file; None: :meth:`choose_form` decides.
         in_background: Whether to write while training goes on.
         timeout: Of the group that writes in the background.
     """
 
-    def __init__(self, is_sharded: bool, as_directory: bool, in_background: bool, timeout: timedelta) -> None:
-        self.is_sharded, self.as_directory, self.in_background = is_sharded, as_directory, in_background
+    def __init__(self, is_sharded: bool, as_directory: bool | None, in_background: bool, timeout: timedelta) -> None:
+        self.is_sharded, self.in_background = is_sharded, in_background
+        self._chosen_form = as_directory
+        self.as_directory = is_sharded if as_directory is None else as_directory
         self._timeout = timeout
         self._opened: ShardDirectory | None = None
         self._path = ""
@@ -63,6 +65,33 @@ class RunCheckpoints:
     def names_parameters(self) -> bool:
         """Whether states are saved by parameter name; a replicated model's file holds its own state dicts."""
         return self.is_sharded or self.as_directory
+
+    def choose_form(self, io: CheckpointIO, world_size: int) -> str | None:
+        """Decide, for a run of ``world_size`` ranks, whether checkpoints are directories. Not a collective.
+
+        Returns:
+            What the user should know of the choice, if it is not the usual one.
+
+        Raises:
+            ValueError: If directories were asked for, and ``io``, the Trainer's plugin, would have no effect on them.
+        """
+        is_plugin = type(io) is not TorchCheckpointIO
+        if self._chosen_form is None:
+            # A single rank has no use for a directory, and one file is read by any program.
+            self.as_directory = self.is_sharded and world_size > 1 and not is_plugin
+            if is_plugin and self.is_sharded and world_size > 1:
+                return (
+                    f"{type(io).__name__} writes the checkpoints, one file each, for which rank 0 needs host memory for"
+                    " the whole state: for directories of shards, which need no more than a rank's share, leave the"
+                    " plugin out."
+                )
+        elif self._chosen_form and is_plugin:
+            raise ValueError(
+                f"save_distributed_checkpoint=True writes directories of shards, on which {type(io).__name__} would"
+                " have no effect: leave the plugin out, or pass save_distributed_checkpoint=False, with which it writes"
+                " one file."
+            )
+        return None
 
     def patch_callbacks(self, trainer: "pl.Trainer", patches: PatchStack) -> None:
         """Make each ``ModelCheckpoint`` of ``trainer`` wait for saves in the background."""
@@ -210,6 +239,8 @@ class RunCheckpoints:
         what, is_directory = f"Cannot load {self._path}", False
         with on_every_rank(what):
             is_directory = paths.is_directory(self._path)
+            if is_directory and type(io) is not TorchCheckpointIO:
+                is_directory = is_shard_directory(self._path)  # else the plugin's own
         # A rank that sees no directory where others do fails, and they learn of it: either way opens with one exchange.
         if is_directory:
             self._opened = ShardDirectory(self._path, weights_only)

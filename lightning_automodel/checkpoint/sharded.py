@@ -309,6 +309,12 @@ class _Planner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
+def is_shard_directory(path: str) -> bool:
+    """Whether the directory at ``path`` is one of shards, this package's or another's."""
+    filesystem, place = url_to_fs(path)
+    return any(filesystem.exists(f"{place}/{name}") for name in (MANIFEST, METADATA))
+
+
 def _manifest(path: str) -> bytes | None:
     """Content of a directory's manifest, which differs from save to save; None if another program wrote it."""
     filesystem, place = url_to_fs(f"{path}/{MANIFEST}")
