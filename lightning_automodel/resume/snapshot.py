@@ -120,7 +120,9 @@ def _restore_buffers(module: "pl.LightningModule", saved: Buffers, device: torch
         for _, other, alias, held in places:
             if held is buffer and buffer is not None:
                 setattr(other, alias, value)
-    return _register_missing(module, {name: saved[name] for name in saved.keys() - {place[0] for place in places}}, device)
+    return _register_missing(
+        module, {name: saved[name] for name in saved.keys() - {place[0] for place in places}}, device
+    )
 
 
 def _register_missing(module: "pl.LightningModule", missing: Buffers, device: torch.device) -> list[str]:

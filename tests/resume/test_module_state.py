@@ -44,7 +44,12 @@ class Cache(nn.Module):
                 self.register_buffer("late", torch.zeros(1, dtype=torch.float64), persistent=False)
             self.late += seen
             self.dropped = None
-        held = self.grown.mean() + self.late.sum() + self.statistics.sum() + (0 if self.counts is None else self.counts.to_dense().sum())
+        held = (
+            self.grown.mean()
+            + self.late.sum()
+            + self.statistics.sum()
+            + (0 if self.counts is None else self.counts.to_dense().sum())
+        )
         return value * (1.5 + torch.tanh(held) / 4 + (0 if self.dropped is None else 1))
 
 
