@@ -137,11 +137,6 @@ class StrategyOptions:
         """Whether the engine is FSDP2."""
         return self.data_parallel == "fsdp2"
 
-    @property
-    def writes_directories(self) -> bool:
-        """Whether checkpoints are directories of shards."""
-        return self.is_sharded if self.save_distributed_checkpoint is None else self.save_distributed_checkpoint
-
     def given_sizes(self) -> dict[str, Any]:
         """Sizes of the mesh that differ from their defaults, by keyword."""
         return {name: getattr(self, name) for name in self._changed(_SIZES)}

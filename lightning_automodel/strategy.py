@@ -32,6 +32,7 @@ from lightning_automodel.checkpoint import (
     DIRECTORY_NOTE,
     RunCheckpoints,
     describe_models,
+    differing_extra_states,
     model_state,
     optimizer_state,
     whole,
@@ -113,7 +114,8 @@ class AutomodelStrategy(ParallelStrategy):
         timeout: How long a collective may wait, and how long a rank may miss its heartbeats: ``timedelta`` or minutes.
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
         save_distributed_checkpoint: True: a checkpoint is a directory of shards. False: one file, for which rank 0
-            needs host memory for the whole state. None: a directory if the model is sharded.
+            needs host memory for the whole state. None: a directory if the model is sharded over several ranks, and
+            the Trainer has no ``CheckpointIO`` plugin, which writes files.
         uneven_inputs: What happens if a rank's training data ends before another's. ``"error"``: every rank raises.
             ``"pad"``: it goes on with padding batches, which have no effect, until all have ended. Evaluation and
             prediction always see each sample once.
@@ -139,7 +141,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._options = options
         self._checkpoints = RunCheckpoints(
             is_sharded=options.is_sharded,
-            as_directory=options.writes_directories,
+            as_directory=options.save_distributed_checkpoint,
             in_background=options.async_checkpoint,
             timeout=options.parsed_timeout,
         )
@@ -374,7 +376,10 @@ class AutomodelStrategy(ParallelStrategy):
         self._close_run()  # if an `on_exception` hook raised, Lightning did not tear down the last run
         if self.world_size > 1:
             lightning_internals.patch_signals(trainer, self._supervisor.ask_to_requeue, self._patches)
+        if (note := self._checkpoints.choose_form(self.checkpoint_io, self.world_size)) is not None:
+            self._advice.say_once(note)
         self._checkpoints.patch_callbacks(trainer, self._patches)
+        lightning_internals.forget_loaded_checkpoint(trainer)
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
         if fitting and (layer_sync := lightning_internals.layer_sync(self)) is not None:
@@ -657,7 +662,8 @@ class AutomodelStrategy(ParallelStrategy):
         checkpoint.update(describe_models(module))
         ranks = self._saving_group()
         if self._resume is not None and "optimizer_states" in checkpoint:
-            self._resume.add_to(checkpoint, self._joined_mesh.sizes_by_name(), ranks)
+            extra_states = differing_extra_states(module, filepath, ranks)
+            self._resume.add_to(checkpoint, self._joined_mesh.sizes_by_name(), ranks, extra_states)
         if ranks is None and self.world_size > 1:
             self._checkpoints.save_alone(checkpoint, filepath, self.checkpoint_io)
             return

@@ -36,6 +36,9 @@ BACKWARD = "_engine_run_backward"
 RESET_PARAMETERS = "_reset_parameters"
 """How torch's attention and transformer modules initialise themselves."""
 
+EXTRA_STATE = "_extra_state"
+"""How the name of what ``get_extra_state`` returns ends in a state dict."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes are not public
 FSDPParam: TypeAlias = Any  # one parameter of such a group
@@ -299,6 +302,33 @@ def has_gradient_hook(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks)
 
 
+def buffer_places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor | None]]:
+    """Name, owner, attribute and value of each registered buffer; ``named_buffers`` leaves out those that are None."""
+    for path, owner in module.named_modules():
+        for attribute, value in owner._buffers.items():
+            yield f"{path}.{attribute}" if path else attribute, owner, attribute, value
+
+
+ASSIGNS = "assign_to_params_buffers"
+"""Key under which ``load_state_dict`` tells a module that ``assign`` is true."""
+
+
+def load_state_dict_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """The functions that ``module`` calls before it loads its part of a state dict."""
+    return [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+
+
+_LOAD = "_load_from_state_dict"
+_OURS = ("torch", __name__.partition(".")[0])
+
+
+def loads_by_itself(module: nn.Module) -> bool:
+    """Whether a class or hook that is not torch's decides what ``module`` loads: it may resize buffers, rename keys."""
+    loader = next(cls for cls in type(module).__mro__ if _LOAD in vars(cls))
+    hooks = load_state_dict_hooks(module)
+    return any(str(each.__module__).partition(".")[0] not in _OURS for each in (loader, *hooks))
+
+
 _COMPILED = "_orig_mod"
 
 
@@ -467,7 +497,7 @@ def _probe() -> None:
     check(GradScaler, "_per_optimizer_states", "_unscale_grads_")
     check(DistributedDataParallel, "_check_reducer_finalized")
     check(nn.Module, "_compiled_call_impl")
-    check(nn.Module(), "_forward_hooks")
+    check(nn.Module(), "_buffers", "_forward_hooks", "_load_state_dict_pre_hooks", _LOAD)
     check(nn.MultiheadAttention, RESET_PARAMETERS)
     check(torch.autograd.graph, BACKWARD)
     check(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks", "_version")

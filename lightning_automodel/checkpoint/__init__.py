@@ -1,6 +1,7 @@
 """Checkpoints: saved whole or not at all, checked before they load, and loaded on any number of ranks."""
 
 from lightning_automodel.checkpoint.errors import CheckpointError
+from lightning_automodel.checkpoint.extra_states import differing_extra_states
 from lightning_automodel.checkpoint.hugging_face import describe_models, export_hugging_face
 from lightning_automodel.checkpoint.reading import load_directories
 from lightning_automodel.checkpoint.session import DIRECTORY_NOTE, RunCheckpoints
@@ -11,6 +12,7 @@ __all__ = [
     "CheckpointError",
     "RunCheckpoints",
     "describe_models",
+    "differing_extra_states",
     "export_hugging_face",
     "model_state",
     "optimizer_state",

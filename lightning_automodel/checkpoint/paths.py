@@ -6,6 +6,7 @@ a checkpoint. So a crash leaves the old checkpoint or the new one.
 
 import os
 import shutil
+import time
 import uuid
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from lightning_automodel.checkpoint.errors import CheckpointError
 
 TEMPORARY = ".unfinished-"
 """Prefix of the names of directories and files that are being written or removed."""
+
+PATIENCE_S = 5.0
+"""How long a rank waits until it sees what another has written, before it takes their file systems for different."""
 
 _OF_CHECKPOINTS = (".metadata", "meta.pt")
 """Files that show that a directory holds shards, this package's or another's, even if some are missing."""
@@ -109,6 +113,27 @@ def prepare_place(path: str) -> str:
     return f"{above}/{temporary_name()}"
 
 
+def mark(folder: str, name: str) -> None:
+    """Make a ``folder`` for the files of a directory, with an empty file ``name`` that other ranks look for."""
+    filesystem, place = url_to_fs(folder)
+    filesystem.makedirs(place, exist_ok=True)
+    filesystem.pipe_file(f"{place}/{name}", b"")
+
+
+def is_seen(folder: str, name: str) -> bool:
+    """Whether this process sees what another has marked; a network file system may show it a little later."""
+    filesystem, place = url_to_fs(folder)
+    ends = time.monotonic() + PATIENCE_S
+    pause_s = 0.05
+    while not filesystem.exists(f"{place}/{name}"):
+        if time.monotonic() > ends:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 1.0)
+        filesystem.invalidate_cache()
+    return True
+
+
 def new_local_target(path: str | Path) -> Path:
     """The local ``path``, whose parent folder is made; CheckpointError if it is not local or exists."""
     if not is_local(str(path)):
@@ -131,6 +156,16 @@ def remove(path: str) -> None:
     filesystem, place = url_to_fs(path)
     if filesystem.exists(place):
         filesystem.rm(place, recursive=True)
+
+
+def remove_unfinished(folder: str) -> None:
+    """Remove what :func:`prepare_place` and :func:`mark` have made for a save that has failed. Called by one rank."""
+    remove(folder)
+    if not is_local(folder):
+        filesystem, place = url_to_fs(folder)
+        directory = place.rpartition("/")[0]
+        if filesystem.isdir(directory) and not filesystem.ls(directory, detail=False):
+            filesystem.rmdir(directory)
 
 
 def temporary_name() -> str:

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import paths, single_file, state_dict
+from lightning_automodel.checkpoint.edited import EditedDirectory, LazyState
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.sharded import ShardDirectory, prepare_shards
+from lightning_automodel.checkpoint.sharded import ShardDirectory, is_shard_directory, prepare_shards
 from lightning_automodel.checkpoint.single_file import WholeCheckpoint, fill_module, load_file, prepare_file
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
@@ -41,13 +42,15 @@ class RunCheckpoints:
 
     Args:
         is_sharded: Whether the model is sharded.
-        as_directory: Whether to write a directory of shards; otherwise one file.
+        as_directory: Whether to write a directory of shards, or else one file; None: :meth:`choose_form` decides.
         in_background: Whether to write while training goes on.
         timeout: Of the group that writes in the background.
     """
 
-    def __init__(self, is_sharded: bool, as_directory: bool, in_background: bool, timeout: timedelta) -> None:
-        self.is_sharded, self.as_directory, self.in_background = is_sharded, as_directory, in_background
+    def __init__(self, is_sharded: bool, as_directory: bool | None, in_background: bool, timeout: timedelta) -> None:
+        self.is_sharded, self.in_background = is_sharded, in_background
+        self._chosen_form = as_directory
+        self.as_directory = is_sharded if as_directory is None else as_directory
         self._timeout = timeout
         self._opened: ShardDirectory | None = None
         self._path = ""
@@ -62,6 +65,33 @@ class RunCheckpoints:
     def names_parameters(self) -> bool:
         """Whether states are saved by parameter name; a replicated model's file holds its own state dicts."""
         return self.is_sharded or self.as_directory
+
+    def choose_form(self, io: CheckpointIO, world_size: int) -> str | None:
+        """Decide, for a run of ``world_size`` ranks, whether checkpoints are directories. Not a collective.
+
+        Returns:
+            What the user should know of the choice, if it is not the usual one.
+
+        Raises:
+            ValueError: If directories were asked for, and ``io``, the Trainer's plugin, would have no effect on them.
+        """
+        is_plugin = type(io) is not TorchCheckpointIO
+        if self._chosen_form is None:
+            # A single rank has no use for a directory, and one file is read by any program.
+            self.as_directory = self.is_sharded and world_size > 1 and not is_plugin
+            if is_plugin and self.is_sharded and world_size > 1:
+                return (
+                    f"{type(io).__name__} writes the checkpoints, one file each, for which rank 0 needs host memory for"
+                    " the whole state: for directories of shards, which need no more than a rank's share, leave the"
+                    " plugin out."
+                )
+        elif self._chosen_form and is_plugin:
+            raise ValueError(
+                f"save_distributed_checkpoint=True writes directories of shards, on which {type(io).__name__} would"
+                " have no effect: leave the plugin out, or pass save_distributed_checkpoint=False, with which it writes"
+                " one file."
+            )
+        return None
 
     def patch_callbacks(self, trainer: "pl.Trainer", patches: PatchStack) -> None:
         """Make each ``ModelCheckpoint`` of ``trainer`` wait for saves in the background."""
@@ -198,7 +228,9 @@ class RunCheckpoints:
     def open(
         self, path: str | Path, weights_only: bool | None, io: CheckpointIO, is_first_on_node: bool
     ) -> dict[str, Any]:
-        """Check the checkpoint at rank 0's ``path``, and load what Lightning restores of it: all but shards.
+        """Check the checkpoint at rank 0's ``path``, and load what Lightning restores of it.
+
+        Of a directory, tensors of the model are read when a hook asks for them, and states of optimizers are left out.
 
         Nothing is changed yet. If any rank cannot read it, every rank raises :class:`CheckpointError`. For one file,
         the first rank of each node compares the content with its checksums.
@@ -207,10 +239,12 @@ class RunCheckpoints:
         what, is_directory = f"Cannot load {self._path}", False
         with on_every_rank(what):
             is_directory = paths.is_directory(self._path)
+            if is_directory and type(io) is not TorchCheckpointIO:
+                is_directory = is_shard_directory(self._path)  # else the plugin's own
         # A rank that sees no directory where others do fails, and they learn of it: either way opens with one exchange.
         if is_directory:
             self._opened = ShardDirectory(self._path, weights_only)
-            loaded = self._opened.rest
+            loaded = {**self._opened.rest, state_dict.MODEL: LazyState(self._opened)}
         else:
             with on_every_rank(what):
                 if type(io) is TorchCheckpointIO:
@@ -237,11 +271,16 @@ class RunCheckpoints:
             with on_every_rank(f"Cannot load {self._path}"):
                 fill_module(module, checkpoint, optimizers, strict)
             return
-        saved: state_dict.Saved | None = self._opened
-        if saved is None:
-            names = [state_dict.parameter_names(module, optimizer) for optimizer in optimizers]
-            with on_every_rank(f"Cannot load {self._path}"):
+        saved: state_dict.Saved | None = None
+        with on_every_rank(f"Cannot load {self._path}"):
+            if not isinstance(checkpoint.get(state_dict.MODEL), dict):
+                raise CheckpointError("on_load_checkpoint has left no dict in checkpoint['state_dict']")
+            if self._opened is not None:
+                saved = EditedDirectory(self._opened, checkpoint[state_dict.MODEL])
+            else:
+                names = [state_dict.parameter_names(module, optimizer) for optimizer in optimizers]
                 saved = WholeCheckpoint(self._path, checkpoint, names)
+        assert saved is not None
         state_dict.load_state(saved, module, optimizers, strict)
         own = state_dict.model_state(module)
         rest = {key: value for key, value in checkpoint.items() if key != state_dict.MODEL}

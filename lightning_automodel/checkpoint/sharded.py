@@ -8,6 +8,7 @@ of the checkpoint (``meta.pt``) and a manifest, written last. Torch and Lightnin
 import io
 import itertools
 import json
+import socket
 import warnings
 import zlib
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.utils.serialization import config as serialization_config
 from typing_extensions import override
@@ -33,7 +35,15 @@ from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
 from lightning_automodel.checkpoint.safe_load import MetadataUnpickler, load_plain_data
 from lightning_automodel.checkpoint.single_file import check_content
-from lightning_automodel.checkpoint.state_dict import EXTRA_STATE, MODEL, Saved, copied, optimizer_key, split_shards
+from lightning_automodel.checkpoint.state_dict import (
+    EXTRA_STATES,
+    MODEL,
+    Saved,
+    copied,
+    is_extra_state,
+    optimizer_key,
+    split_shards,
+)
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 
@@ -106,12 +116,20 @@ def prepare_shards(
     what = f"Cannot save {path}"
     shards, rest = _take_shards(checkpoint)
     folder, content = "", io.BytesIO()
-    with on_every_rank(what):
-        if group_rank() == 0:
-            torch.save(rest, content)
-            folder = paths.prepare_place(path)
-    # The folder's name is random, and all ranks write into it.
-    folder = collectives.broadcast_object(folder, 0)
+    try:
+        with on_every_rank(what):
+            if group_rank() == 0:
+                torch.save(rest, content)
+                folder = paths.prepare_place(path)
+                paths.mark(folder, REST)
+        # The folder's name is random, and all ranks write into it.
+        folder, node = collectives.broadcast_object((folder, socket.gethostname()), 0)
+        with on_every_rank(what):
+            _check_shared(folder, path, node)
+    except BaseException:
+        if folder and group_rank() == 0:
+            paths.remove_unfinished(folder)
+        raise
     writer = ShardWriter(path, folder, content.getvalue())
     staged = copied(shards) if copy else shards
 
@@ -121,21 +139,41 @@ def prepare_shards(
                 dcp.save(staged, storage_writer=writer, process_group=group)
         except BaseException:
             if group_rank() == 0:
-                paths.remove(folder)
+                paths.remove_unfinished(folder)
             raise
 
     return write
 
 
+def _check_shared(folder: str, path: str, node: str) -> None:
+    """Raise CheckpointError unless this rank sees the ``folder`` that rank 0 has made on ``node``. Not a collective.
+
+    Before anything large is written: shards on the disk of another node, or in the memory of another process
+    (``memory://``), would be lost.
+    """
+    if not paths.is_seen(folder, REST):
+        raise CheckpointError(
+            f"{socket.gethostname()} does not see what rank 0 has written at {path} on {node}, so that shards written"
+            " there would be lost: save to a file system that all ranks share (ModelCheckpoint(dirpath=...) or"
+            " Trainer(default_root_dir=...)), or pass save_distributed_checkpoint=False, with which rank 0 writes one"
+            " file"
+        )
+
+
 def _take_shards(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Shards by place, and the rest of ``checkpoint``, from which the states of model and optimizers are popped."""
     of_model: dict[str, Any] = checkpoint.pop(MODEL)
-    objects = {name: of_model.pop(name) for name in list(of_model) if not isinstance(of_model[name], Tensor)}
+    # Of extra states also tensors: ranks may have others, of other sizes, and the resume state has those.
+    objects = {
+        name: of_model.pop(name)
+        for name, value in list(of_model.items())
+        if not isinstance(value, Tensor) or (is_extra_state(name) and not isinstance(value, DTensor))
+    }
     shards = {MODEL: of_model}
     for index, state in enumerate(filter(None, checkpoint.pop("optimizer_states", []))):
         shards[optimizer_key(index)] = state
     rest, others = split_shards(checkpoint, of_model.keys())
-    return {**shards, **others}, {**rest, EXTRA_STATE: objects} if objects else rest
+    return {**shards, **others}, {**rest, EXTRA_STATES: objects} if objects else rest
 
 
 class ShardDirectory(Saved):
@@ -160,7 +198,7 @@ class ShardDirectory(Saved):
             rest = load_plain_data(io.BytesIO(content), f"{REST} of {path}", self._weights_only)
             if not isinstance(rest, dict):
                 raise CheckpointError(f"{REST} holds a {type(rest).__name__}, which is not a checkpoint's rest")
-            self._extra_state: dict[str, Any] = rest.pop(EXTRA_STATE, {})
+            self._extra_state: dict[str, Any] = rest.pop(EXTRA_STATES, {})
             self.rest = rest
             self.entries = {
                 name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
@@ -180,16 +218,35 @@ class ShardDirectory(Saved):
 
         ``targets`` is nested as it was saved, or flat. Each rank reads what its own shards need.
         """
-        if of_model := targets.get(MODEL):
+        of_model = targets.get(MODEL)
+        if of_model:
             tensors = {name: value for name, value in of_model.items() if name not in self._extra_state}
             of_model.update({name: self._extra_state[name] for name in of_model.keys() - tensors.keys()})
             targets = {**targets, MODEL: tensors}
+            self._read(targets, self._is_alone)
+            of_model.update(tensors)
+        else:
+            self._read(targets, self._is_alone)
+        with self._raising():
+            self._check_unreplaced()
+
+    def read_model_alone(self, name: str) -> Any:
+        """One entry of the model's state, a tensor whole and in host memory. Not a collective."""
+        if name in self._extra_state:
+            return self._extra_state[name]
+        key = f"{MODEL}.{name}"
+        entry = self.entries[key]
+        found = {key: None if entry is None else torch.empty_like(entry, device="cpu")}
+        self._read(found, is_alone=True)
+        with on_this_rank(f"Cannot load {self.path}"):
+            self._check_unreplaced()
+        return found[key]
+
+    def _read(self, targets: dict[str, Any], is_alone: bool) -> None:
         reader = _Reader(self._folder, self._metadata)
         with on_this_rank(f"Cannot load {self.path}"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(targets, storage_reader=reader, planner=_Planner(self._weights_only), no_dist=self._is_alone)
-        with self._raising():
-            self._check_unreplaced()
+            dcp.load(targets, storage_reader=reader, planner=_Planner(self._weights_only), no_dist=is_alone)
 
     def _raising(self) -> AbstractContextManager[None]:
         what = f"Cannot load {self.path}"
@@ -250,6 +307,12 @@ class _Planner(DefaultLoadPlanner):
             load_plain_data(value, f"entry {read_item.dest_index.fqn!r}", weights_only=True)
             value.seek(0)
         super().load_bytes(read_item, value)
+
+
+def is_shard_directory(path: str) -> bool:
+    """Whether the directory at ``path`` is one of shards, this package's or another's."""
+    filesystem, place = url_to_fs(path)
+    return any(filesystem.exists(f"{place}/{name}") for name in (MANIFEST, METADATA))
 
 
 def _manifest(path: str) -> bytes | None:

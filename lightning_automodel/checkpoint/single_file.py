@@ -131,18 +131,26 @@ class WholeCheckpoint(Saved):
         self._values = values
 
     @override
-    def read_into(self, targets: Any, prefix: str = "") -> None:
+    def read_into(self, targets: dict[str, Any]) -> None:
         """Overwrite the tensors in ``targets`` in place, and replace its other values. Not a collective."""
-        items = targets.items() if isinstance(targets, dict) else enumerate(targets)
-        for key, target in list(items):
-            name = f"{prefix}{key}"
-            if isinstance(target, (dict, list)) and name not in self._values:
-                self.read_into(target, f"{name}.")
-            elif isinstance(target, Tensor) and isinstance(self._values[name], Tensor):
-                with torch.no_grad():
-                    target.copy_(shard_like(target, self._values[name]))
-            else:
-                targets[key] = self._values[name]
+        fill_tree(targets, self._values)
+
+
+def fill_tree(targets: Any, values: Mapping[str, Any], prefix: str = "") -> None:
+    """Overwrite the tensors in ``targets``, nested dicts and lists, with whole ``values`` by flattened name.
+
+    Each rank keeps its part of those that are sharded; other values are replaced. Not a collective.
+    """
+    items = targets.items() if isinstance(targets, dict) else enumerate(targets)
+    for key, target in list(items):
+        name = f"{prefix}{key}"
+        if isinstance(target, (dict, list)) and name not in values:
+            fill_tree(target, values, f"{name}.")
+        elif isinstance(target, Tensor) and isinstance(values[name], Tensor):
+            with torch.no_grad():
+                target.copy_(shard_like(target, values[name]))
+        else:
+            targets[key] = values[name]
 
 
 def fill_module(module: nn.Module, checkpoint: Mapping[str, Any], optimizers: list[Optimizer], strict: bool) -> None:

@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.torch_internals import without_wrappers
+from lightning_automodel.torch_internals import EXTRA_STATE, loads_by_itself, without_wrappers
 
 MODEL = "state_dict"
 
-EXTRA_STATE = "lightning_automodel_extra_state"
-"""Key in ``meta.pt`` of the model's non-tensors (``get_extra_state``): torch would flatten dicts, lose empty ones."""
+EXTRA_STATES = "lightning_automodel_extra_state"
+"""Key in ``meta.pt`` of what ``get_extra_state`` returns: torch would flatten dicts, and lose empty ones."""
 
 SHARDED_STATES = "lightning_automodel_shards"
 """Key in one file of a list: the places of its dicts whose tensors were sharded when it was saved."""
@@ -31,6 +31,11 @@ def is_optimizer_key(key: str) -> bool:
     """Whether ``key`` is the key of an optimizer's state."""
     start, _, index = key.rpartition("_")
     return start == "optimizer" and index.isdecimal()
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a module's ``get_extra_state`` has returned the entry ``name`` of the model's state."""
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 class Saved(ABC):
@@ -144,10 +149,10 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
     of_model = model_state(model)
     parameters = {without_wrappers(name): parameter.detach() for name, parameter in model.named_parameters()}
     names = [parameter_names(model, optimizer) for optimizer in optimizers]
-    with on_every_rank(f"Cannot load {saved.path}"):
-        _check_model(saved.entries, of_model, strict)
-        of_model = {name: value for name, value in of_model.items() if f"{MODEL}.{name}" in saved.entries}
-        targets: dict[str, Any] = {MODEL: of_model}
+    what = f"Cannot load {saved.path}"
+    targets: dict[str, Any] = {}
+    with on_every_rank(what):
+        targets[MODEL] = _model_targets(saved, model, of_model, strict)
         keys = {name.partition(".")[0] for name in saved.entries}
         if optimizers and (num_saved := sum(map(is_optimizer_key, keys))):
             check_number("optimizers", num_saved, len(optimizers))
@@ -156,8 +161,8 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
             targets[optimizer_key(index)] = _optimizer_targets(saved.entries, optimizer, own, index)
     # Everything fits on every rank: from here on tensors are overwritten.
     saved.read_into(targets)
-    name_of = {without_wrappers(name): name for name in model.state_dict()}
-    model.load_state_dict({name_of[name]: value for name, value in of_model.items()}, strict=False)
+    with on_every_rank(what):
+        _load_model(model, targets[MODEL], strict)
     for index, optimizer in enumerate(optimizers):
         read, packed = targets[optimizer_key(index)], optimizer.state_dict()
         groups = packed["param_groups"]
@@ -167,24 +172,71 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
         optimizer.load_state_dict(packed)
 
 
-def _check_model(entries: Mapping[str, Tensor | None], targets: dict[str, Any], strict: bool) -> None:
-    saved = [name.removeprefix(f"{MODEL}.") for name in entries if name.startswith(f"{MODEL}.")]
-    missing = [name for name in targets if f"{MODEL}.{name}" not in entries]
-    unknown = [name for name in saved if name not in targets]
+def _model_targets(saved: Saved, model: nn.Module, own: dict[str, Any], strict: bool) -> dict[str, Any]:
+    """What to read of the model's saved state: its ``own`` tensors, else new ones, which its modules take apart.
+
+    Raises CheckpointError unless the two states match. Where modules load by themselves, they decide.
+    """
+    entries = saved.model
+    prefixes = _loading_by_themselves(model)
+    _check_model(entries, own, strict, prefixes)
+    targets: dict[str, Any] = {}
+    for name, entry in entries.items():
+        is_own = name in own
+        if not is_own and not name.startswith(prefixes):
+            continue
+        is_resized = isinstance(own.get(name), Tensor) and entry is not None and own[name].size() != entry.size()
+        if entry is not None and (not is_own or is_resized or is_extra_state(name)):
+            targets[name] = torch.empty(entry.size(), dtype=entry.dtype)
+        else:
+            targets[name] = own.get(name)
+    return targets
+
+
+def _loading_by_themselves(model: nn.Module) -> tuple[str, ...]:
+    """Prefixes of the names of what is below the modules that load by themselves."""
+    paths = [without_wrappers(path) for path, each in model.named_modules() if loads_by_itself(each)]
+    return tuple(f"{path}." if path else "" for path in paths)
+
+
+def _check_model(
+    entries: Mapping[str, Tensor | None], targets: dict[str, Any], strict: bool, prefixes: tuple[str, ...]
+) -> None:
+    """Raise CheckpointError unless the entries match, apart from those whose names begin with one of ``prefixes``."""
+    missing = [name for name in targets if name not in entries and not name.startswith(prefixes)]
+    unknown = [name for name in entries if name not in targets and not name.startswith(prefixes)]
     # Nothing in common is an error also where loading is not strict: it would train from scratch in silence.
     if (targets and len(missing) == len(targets)) or (strict and (missing or unknown)):
-        differing = [
-            f"{word} {_some(names)}" for word, names in (("missing", missing), ("unexpected", unknown)) if names
-        ]
-        raise CheckpointError(
-            f"it does not match the model: {', '.join(differing)}"
-            " (with LightningModule.strict_loading = False, what both have is loaded)"
-        )
+        raise _mismatch(missing, unknown)
     for name, target in targets.items():
-        entry = entries.get(f"{MODEL}.{name}")
-        if isinstance(target, Tensor) and entry is not None and entry.size() != target.size():
+        entry = entries.get(name)
+        if not isinstance(target, Tensor) or entry is None or is_extra_state(name) or entry.size() == target.size():
+            continue
+        # A module may resize a buffer, but not its shards.
+        if isinstance(target, DTensor) or not name.startswith(prefixes):
             there, here = list(entry.size()), list(target.size())
             raise CheckpointError(f"{name} has shape {there} in the checkpoint and {here} in this model")
+
+
+def _mismatch(missing: list[str], unknown: list[str]) -> CheckpointError:
+    differing = [f"{word} {_some(names)}" for word, names in (("missing", missing), ("unexpected", unknown)) if names]
+    return CheckpointError(
+        f"it does not match the model: {', '.join(differing)}"
+        " (with LightningModule.strict_loading = False, what both have is loaded)"
+    )
+
+
+def _load_model(model: nn.Module, state: dict[str, Any], strict: bool) -> None:
+    """Hand ``state`` to the modules, whose own tensors in it have their values already."""
+    name_of = {without_wrappers(name): name for name in model.state_dict()}
+    found = model.load_state_dict({name_of.get(name, name): value for name, value in state.items()}, strict=False)
+    if found is None:  # of a load_state_dict of the user's
+        return
+    # The rest was compared before.
+    unknown = [name for name in found.unexpected_keys if without_wrappers(name) in state]
+    missing = [name for name in found.missing_keys if without_wrappers(name).startswith(_loading_by_themselves(model))]
+    if strict and (missing or unknown):
+        raise _mismatch(missing, unknown)
 
 
 def no_optimizer_state(index: int) -> CheckpointError:

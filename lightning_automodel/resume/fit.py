@@ -63,7 +63,7 @@ class Resume:
         self._parameters, self._is_manual = list(self._module.parameters()), not self._module.automatic_optimization
         self._loaders = dataloaders.TrainingLoaders(trainer, device, say)
         self._first_flags = snapshot.flags(self._module)
-        self._first_buffers: dict[str, Tensor] = {}
+        self._first_buffers: snapshot.Buffers = {}
         self._patches = PatchStack()
         self._snapshot: Snapshot | None = None
         self._final: Snapshot | None = None
@@ -141,11 +141,18 @@ class Resume:
         self._patches.restore()
         self._loaders.close()
 
-    def add_to(self, checkpoint: dict[str, Any], sizes: dict[str, int], group: dist.ProcessGroup | None) -> None:
+    def add_to(
+        self,
+        checkpoint: dict[str, Any],
+        sizes: dict[str, int],
+        group: dist.ProcessGroup | None,
+        extra_states: dict[str, Any],
+    ) -> None:
         """Add the state of every rank to a checkpoint, and set its counters and callbacks to the same moment.
 
         A collective on ``group``, that of all ranks on the host. Without it, as after a failure, only this rank's state
-        is added. ``sizes`` are the ranks along each dimension of the mesh.
+        is added. ``sizes`` are the ranks along each dimension of the mesh, ``extra_states`` what this rank's modules keep
+        beside tensors, where that is not the same on every rank.
         """
         if self._loaded is not None:  # a hook saves before the run has started
             own = self._loaded
@@ -162,6 +169,7 @@ class Resume:
                         " do that averages. A resumed run repeats the window, and changes them twice. Keep them in"
                         " buffers, or change them where trainer.global_step has grown."
                     )
+        own = {**own, "extra_states": extra_states}
         ranks = [own] if group is None else gather_objects(own, group)
         checkpoint[CHECKPOINT_KEY] = {"format": FORMAT, "sizes": dict(sizes), "ranks": ranks}
 
@@ -265,6 +273,17 @@ class Resume:
                 " on where it stopped, and each rank's random states, buffers and metrics of the epoch start afresh."
                 " Without a DistributedSampler, samples of this epoch may be left out or used twice."
             )
+            if own_states := own.get("extra_states"):
+                self._say(
+                    "Extra states of modules (get_extra_state) differed between the ranks that saved the checkpoint,"
+                    f" and every rank of another layout starts with rank 0's: {', '.join(own_states)}."
+                )
+        # Checkpoints of earlier releases have none.
+        extra_states = own.get("extra_states", {})
+        model_state = checkpoint["state_dict"]
+        for name in list(model_state):
+            if (plain := torch_internals.without_wrappers(name)) in extra_states:
+                model_state[name] = extra_states[plain]
         self._loaded = own
         # Before optimizers are loaded, as these have no state for frozen parameters.
         unfrozen = {name for name, value in own["flags"].items() if value and name.endswith(".requires_grad")}
@@ -277,7 +296,11 @@ class Resume:
     def _go_on(self, loaded: dict[str, Any]) -> None:
         at = _position(loaded)
         self._loaders.start(loaded["loaders"], at)
-        snapshot.restore(self._module, loaded, self._device)
+        if unknown := snapshot.restore(self._module, loaded, self._device):
+            self._say(
+                f"The checkpoint holds buffers of modules that this run does not have: {', '.join(unknown)}. Where they"
+                " matter, build these modules before on_train_start ends."
+            )
         self._restore_own_state(loaded["own"])
         if at.is_epoch_ending:
             self._step_plateau_schedulers()

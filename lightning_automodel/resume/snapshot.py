@@ -4,42 +4,58 @@ Nothing here synchronises or communicates, and what changes in place is copied.
 """
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from lightning_automodel import lightning_internals
+from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.sharding import weight_averaging
 
 
-def buffers(module: "pl.LightningModule") -> dict[str, Tensor]:
+Buffers = dict[str, Tensor | None]
+"""Buffers by name; those that are registered without a value are None."""
+
+
+def buffers(module: "pl.LightningModule") -> Buffers:
     """Copies of all plain buffers on their device: tensor versions do not show changes by batch norm."""
-    return {name: buffer.clone() for name, buffer in _plain_buffers(module).items()}
+    held = _plain_buffers(module)
+    return {name: None if buffer is None else buffer.clone() for name, buffer in held.items()}
 
 
-def _plain_buffers(module: "pl.LightningModule") -> dict[str, Tensor]:
-    held = dict(module.named_buffers())
+def _places(module: "pl.LightningModule") -> Iterator[tuple[str, nn.Module, str, Tensor | None]]:
+    """Name, owner, attribute and value of the buffers of a module, and of the averages that callbacks keep of it."""
+    yield from torch_internals.buffer_places(module)
     for index, average in enumerate(weight_averaging.averaged_models(module)):
-        held |= dict(average.named_buffers(f"average{index}"))
-    plain = {name: buffer for name, buffer in held.items() if not isinstance(buffer, DTensor) and not buffer.is_meta}
-    return {name: buffer.detach() for name, buffer in plain.items() if buffer.layout == torch.strided}
+        for name, *place in torch_internals.buffer_places(average):
+            yield f"average{index}.{name}", *place
 
 
-def unsaved_buffers(
-    module: "pl.LightningModule", copies: dict[str, Tensor], first: dict[str, Tensor]
-) -> dict[str, Tensor]:
+def _plain_buffers(module: "pl.LightningModule") -> Buffers:
+    held: Buffers = {}
+    for name, _, _, buffer in _places(module):
+        if buffer is None:
+            held[name] = None
+        elif not isinstance(buffer, DTensor) and not buffer.is_meta:
+            held[name] = buffer.detach()
+    return held
+
+
+def unsaved_buffers(module: "pl.LightningModule", copies: Buffers, first: Buffers) -> Buffers:
     """The ``copies`` that a state dict may lack for this rank: they differ from the ``first`` ones, or from now."""
     now = _plain_buffers(module)
-    return {
-        name: value
-        for name, value in copies.items()
-        if not (_are_equal(value, first.get(name)) and _are_equal(value, now.get(name)))
-    }
+    changed: Buffers = {}
+    for name, value in copies.items():
+        is_as_at_first = name in first and _are_equal(value, first[name])
+        is_as_now = name in now and _are_equal(value, now[name])
+        if not (is_as_at_first and is_as_now):
+            changed[name] = value
+    return changed
 
 
 def metrics(module: "pl.LightningModule") -> dict[str, dict[str, Any]]:
@@ -73,17 +89,65 @@ def callbacks(trainer: "pl.Trainer") -> dict[str, Any]:
     return {key: _copied(state) for key, state in states.items() if state}
 
 
-def restore(module: "pl.LightningModule", loaded: dict[str, Any], device: torch.device) -> None:
-    """Restore all of it from ``loaded``, except callbacks, which Lightning loads."""
+def restore(module: "pl.LightningModule", loaded: dict[str, Any], device: torch.device) -> list[str]:
+    """Restore all of it from ``loaded``, except callbacks, which Lightning loads.
+
+    Returns:
+        Names of saved buffers whose module this run does not have.
+    """
     for name, each in module.named_modules():
         if name in loaded["metrics"] and isinstance(each, Metric):
             lightning_internals.set_metric_state(each, loaded["metrics"][name])
-    for name, buffer in _plain_buffers(module).items():
-        value = loaded["buffers"].get(name)
-        if value is not None and value.shape == buffer.shape:
-            buffer.copy_(value)
+    unknown = _restore_buffers(module, loaded["buffers"], device)
     restore_flags(module, loaded["flags"])
     module.trainer.callback_metrics.update(move_data_to_device(loaded["seen"], device))
+    return unknown
+
+
+def _restore_buffers(module: "pl.LightningModule", saved: Buffers, device: torch.device) -> list[str]:
+    places = list(_places(module))
+    for name, owner, attribute, buffer in places:
+        if name not in saved:
+            continue
+        value = saved[name]
+        if buffer is not None and value is not None and _fits(buffer, value):
+            buffer.copy_(value)
+            continue
+        if value is not None:
+            value = value.to(device if buffer is None else buffer.device)
+        setattr(owner, attribute, value)
+        # Modules may share a buffer.
+        for _, other, alias, held in places:
+            if held is buffer and buffer is not None:
+                setattr(other, alias, value)
+    return _register_missing(
+        module, {name: saved[name] for name in saved.keys() - {place[0] for place in places}}, device
+    )
+
+
+def _register_missing(module: "pl.LightningModule", missing: Buffers, device: torch.device) -> list[str]:
+    """Register buffers that training had registered; the names of those that have no module here."""
+    modules = dict(module.named_modules())
+    for index, average in enumerate(weight_averaging.averaged_models(module)):
+        modules.update(average.named_modules(prefix=f"average{index}"))
+    unknown: list[str] = []
+    for name, value in sorted(missing.items()):
+        path, _, attribute = name.rpartition(".")
+        owner = modules.get(path)
+        if owner is None:
+            unknown.append(name)
+            continue
+        vars(owner).pop(attribute, None)  # which a class may set to None until it has a value
+        # A persistent one would have come with the state dict.
+        owner.register_buffer(attribute, None if value is None else value.to(device), persistent=False)
+    return unknown
+
+
+def _fits(buffer: Tensor, value: Tensor) -> bool:
+    """Whether ``value`` may be copied into ``buffer``: another floating-point dtype is that of another precision."""
+    if buffer.shape != value.shape or buffer.layout != value.layout:
+        return False
+    return buffer.dtype == value.dtype or (buffer.is_floating_point() and value.is_floating_point())
 
 
 def _copied(state: Any) -> Any:
@@ -93,5 +157,9 @@ def _copied(state: Any) -> Any:
         return state
 
 
-def _are_equal(one: Tensor, other: Tensor | None) -> bool:
-    return other is not None and one.dtype == other.dtype and torch.equal(one, other.to(one.device))
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    if one.dtype != other.dtype or one.layout != torch.strided or other.layout != torch.strided:
+        return False  # torch.equal does not compare sparse tensors
+    return torch.equal(one, other.to(one.device))

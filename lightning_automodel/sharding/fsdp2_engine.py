@@ -24,6 +24,7 @@ from lightning_automodel.sharding import (
     tensor_parallel,
     units,
     weight_averaging,
+    whole_states,
 )
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.gathers import JoinedGathers, set_prefetch
@@ -63,6 +64,7 @@ class FSDP2Engine(Engine):
             name for name, p in module.named_parameters() if p.requires_grad and not isinstance(p, DTensor)
         ]
         apply.initialise_fsdp2(module, self.mesh.sizes.divisor)
+        whole_states.accept_whole_states(module)
         group = self.mesh.group if self.mesh.sizes.divisor > 1 else None
         retains, is_manual = self._retain_unsharded(module), not module.automatic_optimization
         self.sync = FSDPGradSync(module, self._defer, retains, group, is_manual)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import http.server
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -195,3 +196,40 @@ def test_ranks_that_see_different_file_systems(pool2: RankPool, tmp_path: Path, 
     """A disk of one machine: an error on every rank, before they go different ways."""
     for message in pool2.run(_load_where_one_rank_sees_nothing, str(tmp_path), blind):
         assert f"rank {blind}: it is not a regular file" in message
+
+
+def _save_apart(options: dict[str, Any], path: str, root: str) -> tuple[str, list[str], bool]:
+    """Save where each rank has a place of its own; the message, what is left, and whether another save works."""
+    own = Path(root) / str(dist.get_rank())
+    own.mkdir()
+    with pytest.MonkeyPatch.context() as patch, stand(str(own)):
+        patch.setattr(paths, "PATIENCE_S", 0.0)
+        patch.chdir(own)  # what /proc/self/cwd leads to is another directory in each process
+        MemoryFileSystem.store.clear()
+        trainer, module = fit(options)
+        if dist.get_rank() == 0:
+            (own / "older.ckpt").write_text("")
+        with pytest.raises(CheckpointError) as raised:
+            trainer.save_checkpoint(path)
+        left = [str(each.relative_to(own)) for each in own.rglob("*")] + list(MemoryFileSystem.store)
+        trainer.save_checkpoint(f"{root}/last.ckpt")
+        saved = full_weights(module.model)
+        loaded = load_only(options, f"{root}/last.ckpt")
+    return str(raised.value), left, all(torch.equal(saved[name], loaded[name]) for name in saved)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("place", ["/proc/self/cwd/last.ckpt", "memory://last.ckpt", "stand://runs/last.ckpt"])
+def test_a_place_of_each_rank(pool2: RankPool, tmp_path: Path, place: str, in_background: bool) -> None:
+    """A disk of one node, the memory of one process: an error on every rank at the save, and nothing is left there."""
+    options = {"async_checkpoint": in_background}
+    node = socket.gethostname()
+    for rank, (message, left, goes_on) in enumerate(pool2.run(_save_apart, options, place, str(tmp_path))):
+        assert message.startswith(
+            f"Cannot save {place}: rank 1: {node} does not see what rank 0 has written at {place} on {node}"
+        )
+        assert "pass save_distributed_checkpoint=False" in message
+        assert [name for name in left if name != "runs"] == (["older.ckpt"] if rank == 0 else [])
+        assert goes_on

@@ -1,0 +1,345 @@
+"""What projects do with checkpoints in hooks and modules of their own, compared with plain Lightning in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor, nn
+
+from lightning_automodel import AutomodelStrategy
+from lightning_automodel.checkpoint import CheckpointError
+from lightning_automodel.checkpoint.__main__ import main
+from tests import devices
+from tests.checkpoint.checkpoints import ACCUMULATE, FORMS, AdamModule, batches, fit, save
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import SILENT, Outcome, TinyDecoder, full_weights, weight_error
+from tests.trainer.runs import CASE, TOLERANCE, make_trainer
+
+DIRECTORIES = [form for form in FORMS if form in ("shards", "replicated_directory")]
+MEAN = {"per_token_loss": False}
+"""Micro-batches weigh the same, as in plain Lightning; every rank trains on the same ones."""
+
+
+def plain_trainer(**kwargs: Any) -> Trainer:
+    """In this process, on one device."""
+    return Trainer(accelerator="cpu", devices=1, num_sanity_val_steps=0, **SILENT, **kwargs)
+
+
+def consolidated(path: Path) -> str:
+    """One file of a directory, for plain Lightning."""
+    assert main(["consolidate", str(path), f"{path}.whole"]) == 0
+    return f"{path}.whole"
+
+
+# --- on_load_checkpoint -----------------------------------------------------------------------------------------------
+
+
+class Renamed(AdamModule):
+    """Holds the network under another name than the run that saved, and more; edits what it loads in every way."""
+
+    def __init__(self) -> None:
+        super().__init__(CASE.seed + 2)
+        self.net, self.model = self.model, None
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.noted: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise AssertionError
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net(batch["input_ids"])
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        self.noted = [len(state), "model.head.weight" in state, isinstance(state, dict), sorted(state)]
+        for name in list(state):
+            state[name.replace("model.", "net.", 1)] = state.pop(name)
+        del state["net.head.bias"]
+        state["net.head.bias"] = torch.arange(11.0, dtype=torch.float64)
+        state["net.norm.weight"].mul_(3)
+        state["scale"] = state["net.head.weight"][0, :3].clone()
+        self.noted.append(state["net.embedding.weight"].shape)
+
+
+class Replaced(Renamed):
+    """Puts a new dict in the place of the old."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = {**checkpoint["state_dict"]}
+        checkpoint["state_dict"] = {name.replace("model.", "net.", 1): 2 * value for name, value in state.items()}
+        checkpoint["state_dict"]["scale"] = state["model.head.weight"][0, :3]
+
+
+def _load_renamed(options: dict[str, Any], path: str, kind: type[Renamed]) -> tuple[dict[str, Tensor], list[Any]]:
+    module = kind()
+    trainer = plain_trainer() if options.get("plain") else make_trainer(AutomodelStrategy(**options))
+    trainer.validate(module, batches(), ckpt_path=path, verbose=False)
+    return full_weights(module), module.noted
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", [Renamed, Replaced])
+@pytest.mark.parametrize("form", DIRECTORIES)
+def test_edits_of_the_state_dict(pool2: RankPool, tmp_path: Path, form: str, kind: type[Renamed]) -> None:
+    """Renamed, removed, added, changed in place, all at once."""
+    path = tmp_path / "last.ckpt"
+    pool2.run(save, FORMS[form], str(path))
+    expected, noted = _load_renamed({"plain": True}, consolidated(path), kind)
+    for found, seen in pool2.run(_load_renamed, FORMS[form], str(path), kind):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert seen == noted
+
+
+class Changes(AdamModule):
+    """Changes a weight as it resumes, and looks at the state again where callbacks do."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"]["model.norm.weight"] += 0.5
+
+
+class Looks(Callback):
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.seen = {name: value.sum().item() for name, value in checkpoint["state_dict"].items()}
+
+
+def _resume_changed(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], dict[str, float]]:
+    module, looks = Changes(CASE.seed + 2), Looks()
+    if options.get("plain"):
+        trainer = plain_trainer(max_epochs=2, accumulate_grad_batches=ACCUMULATE, callbacks=[looks])
+        trainer.fit(module, batches(), ckpt_path=path)
+    else:
+        fit({**options, **MEAN}, module, ckpt_path=path, max_epochs=2, callbacks=[looks])
+    return full_weights(module.model), looks.seen
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("form", DIRECTORIES)
+def test_training_goes_on_from_an_edit(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """With optimizers, whose states are read as ever."""
+    path = tmp_path / "last.ckpt"
+    pool2.run(save, {**FORMS[form], **MEAN}, str(path))
+    expected, seen_plainly = _resume_changed({"plain": True}, consolidated(path))
+    for found, seen in pool2.run(_resume_changed, FORMS[form], str(path)):
+        assert weight_error(Outcome(found, None), Outcome(expected, None)) <= TOLERANCE
+        assert seen == seen_plainly
+
+
+class Wrong(AdamModule):
+    """Edits so that the state no longer fits, on one rank."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(CASE.seed + 2)
+        self.how = how
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank != 1:
+            return
+        if self.how == "none":
+            del checkpoint["state_dict"]
+        elif self.how == "missing":
+            del checkpoint["state_dict"]["model.norm.weight"]
+        else:
+            checkpoint["state_dict"]["model.norm.weight"] = torch.zeros(2)
+
+
+def _load_wrong(options: dict[str, Any], path: str, how: str) -> tuple[str, bool, str]:
+    """The error, whether weights are as they were, and what a next run without a checkpoint says."""
+    module = Wrong(how)
+    before = full_weights(module.model)
+    trainer = make_trainer(AutomodelStrategy(**options))
+    with pytest.raises(CheckpointError) as raised:
+        trainer.validate(module, batches(), ckpt_path=path, verbose=False)
+    after = full_weights(module.model)
+    try:
+        trainer.validate(module, batches(), verbose=False)
+        then = ""
+    except Exception as error:
+        then = repr(error)
+    return str(raised.value), all(torch.equal(before[name], after[name]) for name in before), then
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("shape", "rank 1: model.norm.weight has shape [2] in the checkpoint and [7] in this model"),
+        ("missing", "rank 1: it does not match the model: missing model.norm.weight"),
+        ("none", "rank 1: on_load_checkpoint has left no dict in checkpoint['state_dict']"),
+    ],
+)
+@pytest.mark.every_case
+def test_edits_that_do_not_fit(pool2: RankPool, tmp_path: Path, how: str, message: str) -> None:
+    """An error on every rank before anything is loaded, and the next run of the Trainer knows nothing of it."""
+    path = tmp_path / "last.ckpt"
+    pool2.run(save, FORMS["shards"], str(path))
+    for raised, is_unchanged, then in pool2.run(_load_wrong, FORMS["shards"], str(path), how):
+        assert raised.startswith(f"Cannot load {path}: {message}")
+        assert is_unchanged
+        assert then == ""
+
+
+# --- Modules that load by themselves ----------------------------------------------------------------------------------
+
+
+class Resizes(nn.Module):
+    """A buffer with as many rows as were seen (a memory bank), as anomalib's Padim and PatchCore have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(0, 2))
+        self.register_buffer("mean", None)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        bank = state_dict[f"{prefix}bank"]
+        if bank.shape != self.bank.shape:
+            self.bank.resize_(bank.shape)
+        if f"{prefix}mean" in state_dict and self.mean is None:
+            self.mean = torch.zeros_like(state_dict[f"{prefix}mean"])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class RenamesOldKeys(nn.Module):
+    """Was once built with another name for its weight, and still reads that."""
+
+    def __init__(self, is_old: bool) -> None:
+        super().__init__()
+        self.is_old = is_old
+        self.register_parameter(
+            "old" if is_old else "weight", nn.Parameter(torch.full((3, 2), 1.0 + is_old), requires_grad=False)
+        )
+        self.register_load_state_dict_pre_hook(_rename)
+
+
+def _rename(module: RenamesOldKeys, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    if f"{prefix}old" in state_dict and not module.is_old:
+        state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}old")
+
+
+class Sized(nn.Module):
+    """Extra state that is a tensor, with an element for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history = torch.zeros(0)
+
+    def get_extra_state(self) -> Tensor:
+        return self.history
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.history = state.clone()
+
+
+class OnTheirOwn(AdamModule):
+    """One of each."""
+
+    def __init__(self, is_old: bool = False) -> None:
+        super().__init__(CASE.seed if is_old else CASE.seed + 2)
+        self.resizes, self.renames, self.sized = Resizes(), RenamesOldKeys(is_old), Sized()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.resizes.bank = torch.cat([self.resizes.bank, torch.full((1, 2), float(batch_idx))])
+        self.resizes.mean = self.resizes.bank.mean(0)
+        self.sized.history = torch.cat([self.sized.history, torch.ones(1)])
+
+    def held(self) -> dict[str, list[Any]]:
+        weight = self.renames.weight
+        whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        held = {"bank": self.resizes.bank, "mean": self.resizes.mean, "history": self.sized.history, "weight": whole}
+        return {name: value.tolist() for name, value in held.items()}
+
+
+def _save_on_their_own(options: dict[str, Any], path: str) -> None:
+    trainer, _ = fit(options, OnTheirOwn(is_old=True))
+    trainer.save_checkpoint(path)
+
+
+def _load_on_their_own(options: dict[str, Any], path: str) -> dict[str, list[Any]]:
+    module = OnTheirOwn()
+    trainer = plain_trainer() if options.get("plain") else make_trainer(AutomodelStrategy(**options))
+    trainer.validate(module, batches(), ckpt_path=path, verbose=False)
+    return module.held()
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("form", FORMS)
+def test_modules_that_load_by_themselves(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """They resize buffers, make ones that were None, rename old keys, and keep tensors of another size."""
+    path = tmp_path / "last.ckpt"
+    pool2.run(_save_on_their_own, FORMS[form], str(path))
+    expected = _load_on_their_own({"plain": True}, consolidated(path) if path.is_dir() else str(path))
+    assert len(expected["bank"]) == 4
+    assert pool2.run(_load_on_their_own, FORMS[form], str(path)) == [expected] * 2
+
+
+# --- Plugins ----------------------------------------------------------------------------------------------------------
+
+
+class OwnIO(TorchCheckpointIO):
+    """Writes in a form of its own: a directory with a file."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        Path(path).mkdir()
+        super().save_checkpoint({"inner": checkpoint}, f"{path}/own.pt")
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return super().load_checkpoint(f"{path}/own.pt", *args, **kwargs)["inner"]
+
+
+def _use_plugin(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """Weights that were saved and loaded, and what was said of the plugin."""
+    said: list[str] = []
+    plugins = [OwnIO(), LightningEnvironment()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_automodel.advice.Advice.say_once", lambda _, text, **__: said.append(text))
+        trainer, module = fit(options, plugins=plugins)
+        trainer.save_checkpoint(path)
+        _, loaded = fit(options, seed=CASE.seed + 2, plugins=plugins, ckpt_path=path, max_epochs=1)
+    return full_weights(module.model), full_weights(loaded.model), [text for text in said if "OwnIO" in text]
+
+
+@pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}, {"save_distributed_checkpoint": False}], ids=str)
+def test_a_plugin_is_used(pool2: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    """It writes one file; where the default would have been a directory, that is said."""
+    path = tmp_path / "last.ckpt"
+    for saved, loaded, said in pool2.run(_use_plugin, options, str(path)):
+        assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+        assert len(said) == (2 if options == {} else 0)  # once for each strategy
+    assert [each.name for each in path.iterdir()] == ["own.pt"]
+
+
+def _ask_for_directories_beside_a_plugin() -> None:
+    fit({"save_distributed_checkpoint": True}, plugins=[OwnIO(), LightningEnvironment()])
+
+
+def test_a_plugin_has_no_effect_on_directories(pool1: RankPool) -> None:
+    with pytest.raises(Exception, match="writes directories of shards, on which OwnIO would have no effect"):
+        pool1.run(_ask_for_directories_beside_a_plugin)
+
+
+# --- One device -------------------------------------------------------------------------------------------------------
+
+
+def _load_whole(options: dict[str, Any], path: str) -> dict[str, Tensor]:
+    module = AdamModule(CASE.seed + 2)
+    make_trainer(AutomodelStrategy(**options)).validate(module, batches(), ckpt_path=path, verbose=False)
+    return full_weights(module.model)
+
+
+def test_one_device_writes_one_file(pool1: RankPool, pool2: RankPool, tmp_path: Path) -> None:
+    """Which torch, plain Lightning and any layout read; a directory only where it was asked for."""
+    path = tmp_path / "last.ckpt"
+    (saved,) = pool1.run(save, {}, str(path))
+    assert path.is_file()
+    state = torch.load(path, weights_only=True)["state_dict"]
+    assert all(torch.equal(state[f"model.{name}"], saved[name]) for name in saved)
+    for loaded in pool2.run(_load_whole, {}, str(path)):
+        assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    pool1.run(save, {"save_distributed_checkpoint": True}, str(tmp_path / "directory.ckpt"))
+    assert (tmp_path / "directory.ckpt").is_dir()

@@ -1,0 +1,146 @@
+"""What modules keep beside their state dict comes back at a resume: buffers that grew, extra states of each rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_automodel.checkpoint.__main__ import main
+from tests.checkpoint.checkpoints import FORMS, AdamModule, fit
+from tests.rank_pool import RankPool
+from tests.resume.resuming import Learner, Setting, compare
+
+ENGINES: dict[str, dict[str, Any]] = {"fsdp2": {"data_parallel": "fsdp2"}, "ddp": {"data_parallel": "ddp"}}
+TRAINER = {"precision": "64-true", "accumulate_grad_batches": 3}
+
+
+class Cache(nn.Module):
+    """Buffers that are not what they were when the module was built; what they hold changes the output."""
+
+    def __init__(self, with_sparse: bool) -> None:
+        super().__init__()
+        self.with_sparse = with_sparse
+        self.register_buffer("grown", torch.zeros(0, dtype=torch.float64), persistent=False)
+        self.register_buffer("statistics", None, persistent=False)
+        self.register_buffer("dropped", torch.ones(2), persistent=False)
+        self.register_buffer("counts", None, persistent=False)
+        self.late = None
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.training:
+            seen = value.detach().view(1)
+            self.grown = torch.cat([self.grown, seen])
+            self.statistics = seen if self.statistics is None else 0.9 * self.statistics + 0.1 * seen
+            if self.with_sparse:
+                counted = torch.eye(2).to_sparse()
+                self.counts = counted if self.counts is None else self.counts + counted
+            if self.late is None:
+                del self.late
+                self.register_buffer("late", torch.zeros(1, dtype=torch.float64), persistent=False)
+            self.late += seen
+            self.dropped = None
+        held = (
+            self.grown.mean()
+            + self.late.sum()
+            + self.statistics.sum()
+            + (0 if self.counts is None else self.counts.to_dense().sum())
+        )
+        return value * (1.5 + torch.tanh(held) / 4 + (0 if self.dropped is None else 1))
+
+
+class WithCache(Learner):
+    """Scales its loss by what its caches hold."""
+
+    def __init__(self, with_sparse: bool) -> None:
+        super().__init__()
+        self.cache = Cache(with_sparse)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.cache(super().loss(batch))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("engine", ENGINES)
+def test_buffers_that_grew(pool2: RankPool, engine: str, tmp_path: Path) -> None:
+    """Registered with another shape, without a value, or not at all when the module is built; not persistent."""
+    learner = {"with_sparse": engine == "fsdp2"}  # which DDP does not broadcast
+    setting = Setting(ENGINES[engine], {**TRAINER, "limit_val_batches": 0}, learner, module=WithCache)
+    for differing in pool2.run(compare, setting, tmp_path, ("on_train_batch_end", 5), timeout_s=120):
+        assert differing == []
+
+
+class Replay(nn.Module):
+    """Keeps what each rank has seen, outside of its tensors."""
+
+    def __init__(self, as_tensor: bool) -> None:
+        super().__init__()
+        self.as_tensor = as_tensor
+        self.seen: list[float] = []
+
+    def get_extra_state(self) -> Any:
+        return torch.tensor(self.seen) if self.as_tensor else {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state.tolist() if self.as_tensor else list(state["seen"])
+
+
+class WithReplay(AdamModule):
+    """One module of each kind, and one that is the same on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replays = nn.ModuleList([Replay(as_tensor=False), Replay(as_tensor=True), Replay(as_tensor=False)])
+        self.at_start: list[list[float]] = []
+
+    def on_train_start(self) -> None:
+        self.at_start = self.seen()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for replay in self.replays[:2]:
+            # Ranks have seen different numbers of things.
+            replay.seen += [float(dist.get_rank())] * (1 + dist.get_rank())
+        self.replays[2].seen.append(1.0)
+
+    def seen(self) -> list[list[float]]:
+        return [list(replay.seen) for replay in self.replays]
+
+
+def _save_seen(options: dict[str, Any], path: str) -> list[list[float]]:
+    module = WithReplay()
+    trainer, _ = fit(options, module)
+    trainer.save_checkpoint(path)
+    return module.seen()
+
+
+def _resume_seen(options: dict[str, Any], path: str) -> tuple[list[list[float]], list[str]]:
+    """What was seen when training goes on, and what was said of it."""
+    module, said = WithReplay(), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_automodel.advice.Advice.say_once", lambda _, text, **__: said.append(text))
+        fit(options, module, ckpt_path=path, max_epochs=2)
+    return module.at_start, [text for text in said if "get_extra_state" in text]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("form", FORMS)
+def test_extra_states_that_differ_by_rank(pool2: RankPool, pool1: RankPool, form: str, tmp_path: Path) -> None:
+    """Each rank has its own again; another number of ranks starts with rank 0's, and is told so."""
+    path = tmp_path / "last.ckpt"
+    saved = pool2.run(_save_seen, FORMS[form], str(path))
+    assert saved[0] != saved[1]
+    assert [seen for seen, _ in pool2.run(_resume_seen, FORMS[form], str(path))] == saved
+    if form in ("shards", "replicated"):
+        ((seen, said),) = pool1.run(_resume_seen, FORMS[form], str(path))
+        assert seen == saved[0]
+        assert said == [
+            "Extra states of modules (get_extra_state) differed between the ranks that saved the checkpoint, and every"
+            " rank of another layout starts with rank 0's: replays.0._extra_state, replays.1._extra_state."
+        ]
+    if form == "shards":
+        assert main(["consolidate", str(path), str(tmp_path / "whole.ckpt")]) == 0
+        assert WithReplay.load_from_checkpoint(tmp_path / "whole.ckpt").seen() == saved[0]
