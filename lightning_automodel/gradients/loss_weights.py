@@ -91,18 +91,11 @@ class _Comparison:
 
     def of_one_rank(self) -> str | None:
         """What to tell of a sum, if the quotient of its divisor and the count is not the same in both."""
-        if self.kind not in _REMEDIES:
+        if self.kind not in _REMEDIES or self._is_fair():
             return None
-        expects_sum = self.weighting.loss_reduction == "sum"
-        weights = (1.0, 1.0) if expects_sum else self.counts
-        if math.isclose(weights[0] * self.divisors[1], weights[1] * self.divisors[0], rel_tol=_ROUNDING):
-            return None
-        is_constant = math.isclose(*self.divisors, rel_tol=_ROUNDING)
-        if self.kind == "numbers" and is_constant:
-            return None  # as a penalty on weights is
-        if expects_sum:
+        if self.weighting.loss_reduction == "sum":
             remedy = _OF_MEANS
-        elif is_constant and self.divisors[0] == 1:
+        elif self.divisors == (1, 1):
             remedy = _OF_PLAIN_SUMS
         else:
             remedy = _REMEDIES[self.kind]
@@ -112,6 +105,20 @@ class _Comparison:
             f" {self.counts[0]:g} and {self.counts[1]:g} {self.weighting.unit}s are counted: gradients are not those of"
             f" one batch. {remedy}"
         )
+
+    def _is_fair(self) -> bool:
+        """Whether what is summed weighs the same in both micro-batches, or is meant to weigh otherwise."""
+        is_constant = math.isclose(*self.divisors, rel_tol=_ROUNDING)
+        if is_constant and self.kind == "numbers":
+            return True  # as a penalty on weights, which is no mean
+        if self.weighting.loss_reduction == "sum":
+            return is_constant
+        first, second = (divisor / count for divisor, count in zip(self.divisors, self.counts, strict=True))
+        if math.isclose(first, second, rel_tol=_ROUNDING):
+            return True
+        # Images weigh the same, whatever their pixels, if those of a batch have one size.
+        is_whole = first == round(first) > 0 and second == round(second) > 0
+        return is_whole and not is_constant and self.kind != "class weights"
 
     def of_all_ranks(self) -> str | None:
         """What to tell of a loss of all ranks, if it weighs the same in both, and the counts differ."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import Metric
 
 from lightning_automodel import AutomodelStrategy
@@ -79,6 +80,13 @@ TERMS: dict[str, tuple[Callable[[], Tensor], list[LossTerm]]] = {
 }
 
 
+def test_a_dispatch_mode_does_not_disturb() -> None:
+    """In it torch cannot read the tensors that it has made of Python numbers."""
+    with FlopCounterMode(display=False):
+        assert loss_terms(cross_entropy(LABELS) / 7, NONE) == []
+        assert loss_terms(cross_entropy(LABELS), NONE) == [LossTerm("labels", 3)]
+
+
 @pytest.mark.parametrize(("loss", "terms"), TERMS.values(), ids=TERMS)
 def test_what_a_loss_divides_by(loss: Callable[[], Tensor], terms: list[LossTerm]) -> None:
     """Of a release of torch that names its functions otherwise, nothing would be known."""
@@ -101,6 +109,8 @@ Case = tuple[dict[str, Any], Callable[[Tensor], Tensor], Callable[[Tensor], floa
 SAID: dict[str, Case] = {
     "right": ({}, ce, lambda y: (y >= 0).sum(), None),
     "pixels as images": ({}, lambda y: ce(y.abs() % 3), lambda y: len(y) / 7, None),
+    "images of several sizes": ({}, lambda y: ce(y.abs().repeat(len(y)) % 3), len, None),
+    "one sample each": ({}, ce, lambda y: 1, None),
     "class weights": ({}, lambda y: ce(y, weight=WEIGHT.float()), lambda y: WEIGHT[y[y >= 0]].sum(), None),
     "class weights as samples": ({}, lambda y: ce(y, weight=WEIGHT.float()), len, "weight[labels].sum()"),
     "smoothed class weights as samples": (
