@@ -12,21 +12,21 @@ _LOOKS = 4
 _ROUNDING = 1e-4
 """Relative difference between numbers that are the same: torch adds class weights up in float32."""
 
-_RETURN = "Return what the loss divides by as num_label_tokens"
+_GIVE = "Give what the loss divides by as num_label_tokens"
 _SEVERAL = (
     " If parts of the loss divide by different numbers, no single count is right: see 'Losses with two denominators' in"
     " docs/recipes.md."
 )
 _OF_SUMS = (
-    f"{_RETURN}. If it is a number of all ranks, as the num_boxes of DETR, pass per_token_loss=False instead.{_SEVERAL}"
+    f"{_GIVE}. If it is a number of all ranks, as the num_boxes of DETR, pass per_token_loss=False instead.{_SEVERAL}"
 )
 _REMEDIES: dict[Kind, str] = {
     "labels": (
-        f"{_RETURN}, or say what to count by label_key=, ignore_index=, label_shift= or count_label_tokens=.{_SEVERAL}"
+        f"{_GIVE}, or say what to count by label_key=, ignore_index=, label_shift= or count_label_tokens=.{_SEVERAL}"
     ),
     "class weights": (
-        "It divides by the class weights of its labels: return {'loss': loss, 'num_label_tokens':"
-        " weight[labels].sum()} from training_step."
+        "It divides by the class weights of its labels: give weight[labels].sum() as num_label_tokens, or by"
+        " count_label_tokens=."
     ),
     "probabilities": (
         "Its targets are probabilities, and there torch divides by the rows, with class weights as well: count rows"
