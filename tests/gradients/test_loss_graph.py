@@ -76,6 +76,12 @@ TERMS: dict[str, tuple[Callable[[], Tensor], list[LossTerm]]] = {
     "not linear": (lambda: cross_entropy(LABELS).square(), []),
     "a mean of others": (lambda: logits().square().mean(), []),
     "a sum of others": (lambda: logits().square().sum() / 5, [LossTerm("numbers", 5)]),
+    "a mean of means": (lambda: logits().square().mean(-1).mean(), []),
+    "a mean of sums": (lambda: logits().square().sum(-1).mean(), []),
+    "a mean of sums of cross-entropies": (
+        lambda: cross_entropy(LABELS, reduction="none").view(2, 2).sum(-1).mean(),
+        [LossTerm("cross-entropies", 2)],
+    ),
     "a masked sum": (lambda: (logits().square() * SOFT).sum() / SOFT.sum(), [LossTerm("numbers", 4)]),
 }
 
