@@ -22,9 +22,12 @@ class SharedBuffers:
     def __init__(
         self, module: pl.LightningModule, group: dist.ProcessGroup, device: torch.device, left_out: Container[str] = ()
     ) -> None:
-        saved = module.state_dict(keep_vars=True).keys()
-        self._module, self._group, self._device = module, group, device
-        self._names = [name for name, _ in module.named_buffers() if name in saved and name not in left_out]
+        self._module, self._group, self._device, self._left_out = module, group, device, left_out
+        self._names = self._list()
+
+    def _list(self) -> list[str]:
+        saved = self._module.state_dict(keep_vars=True).keys()
+        return [name for name, _ in self._module.named_buffers() if name in saved and name not in self._left_out]
 
     def broadcast(self) -> None:
         """Overwrite those of all ranks with the first rank's, where a window begins. A collective over the group."""
@@ -37,6 +40,7 @@ class SharedBuffers:
         """
         if self._group.size() == 1:
             return
+        self._names = self._list()  # one may have been None before
         named = [*self._own(), *self._averaged()]
         self._check_shapes({name: f"{list(buffer.shape)} of {buffer.dtype}" for name, buffer in named})
         # An average may be kept on another device.
@@ -46,7 +50,7 @@ class SharedBuffers:
         # Looked up each time: a forward may replace a buffer by a new tensor.
         for name in self._names:
             buffer = self._module.get_buffer(name)
-            if not isinstance(buffer, DTensor):
+            if isinstance(buffer, Tensor) and not isinstance(buffer, DTensor):  # it may be None by now
                 yield name, buffer
 
     def _averaged(self) -> Iterator[tuple[str, Tensor]]:

@@ -149,3 +149,30 @@ def test_a_buffer_of_another_shape_on_each_rank_is_not_saved(pool2: RankPool, la
     """Gloo would copy a part of rank 0's over it."""
     for message in pool2.run(_collect, True, 1, LAYOUTS[layout]):
         assert message.startswith("The buffer 'bank' of Collects is [4, 3] of torch.float32, [6, 3] of torch.float32")
+
+
+class Late(Collects):
+    """Its statistic is None until the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__(persistent=True, sign=0)
+        self.register_buffer("largest", None)
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        self.largest = batch.amax() + dist.get_rank()
+        self.bank = None if batch_idx else self.bank
+
+
+def _note_late(options: dict[str, Any]) -> Tensor:
+    data = DataLoader(torch.ones(8, WIDTH, dtype=torch.float64), batch_size=4)
+    module = Late()
+    make_trainer(AutomodelStrategy(count="samples", **options)).fit(module, data, data)
+    return module.largest
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_buffers_may_come_and_go(pool2: RankPool, layout: str) -> None:
+    """One that was None when the module was built is made equal too."""
+    first, second = pool2.run(_note_late, LAYOUTS[layout])
+    assert first == second == 1
