@@ -23,13 +23,13 @@ _MAX_NODES = 1000
 
 @dataclass(frozen=True)
 class LossTerm:
-    """A part of a loss, by which a mean is taken.
+    """A part of a loss: a sum, and the number that it is divided by.
 
     Attributes:
         kind: A mean cross-entropy of ``labels``, by their ``class weights`` or of ``probabilities``; a sum of
             ``cross-entropies`` or of other ``numbers``; a loss that is taken from ``all ranks``; a ``metric`` that
             synchronises in each step.
-        divisor: What the loss divides the sum by.
+        divisor: The product of all divisors between the loss and the sum.
     """
 
     kind: Kind
@@ -38,7 +38,7 @@ class LossTerm:
 
 @dataclass(frozen=True)
 class _Edge:
-    """An input of a node of the graph: an output of ``node``, which the loss holds once divided by ``divisor``."""
+    """A node of the graph, and what the loss divides its output by."""
 
     node: Any
     divisor: float
@@ -84,7 +84,7 @@ def _inputs(edge: _Edge) -> list[_Edge]:
     node, divisor = edge.node, edge.divisor
     name = _name(node)
     inputs = [each for each, _ in node.next_functions]
-    if name == "Mean":
+    if node.name() == "MeanBackward0":  # of all elements
         return [_Edge(inputs[0], divisor * torch_internals.saved(node, "self_sym_numel"))]
     if name == "Div":
         by = _constant(node, "other", inputs[1:])
@@ -130,7 +130,7 @@ def _term(edge: _Edge, metrics: list[Any]) -> LossTerm | None:
         return LossTerm(weight, divisor * float(torch_internals.saved(node, "total_weight")))
     if name == "Div" and (rows := _rows_of_probabilities(node)) is not None:
         return LossTerm("probabilities", divisor * rows)
-    if name == "Sum" and _name(_without_factors(node)) not in ("NllLoss", "NllLoss2D", "LogSoftmax"):
+    if node.name() == "SumBackward0" and _name(_without_factors(node)) not in ("NllLoss", "NllLoss2D", "LogSoftmax"):
         return LossTerm("numbers", divisor)
     return None
 

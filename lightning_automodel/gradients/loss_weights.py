@@ -12,21 +12,21 @@ _LOOKS = 4
 _ROUNDING = 1e-4
 """Relative difference between numbers that are the same: torch adds class weights up in float32."""
 
-_RETURN = "Return what the loss divides by as num_label_tokens"
+_GIVE = "Give what the loss divides by as num_label_tokens"
 _SEVERAL = (
     " If parts of the loss divide by different numbers, no single count is right: see 'Losses with two denominators' in"
     " docs/recipes.md."
 )
 _OF_SUMS = (
-    f"{_RETURN}. If it is a number of all ranks, as the num_boxes of DETR, pass per_token_loss=False instead.{_SEVERAL}"
+    f"{_GIVE}. If it is a number of all ranks, as the num_boxes of DETR, pass per_token_loss=False instead.{_SEVERAL}"
 )
 _REMEDIES: dict[Kind, str] = {
     "labels": (
-        f"{_RETURN}, or say what to count by label_key=, ignore_index=, label_shift= or count_label_tokens=.{_SEVERAL}"
+        f"{_GIVE}, or say what to count by label_key=, ignore_index=, label_shift= or count_label_tokens=.{_SEVERAL}"
     ),
     "class weights": (
-        "It divides by the class weights of its labels: return {'loss': loss, 'num_label_tokens':"
-        " weight[labels].sum()} from training_step."
+        "It divides by the class weights of its labels: give weight[labels].sum() as num_label_tokens, or by"
+        " count_label_tokens=."
     ),
     "probabilities": (
         "Its targets are probabilities, and there torch divides by the rows, with class weights as well: count rows"
@@ -91,18 +91,11 @@ class _Comparison:
 
     def of_one_rank(self) -> str | None:
         """What to tell of a sum, if the quotient of its divisor and the count is not the same in both."""
-        if self.kind not in _REMEDIES:
+        if self.kind not in _REMEDIES or self._is_fair():
             return None
-        expects_sum = self.weighting.loss_reduction == "sum"
-        weights = (1.0, 1.0) if expects_sum else self.counts
-        if math.isclose(weights[0] * self.divisors[1], weights[1] * self.divisors[0], rel_tol=_ROUNDING):
-            return None
-        is_constant = math.isclose(*self.divisors, rel_tol=_ROUNDING)
-        if self.kind == "numbers" and is_constant:
-            return None  # as a penalty on weights is
-        if expects_sum:
+        if self.weighting.loss_reduction == "sum":
             remedy = _OF_MEANS
-        elif is_constant and self.divisors[0] == 1:
+        elif self.divisors == (1, 1):
             remedy = _OF_PLAIN_SUMS
         else:
             remedy = _REMEDIES[self.kind]
@@ -112,6 +105,20 @@ class _Comparison:
             f" {self.counts[0]:g} and {self.counts[1]:g} {self.weighting.unit}s are counted: gradients are not those of"
             f" one batch. {remedy}"
         )
+
+    def _is_fair(self) -> bool:
+        """Whether what is summed weighs the same in both micro-batches, or is meant to weigh otherwise."""
+        is_constant = math.isclose(*self.divisors, rel_tol=_ROUNDING)
+        if is_constant and self.kind == "numbers":
+            return True  # as a penalty on weights, which is no mean
+        if self.weighting.loss_reduction == "sum":
+            return is_constant
+        first, second = (divisor / count for divisor, count in zip(self.divisors, self.counts, strict=True))
+        if math.isclose(first, second, rel_tol=_ROUNDING):
+            return True
+        # Images weigh the same, whatever their pixels, if those of a batch have one size.
+        is_whole = first == round(first) > 0 and second == round(second) > 0
+        return is_whole and not is_constant and self.kind != "class weights"
 
     def of_all_ranks(self) -> str | None:
         """What to tell of a loss of all ranks, if it weighs the same in both, and the counts differ."""

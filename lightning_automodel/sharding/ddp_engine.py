@@ -14,7 +14,8 @@ from typing_extensions import override
 from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.sharding import apply, quantized, units, weight_averaging
+from lightning_automodel.sharding import apply, quantized, units
+from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.grad_sync import GradSync
 
@@ -86,7 +87,8 @@ class DDPEngine(Engine):
     """The whole model on every rank, gradients averaged by ``DistributedDataParallel``."""
 
     sync: DDPGradSync
-    _ddp: DistributedDataParallel | None = None  # for a fit
+    _ddp: DistributedDataParallel | None = None
+    _buffers: SharedBuffers | None = None  # of a fit, unless its user has told DDP not to broadcast them
 
     @override
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
@@ -117,26 +119,24 @@ class DDPEngine(Engine):
             ddp.register_comm_hook(self.options.ddp_comm_state, hook if wrapper is None else wrapper(hook))
         self.sync = DDPGradSync(ddp, self.mesh, pads=self.options.uneven_inputs == "pad")
         self._ddp = ddp
+        if ddp.broadcast_buffers:
+            self._buffers = SharedBuffers(module, self.mesh.group, self.device, ddp.parameters_to_ignore)
         return ddp
 
     @override
     def start_forward(self, batch: Any) -> None:
-        """See the base class. Under manual optimization, lets DDP broadcast buffers where a window begins.
+        """See the base class. Under manual optimization, broadcasts buffers where a window begins, as DDP does.
 
-        DDP forgets that a window has ended: the backward runs inside of its forward, whose end sets the flag back.
+        DDP itself would forget that a window has ended: the backward runs inside of its forward.
         """
         ddp = self._ddp
-        if ddp is not None and not ddp.module.automatic_optimization:
-            ddp.require_forward_param_sync = self.sync.starts_window
+        if ddp is None or ddp.module.automatic_optimization:
+            return
+        ddp.require_forward_param_sync = False
+        if self._buffers is not None and self.sync.starts_window:
+            self._buffers.broadcast()
 
     @override
     def synchronize_buffers(self) -> None:
-        """See the base class. What DDP was told not to broadcast (``ddp_kwargs``) stays this rank's own."""
-        ddp = self._ddp
-        if ddp is None or not ddp.broadcast_buffers:
-            return
-        module: Any = ddp.module
-        buffers = [buffer for name, buffer in module.named_buffers() if name not in ddp.parameters_to_ignore]
-        for averaged in weight_averaging.averaged_models(module):
-            buffers.extend(averaged.module.buffers())
-        apply.broadcast_tensors(buffers, self.mesh.group, self.device)
+        if self._buffers is not None:
+            self._buffers.synchronize()

@@ -1,6 +1,6 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the ranks."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
@@ -23,9 +23,9 @@ from lightning_automodel.sharding import (
     quantized,
     tensor_parallel,
     units,
-    weight_averaging,
     whole_states,
 )
+from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.gathers import JoinedGathers, set_prefetch
 from lightning_automodel.sharding.grad_sync import Deferral, FSDPGradSync
@@ -72,10 +72,8 @@ class FSDP2Engine(Engine):
         self._start_gathers_ahead(module)
         self._gathers = JoinedGathers(self.sync.units)
         tensor_parallel.share_random_state(self.mesh, self.device)
-        # Buffers outside of the state dict are constants (masks, rotary frequencies).
-        kept = module.state_dict(keep_vars=True).keys()
         self._module: pl.LightningModule = module
-        self._buffers = [name for name, _ in module.named_buffers() if name in kept]
+        self._buffers = SharedBuffers(module, self.mesh.group, self.device)
         return module
 
     def _shard(self, module: pl.LightningModule) -> None:
@@ -158,7 +156,7 @@ class FSDP2Engine(Engine):
                 tensor_parallel.check_same_batch(batch, self.mesh.tensor_group, self.device, "tensor-parallel")
         # Once a window, as DDP does it.
         if self._starts_window:
-            self._broadcast()
+            self._buffers.broadcast()
         self._starts_window = self.sync.is_last is not False
         self.sync.release(retains=True)
 
@@ -185,15 +183,7 @@ class FSDP2Engine(Engine):
 
     @override
     def synchronize_buffers(self) -> None:
-        """See the base class: running statistics, and averages of them that callbacks keep, follow each rank's data."""
-        averages = weight_averaging.averaged_models(self._module)
-        self._broadcast(buffer for each in averages for buffer in each.module.buffers())
-
-    def _broadcast(self, others: Iterable[Tensor] = ()) -> None:
-        # Looked up each time: a forward may replace a buffer by a new tensor.
-        buffers = [*(self._module.get_buffer(name) for name in self._buffers), *others]
-        plain = [buffer for buffer in buffers if not isinstance(buffer, DTensor)]
-        apply.broadcast_tensors(plain, self.mesh.group, self.device)  # an average may be kept on another device
+        self._buffers.synchronize()
 
     @override
     def close(self) -> None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import Metric
 
 from lightning_automodel import AutomodelStrategy
@@ -75,8 +76,21 @@ TERMS: dict[str, tuple[Callable[[], Tensor], list[LossTerm]]] = {
     "not linear": (lambda: cross_entropy(LABELS).square(), []),
     "a mean of others": (lambda: logits().square().mean(), []),
     "a sum of others": (lambda: logits().square().sum() / 5, [LossTerm("numbers", 5)]),
+    "a mean of means": (lambda: logits().square().mean(-1).mean(), []),
+    "a mean of sums": (lambda: logits().square().sum(-1).mean(), []),
+    "a mean of sums of cross-entropies": (
+        lambda: cross_entropy(LABELS, reduction="none").view(2, 2).sum(-1).mean(),
+        [LossTerm("cross-entropies", 2)],
+    ),
     "a masked sum": (lambda: (logits().square() * SOFT).sum() / SOFT.sum(), [LossTerm("numbers", 4)]),
 }
+
+
+def test_a_dispatch_mode_does_not_disturb() -> None:
+    """In it torch cannot read the tensors that it has made of Python numbers."""
+    with FlopCounterMode(display=False):
+        assert loss_terms(cross_entropy(LABELS) / 7, NONE) == []
+        assert loss_terms(cross_entropy(LABELS), NONE) == [LossTerm("labels", 3)]
 
 
 @pytest.mark.parametrize(("loss", "terms"), TERMS.values(), ids=TERMS)
@@ -101,6 +115,8 @@ Case = tuple[dict[str, Any], Callable[[Tensor], Tensor], Callable[[Tensor], floa
 SAID: dict[str, Case] = {
     "right": ({}, ce, lambda y: (y >= 0).sum(), None),
     "pixels as images": ({}, lambda y: ce(y.abs() % 3), lambda y: len(y) / 7, None),
+    "images of several sizes": ({}, lambda y: ce(y.abs().repeat(len(y)) % 3), len, None),
+    "one sample each": ({}, ce, lambda y: 1, None),
     "class weights": ({}, lambda y: ce(y, weight=WEIGHT.float()), lambda y: WEIGHT[y[y >= 0]].sum(), None),
     "class weights as samples": ({}, lambda y: ce(y, weight=WEIGHT.float()), len, "weight[labels].sum()"),
     "smoothed class weights as samples": (

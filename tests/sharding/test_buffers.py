@@ -108,3 +108,71 @@ def test_whoever_switches_broadcasts_off_gets_none(pool2: RankPool, is_manual: b
     first, second = pool2.run(_train, is_manual, options, tmp_path)
     for when in ("validation", "saved"):
         assert not any(torch.equal(one, other) for one, other in zip(first[when], second[when], strict=True))
+
+
+class Collects(Normalised):
+    """Keeps rows of each batch, more of them on each further rank, or less."""
+
+    def __init__(self, persistent: bool, sign: int) -> None:
+        super().__init__(is_manual=True, accumulate=1)
+        self.register_buffer("bank", torch.zeros(0, WIDTH), persistent)
+        self.sign = sign
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        rows = 2 + self.sign * dist.get_rank()
+        self.bank = torch.cat([self.bank, batch[:rows].float()])
+
+
+def _collect(persistent: bool, sign: int, options: dict[str, Any]) -> str | torch.Size:
+    data = DataLoader(torch.ones(8, WIDTH, dtype=torch.float64), batch_size=4)
+    module = Collects(persistent, sign)
+    trainer = make_trainer(AutomodelStrategy(count="samples", **options))
+    try:
+        trainer.fit(module, data, data)
+    except ValueError as error:
+        return str(error)
+    return module.bank.shape
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_buffer_of_another_shape_on_each_rank(pool2: RankPool, layout: str, sign: int) -> None:
+    """A cache outside of the state dict is each rank's own."""
+    shapes = pool2.run(_collect, False, sign, LAYOUTS[layout])
+    assert shapes == [torch.Size([4, WIDTH]), torch.Size([4 + 2 * sign, WIDTH])]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_buffer_of_another_shape_on_each_rank_is_not_saved(pool2: RankPool, layout: str) -> None:
+    """Gloo would copy a part of rank 0's over it."""
+    for message in pool2.run(_collect, True, 1, LAYOUTS[layout]):
+        assert message.startswith("The buffer 'bank' of Collects is [4, 3] of torch.float32, [6, 3] of torch.float32")
+
+
+class Late(Collects):
+    """Its statistic is None until the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__(persistent=True, sign=0)
+        self.register_buffer("largest", None)
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        self.largest = batch.amax() + dist.get_rank()
+        self.bank = None if batch_idx else self.bank
+
+
+def _note_late(options: dict[str, Any]) -> Tensor:
+    data = DataLoader(torch.ones(8, WIDTH, dtype=torch.float64), batch_size=4)
+    module = Late()
+    make_trainer(AutomodelStrategy(count="samples", **options)).fit(module, data, data)
+    return module.largest
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_buffers_may_come_and_go(pool2: RankPool, layout: str) -> None:
+    """One that was None when the module was built is made equal too."""
+    first, second = pool2.run(_note_late, LAYOUTS[layout])
+    assert first == second == 1
