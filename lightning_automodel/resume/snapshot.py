@@ -17,7 +17,6 @@ from torchmetrics import Metric
 from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.sharding import weight_averaging
 
-
 Buffers = dict[str, Tensor | None]
 """Buffers by name; those that are registered without a value are None."""
 
@@ -32,8 +31,8 @@ def _places(module: "pl.LightningModule") -> Iterator[tuple[str, nn.Module, str,
     """Name, owner, attribute and value of the buffers of a module, and of the averages that callbacks keep of it."""
     yield from torch_internals.buffer_places(module)
     for index, average in enumerate(weight_averaging.averaged_models(module)):
-        for name, *place in torch_internals.buffer_places(average):
-            yield f"average{index}.{name}", *place
+        for name, owner, attribute, buffer in torch_internals.buffer_places(average):
+            yield f"average{index}.{name}", owner, attribute, buffer
 
 
 def _plain_buffers(module: "pl.LightningModule") -> Buffers:
@@ -137,7 +136,7 @@ def _register_missing(module: "pl.LightningModule", missing: Buffers, device: to
         if owner is None:
             unknown.append(name)
             continue
-        vars(owner).pop(attribute, None)  # which a class may set to None until it has a value
+        owner.__dict__.pop(attribute, None)  # which a class may set to None until it has a value
         # A persistent one would have come with the state dict.
         owner.register_buffer(attribute, None if value is None else value.to(device), persistent=False)
     return unknown
