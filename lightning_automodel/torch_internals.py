@@ -308,14 +308,27 @@ def load_state_dict_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 _LOAD = "_load_from_state_dict"
-_OURS = ("torch", __name__.partition(".")[0])
 
 
 def loads_by_itself(module: nn.Module) -> bool:
     """Whether a class or hook that is not torch's decides what ``module`` loads: it may resize buffers, rename keys."""
     loader = next(cls for cls in type(module).__mro__ if _LOAD in vars(cls))
     hooks = load_state_dict_hooks(module)
-    return any(str(each.__module__).partition(".")[0] not in _OURS for each in (loader, *hooks))
+    known = ("torch", __name__.partition(".")[0])
+    return loader.__module__.partition(".")[0] != "torch" or not all(defined_in(hook, *known) for hook in hooks)
+
+
+def defined_in(hook: Any, *packages: str) -> bool:
+    """Whether a hook or method is of one of these packages, though it may carry the name of what it wraps."""
+    hook = getattr(hook, "hook", hook)  # as modules keep some
+    hook = getattr(hook, "func", hook)  # of a partial
+    hook = getattr(hook, "__func__", hook)
+    homes = [str(getattr(hook, "__module__", "")), str(getattr(hook, "__globals__", {}).get("__name__", ""))]
+    return any(home == package or home.startswith(f"{package}.") for home in homes for package in packages)
+
+
+FSDP_ATTRIBUTES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "__composable_api_state_key")
+"""How the names of the attributes begin that FSDP2 sets on its units, and on the modules that these manage."""
 
 
 _COMPILED = "_orig_mod"

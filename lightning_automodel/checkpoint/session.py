@@ -21,6 +21,7 @@ from lightning_automodel.checkpoint.edited import EditedDirectory, LazyState
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.sharded import ShardDirectory, is_shard_directory, prepare_shards
 from lightning_automodel.checkpoint.single_file import WholeCheckpoint, fill_module, load_file, prepare_file
+from lightning_automodel.checkpoint.whole_modules import with_whole_modules
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.patching import PatchStack
@@ -29,6 +30,8 @@ from lightning_automodel.sharding import weight_averaging
 log = logging.getLogger(__name__)
 
 PENDING_SAVE_LIMIT_S = 60.0
+
+_STATES = (state_dict.MODEL, "optimizer_states")
 
 DIRECTORY_NOTE = (
     "is a directory of shards, as the next checkpoints: ckpt_path= and load_from_checkpoint read it, not torch.load."
@@ -105,12 +108,13 @@ class RunCheckpoints:
     def save(
         self,
         checkpoint: dict[str, Any],
+        module: "pl.LightningModule",
         path: str | Path,
         io: CheckpointIO,
         goes_on: bool,
         storage_options: Any | None = None,
     ) -> None:
-        """Write a checkpoint at rank 0's ``path``, where it appears in one step or not at all.
+        """Write a checkpoint of ``module`` at rank 0's ``path``, where it appears in one step or not at all.
 
         If that fails on any rank, every rank raises :class:`CheckpointError`, and older checkpoints are unchanged. A
         save in the background raises it in :meth:`check` or the next save. Only where training ``goes_on`` is there
@@ -126,6 +130,9 @@ class RunCheckpoints:
         # One save at a time: two would need host memory for two copies, and the later one could be on disk first.
         self._finish()
         in_background = self.in_background and goes_on
+        if self.is_sharded:
+            rest = {key: value for key, value in checkpoint.items() if key not in _STATES}
+            checkpoint.update(with_whole_modules(rest, module, f"Cannot save {target}"))
         self._pending_path = target if in_background else ""
         if self.as_directory:
             write = prepare_shards(checkpoint, target, copy=in_background)
