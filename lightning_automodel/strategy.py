@@ -380,7 +380,7 @@ class AutomodelStrategy(ParallelStrategy):
         if (note := self._checkpoints.choose_form(self.checkpoint_io, self.world_size)) is not None:
             self._advice.say_once(note)
         self._checkpoints.patch_callbacks(trainer, self._patches)
-        lightning_internals.forget_loaded_checkpoint(trainer)
+        self._checkpoints.forget_loaded()
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
         if fitting and (layer_sync := lightning_internals.layer_sync(self)) is not None:

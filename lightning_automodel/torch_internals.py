@@ -291,13 +291,6 @@ def has_gradient_hook(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks)
 
 
-def buffer_places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor | None]]:
-    """Name, owner, attribute and value of each registered buffer; ``named_buffers`` leaves out those that are None."""
-    for path, owner in module.named_modules():
-        for attribute, value in owner._buffers.items():
-            yield f"{path}.{attribute}" if path else attribute, owner, attribute, value
-
-
 ASSIGNS = "assign_to_params_buffers"
 """Key under which ``load_state_dict`` tells a module that ``assign`` is true."""
 
@@ -327,8 +320,9 @@ def defined_in(hook: Any, *packages: str) -> bool:
     return any(home == package or home.startswith(f"{package}.") for home in homes for package in packages)
 
 
-FSDP_ATTRIBUTES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "__composable_api_state_key")
-"""How the names of the attributes begin that FSDP2 sets on its units, and on the modules that these manage."""
+def is_set_by_fsdp(attribute: str) -> bool:
+    """Whether FSDP2 sets this attribute on its units, or on the modules that these manage."""
+    return attribute.startswith("__composable_api") or (attribute.startswith("_") and "fsdp" in attribute)
 
 
 _COMPILED = "_orig_mod"
@@ -494,7 +488,7 @@ def _probe() -> None:
     check(GradScaler, "_per_optimizer_states", "_unscale_grads_")
     check(DistributedDataParallel, "_check_reducer_finalized")
     check(nn.Module, "_compiled_call_impl")
-    check(nn.Module(), "_buffers", "_load_state_dict_pre_hooks", _LOAD)
+    check(nn.Module(), "_load_state_dict_pre_hooks", _LOAD)
     check(nn.MultiheadAttention, RESET_PARAMETERS)
     check(torch.autograd.graph, BACKWARD)
     check(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks", "_version")

@@ -56,6 +56,7 @@ class RunCheckpoints:
         self.as_directory = is_sharded if as_directory is None else as_directory
         self._timeout = timeout
         self._opened: ShardDirectory | None = None
+        self._loaded: dict[str, Any] = {}
         self._path = ""
         self._pending: Future[None] | None = None
         self._pending_path = ""
@@ -264,7 +265,12 @@ class RunCheckpoints:
                 f" {', '.join(map(str, moments))}). If a run that saves has replaced it meanwhile, load it again; else"
                 " give all ranks the same file system"
             )
+        self._loaded = loaded
         return loaded
+
+    def forget_loaded(self) -> None:
+        """Empty the checkpoint that an earlier run may have failed to load: Lightning would load it in the next."""
+        self._loaded.clear()
 
     def fill(
         self, checkpoint: dict[str, Any], module: "pl.LightningModule", optimizers: list[Optimizer], strict: bool

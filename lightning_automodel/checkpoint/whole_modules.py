@@ -191,7 +191,7 @@ def _without_sharding(state: dict[str, Any], cls: type[nn.Module]) -> dict[str, 
     kept: dict[str, Any] = {}
     for name, value in state.items():
         is_method = hasattr(cls, name) and torch_internals.defined_in(value, _OURS)
-        if is_method or name.startswith((_OURS, *torch_internals.FSDP_ATTRIBUTES)):
+        if is_method or name.startswith(_OURS) or torch_internals.is_set_by_fsdp(name):
             continue
         if name.endswith("_hooks") and isinstance(value, dict):
             value = type(value)(

@@ -63,7 +63,7 @@ class Resume:
         self._parameters, self._is_manual = list(self._module.parameters()), not self._module.automatic_optimization
         self._loaders = dataloaders.TrainingLoaders(trainer, device, say)
         self._first_flags = snapshot.flags(self._module)
-        self._first_buffers: snapshot.Buffers = {}
+        self._first_buffers: dict[str, Tensor] = {}
         self._patches = PatchStack()
         self._snapshot: Snapshot | None = None
         self._final: Snapshot | None = None
