@@ -91,11 +91,6 @@ def layer_sync(strategy: ParallelStrategy) -> LayerSync | None:
     return strategy._layer_sync
 
 
-def forget_loaded_checkpoint(trainer: Trainer) -> None:
-    """Drop the checkpoint that an earlier run has read and failed to load: Lightning would load it in this one."""
-    trainer._checkpoint_connector._loaded_checkpoint = {}
-
-
 def patch_after_closure(plugin: Precision, then: Callable[[Any], None], patches: PatchStack) -> None:
     """Call ``then`` with the optimizer last before it steps, after all hooks and clipping: Lightning has no hook."""
     after_closure = plugin._after_closure
@@ -202,8 +197,7 @@ def probe(trainer: Trainer) -> None:
     """Check, before a run, the private attributes that the functions above read and write."""
     check = partial(release_probe.check, "lightning")
     fit_loop: Any = trainer.fit_loop
-    check(trainer, "_signal_connector", "_checkpoint_connector")
-    check(trainer._checkpoint_connector, "_loaded_checkpoint", writable=True)
+    check(trainer, "_signal_connector")
     check(trainer._signal_connector, "_original_handlers", "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")
     check(trainer._signal_connector, "received_sigterm", writable=True)
     check(fit_loop, "_data_fetcher")

@@ -34,6 +34,7 @@ from lightning_automodel.checkpoint import (
     describe_models,
     differing_extra_states,
     model_state,
+    note_on_hyper_parameters,
     optimizer_state,
     whole,
 )
@@ -379,7 +380,7 @@ class AutomodelStrategy(ParallelStrategy):
         if (note := self._checkpoints.choose_form(self.checkpoint_io, self.world_size)) is not None:
             self._advice.say_once(note)
         self._checkpoints.patch_callbacks(trainer, self._patches)
-        lightning_internals.forget_loaded_checkpoint(trainer)
+        self._checkpoints.forget_loaded()
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
         if fitting and (layer_sync := lightning_internals.layer_sync(self)) is not None:
@@ -398,6 +399,8 @@ class AutomodelStrategy(ParallelStrategy):
         )
         self.model = self._run.model
         self._weight_averages.set_up(module)
+        if fitting and trainer.checkpoint_callbacks and (note := note_on_hyper_parameters(module)) is not None:
+            self._advice.say_once(note)
         if fitting:
             self._resume = Resume(
                 trainer, self.root_device, run.state, run.load_state, run.holds_gradients, self._advice.say_once
@@ -669,7 +672,7 @@ class AutomodelStrategy(ParallelStrategy):
             return
         state = module.trainer.state
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-        self._checkpoints.save(checkpoint, filepath, self.checkpoint_io, goes_on, storage_options)
+        self._checkpoints.save(checkpoint, module, filepath, self.checkpoint_io, goes_on, storage_options)
         if self._checkpoints.as_directory and self._options.save_distributed_checkpoint is None:
             self._advice.say_once(DIRECTORY_NOTE, say=lambda text: rank_zero_info(f"{filepath} {text}"))
 

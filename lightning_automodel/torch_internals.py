@@ -302,13 +302,6 @@ def has_gradient_hook(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks)
 
 
-def buffer_places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor | None]]:
-    """Name, owner, attribute and value of each registered buffer; ``named_buffers`` leaves out those that are None."""
-    for path, owner in module.named_modules():
-        for attribute, value in owner._buffers.items():
-            yield f"{path}.{attribute}" if path else attribute, owner, attribute, value
-
-
 ASSIGNS = "assign_to_params_buffers"
 """Key under which ``load_state_dict`` tells a module that ``assign`` is true."""
 
@@ -319,14 +312,28 @@ def load_state_dict_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 _LOAD = "_load_from_state_dict"
-_OURS = ("torch", __name__.partition(".")[0])
 
 
 def loads_by_itself(module: nn.Module) -> bool:
     """Whether a class or hook that is not torch's decides what ``module`` loads: it may resize buffers, rename keys."""
     loader = next(cls for cls in type(module).__mro__ if _LOAD in vars(cls))
     hooks = load_state_dict_hooks(module)
-    return any(str(each.__module__).partition(".")[0] not in _OURS for each in (loader, *hooks))
+    known = ("torch", __name__.partition(".")[0])
+    return loader.__module__.partition(".")[0] != "torch" or not all(defined_in(hook, *known) for hook in hooks)
+
+
+def defined_in(hook: Any, *packages: str) -> bool:
+    """Whether a hook or method is of one of these packages, though it may carry the name of what it wraps."""
+    hook = getattr(hook, "hook", hook)  # as modules keep some
+    hook = getattr(hook, "func", hook)  # of a partial
+    hook = getattr(hook, "__func__", hook)
+    homes = [str(getattr(hook, "__module__", "")), str(getattr(hook, "__globals__", {}).get("__name__", ""))]
+    return any(home == package or home.startswith(f"{package}.") for home in homes for package in packages)
+
+
+def is_set_by_fsdp(attribute: str) -> bool:
+    """Whether FSDP2 sets this attribute on its units, or on the modules that these manage."""
+    return attribute.startswith("__composable_api") or (attribute.startswith("_") and "fsdp" in attribute)
 
 
 _COMPILED = "_orig_mod"
@@ -497,7 +504,7 @@ def _probe() -> None:
     check(GradScaler, "_per_optimizer_states", "_unscale_grads_")
     check(DistributedDataParallel, "_check_reducer_finalized")
     check(nn.Module, "_compiled_call_impl")
-    check(nn.Module(), "_buffers", "_forward_hooks", "_load_state_dict_pre_hooks", _LOAD)
+    check(nn.Module(), "_forward_hooks", "_load_state_dict_pre_hooks", _LOAD)
     check(nn.MultiheadAttention, RESET_PARAMETERS)
     check(torch.autograd.graph, BACKWARD)
     check(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks", "_version")

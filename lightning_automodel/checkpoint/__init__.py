@@ -6,6 +6,7 @@ from lightning_automodel.checkpoint.hugging_face import describe_models, export_
 from lightning_automodel.checkpoint.reading import load_directories
 from lightning_automodel.checkpoint.session import DIRECTORY_NOTE, RunCheckpoints
 from lightning_automodel.checkpoint.state_dict import model_state, optimizer_state, whole
+from lightning_automodel.checkpoint.whole_modules import note_on_hyper_parameters
 
 __all__ = [
     "DIRECTORY_NOTE",
@@ -15,6 +16,7 @@ __all__ = [
     "differing_extra_states",
     "export_hugging_face",
     "model_state",
+    "note_on_hyper_parameters",
     "optimizer_state",
     "whole",
 ]

@@ -1,6 +1,6 @@
 """The model's state of a directory as Lightning's hooks see it, and what they have edited in it."""
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from typing import Any
 
 from torch import Tensor
@@ -19,57 +19,67 @@ class _Unread:
 _UNREAD = _Unread()
 
 
-class LazyState(MutableMapping[str, Any], dict[str, Any]):
+class LazyState(dict[str, Any]):
     """``checkpoint["state_dict"]`` of a directory: each tensor is read, whole, when a hook asks for it.
 
-    It is a dict, since hooks may ask for one. Reading is not a collective. What was read is kept, since the hook may
-    change it in place: it is then loaded in place of the shards.
+    Reading is not a collective. What was read is kept, since the hook may change it in place: it is then loaded in
+    place of the shards.
     """
 
     def __init__(self, saved: ShardDirectory) -> None:
         super().__init__()
         self._saved = saved
         for name, entry in saved.model.items():
-            value = _UNREAD if entry is not None else saved.read_model_alone(name)
-            dict.__setitem__(self, name, value)
+            self[name] = _UNREAD if entry is not None else saved.read_model_alone(name)
 
     @property
-    def unread(self) -> list[str]:
+    def unread(self) -> set[str]:
         """Names of the tensors that are as they were saved."""
-        return [name for name in self if dict.__getitem__(self, name) is _UNREAD]
+        return {name for name in self if super(LazyState, self).__getitem__(name) is _UNREAD}
 
     @override
     def __getitem__(self, name: str) -> Any:
-        value = dict.__getitem__(self, name)
+        value = super().__getitem__(name)
         if value is _UNREAD:
             value = self._saved.read_model_alone(name)
-            dict.__setitem__(self, name, value)
+            self[name] = value
         return value
-
-    @override
-    def __setitem__(self, name: str, value: Any) -> None:
-        dict.__setitem__(self, name, value)
-
-    @override
-    def __delitem__(self, name: str) -> None:
-        dict.__delitem__(self, name)
-
-    @override
-    def __contains__(self, name: object) -> bool:
-        return dict.__contains__(self, name)
 
     @override
     def __iter__(self) -> Iterator[str]:
         # As this is overridden, ``dict(state)`` and ``{**state}`` read each value by its name.
-        return dict.__iter__(self)
+        return super().__iter__()
 
     @override
-    def __len__(self) -> int:
-        return dict.__len__(self)
+    def items(self) -> Any:
+        return ItemsView(self)
 
     @override
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({list(self)})"
+    def values(self) -> Any:
+        return ValuesView(self)
+
+    @override
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            return default
+        return self[name]
+
+    @override
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    @override
+    def pop(self, name: str, *default: Any) -> Any:
+        if name in self:
+            _ = self[name]  # which reads it
+        return super().pop(name, *default)
+
+    @override
+    def popitem(self) -> tuple[str, Any]:
+        name = next(reversed(self))
+        return name, self.pop(name)
 
     @override
     def copy(self) -> dict[str, Any]:
@@ -77,12 +87,7 @@ class LazyState(MutableMapping[str, Any], dict[str, Any]):
 
     @override
     def __or__(self, other: Any) -> Any:
-        return dict(self) | dict(other)
-
-    @override
-    def __ior__(self, other: Any) -> Any:
-        self.update(other)
-        return self
+        return dict(self) | other
 
     @override
     def __reduce__(self) -> Any:
@@ -102,7 +107,7 @@ class EditedDirectory(Saved):
         self.rest = directory.rest
         self.world_size = directory.world_size
         self._directory = directory
-        unread = set(state.unread) if isinstance(state, LazyState) else set()
+        unread = state.unread if isinstance(state, LazyState) else set()
         edited = {name: state[name] for name in state if name not in unread}
         self._edited = {f"{MODEL}.{without_wrappers(name)}": value for name, value in edited.items()}
         self.entries: dict[str, Tensor | None] = {}

@@ -21,6 +21,7 @@ from lightning_automodel.checkpoint.edited import EditedDirectory, LazyState
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.sharded import ShardDirectory, is_shard_directory, prepare_shards
 from lightning_automodel.checkpoint.single_file import WholeCheckpoint, fill_module, load_file, prepare_file
+from lightning_automodel.checkpoint.whole_modules import with_whole_modules
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.patching import PatchStack
@@ -29,6 +30,8 @@ from lightning_automodel.sharding import weight_averaging
 log = logging.getLogger(__name__)
 
 PENDING_SAVE_LIMIT_S = 60.0
+
+_STATES = (state_dict.MODEL, "optimizer_states")
 
 DIRECTORY_NOTE = (
     "is a directory of shards, as the next checkpoints: ckpt_path= and load_from_checkpoint read it, not torch.load."
@@ -53,6 +56,7 @@ class RunCheckpoints:
         self.as_directory = is_sharded if as_directory is None else as_directory
         self._timeout = timeout
         self._opened: ShardDirectory | None = None
+        self._loaded: dict[str, Any] = {}
         self._path = ""
         self._pending: Future[None] | None = None
         self._pending_path = ""
@@ -105,12 +109,13 @@ class RunCheckpoints:
     def save(
         self,
         checkpoint: dict[str, Any],
+        module: "pl.LightningModule",
         path: str | Path,
         io: CheckpointIO,
         goes_on: bool,
         storage_options: Any | None = None,
     ) -> None:
-        """Write a checkpoint at rank 0's ``path``, where it appears in one step or not at all.
+        """Write a checkpoint of ``module`` at rank 0's ``path``, where it appears in one step or not at all.
 
         If that fails on any rank, every rank raises :class:`CheckpointError`, and older checkpoints are unchanged. A
         save in the background raises it in :meth:`check` or the next save. Only where training ``goes_on`` is there
@@ -126,6 +131,9 @@ class RunCheckpoints:
         # One save at a time: two would need host memory for two copies, and the later one could be on disk first.
         self._finish()
         in_background = self.in_background and goes_on
+        if self.is_sharded:
+            rest = {key: value for key, value in checkpoint.items() if key not in _STATES}
+            checkpoint.update(with_whole_modules(rest, module, f"Cannot save {target}"))
         self._pending_path = target if in_background else ""
         if self.as_directory:
             write = prepare_shards(checkpoint, target, copy=in_background)
@@ -257,7 +265,12 @@ class RunCheckpoints:
                 f" {', '.join(map(str, moments))}). If a run that saves has replaced it meanwhile, load it again; else"
                 " give all ranks the same file system"
             )
+        self._loaded = loaded
         return loaded
+
+    def forget_loaded(self) -> None:
+        """Empty the checkpoint that an earlier run may have failed to load: Lightning would load it in the next."""
+        self._loaded.clear()
 
     def fill(
         self, checkpoint: dict[str, Any], module: "pl.LightningModule", optimizers: list[Optimizer], strict: bool

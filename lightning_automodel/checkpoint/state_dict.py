@@ -333,7 +333,7 @@ def split_shards(tree: dict[str, Any], names: Collection[str]) -> tuple[dict[str
 
     Raises ValueError if there are shards in a list, or under names that are not in the model's state's ``names``.
     """
-    rest, shards = _with_own_dicts(tree), dict[str, Any]()
+    rest, shards = with_own_dicts(tree), dict[str, Any]()
     for place, each in [("", rest), *dicts_in(rest)]:
         listed = [leaf for value in each.values() if isinstance(value, (list, tuple)) for leaf in value]
         if any(isinstance(leaf, DTensor) for leaf in each.values()):
@@ -347,8 +347,9 @@ def split_shards(tree: dict[str, Any], names: Collection[str]) -> tuple[dict[str
     return rest, shards
 
 
-def _with_own_dicts(tree: dict[str, Any]) -> dict[str, Any]:
-    return {key: _with_own_dicts(value) if isinstance(value, dict) else value for key, value in tree.items()}
+def with_own_dicts(tree: dict[str, Any]) -> dict[str, Any]:
+    """A copy of ``tree`` whose dicts are new, down to its leaves."""
+    return {key: with_own_dicts(value) if isinstance(value, dict) else value for key, value in tree.items()}
 
 
 def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, Any]) -> None:

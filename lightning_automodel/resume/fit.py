@@ -63,7 +63,7 @@ class Resume:
         self._parameters, self._is_manual = list(self._module.parameters()), not self._module.automatic_optimization
         self._loaders = dataloaders.TrainingLoaders(trainer, device, say)
         self._first_flags = snapshot.flags(self._module)
-        self._first_buffers: snapshot.Buffers = {}
+        self._first_buffers: dict[str, Tensor] = {}
         self._patches = PatchStack()
         self._snapshot: Snapshot | None = None
         self._final: Snapshot | None = None
@@ -151,8 +151,8 @@ class Resume:
         """Add the state of every rank to a checkpoint, and set its counters and callbacks to the same moment.
 
         A collective on ``group``, that of all ranks on the host. Without it, as after a failure, only this rank's state
-        is added. ``sizes`` are the ranks along each dimension of the mesh, ``extra_states`` what this rank's modules keep
-        beside tensors, where that is not the same on every rank.
+        is added. ``sizes`` are the ranks along each dimension of the mesh, ``extra_states`` what this rank's modules
+        keep beside tensors, where that is not the same on every rank.
         """
         if self._loaded is not None:  # a hook saves before the run has started
             own = self._loaded

@@ -4,7 +4,7 @@ Nothing here synchronises or communicates, and what changes in place is copied.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,46 +14,52 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from lightning_automodel import lightning_internals, torch_internals
+from lightning_automodel import lightning_internals
 from lightning_automodel.sharding import weight_averaging
 
 
-Buffers = dict[str, Tensor | None]
-"""Buffers by name; those that are registered without a value are None."""
-
-
-def buffers(module: "pl.LightningModule") -> Buffers:
+def buffers(module: "pl.LightningModule") -> dict[str, Tensor]:
     """Copies of all plain buffers on their device: tensor versions do not show changes by batch norm."""
-    held = _plain_buffers(module)
-    return {name: None if buffer is None else buffer.clone() for name, buffer in held.items()}
+    return {name: buffer.clone() for name, buffer in _plain_buffers(module).items()}
 
 
-def _places(module: "pl.LightningModule") -> Iterator[tuple[str, nn.Module, str, Tensor | None]]:
-    """Name, owner, attribute and value of the buffers of a module, and of the averages that callbacks keep of it."""
-    yield from torch_internals.buffer_places(module)
+def _plain_buffers(module: "pl.LightningModule") -> dict[str, Tensor]:
+    held: dict[str, Tensor] = {}
+    for prefix, root in _roots(module):
+        held.update(root.named_buffers(prefix))
+    return {name: each.detach() for name, each in held.items() if not isinstance(each, DTensor) and not each.is_meta}
+
+
+def _roots(module: "pl.LightningModule") -> Iterator[tuple[str, nn.Module]]:
+    """The module, and the averages that callbacks keep of it, with the prefixes of their names."""
+    yield "", module
     for index, average in enumerate(weight_averaging.averaged_models(module)):
-        for name, *place in torch_internals.buffer_places(average):
-            yield f"average{index}.{name}", *place
+        yield f"average{index}", average
 
 
-def _plain_buffers(module: "pl.LightningModule") -> Buffers:
-    held: Buffers = {}
-    for name, _, _, buffer in _places(module):
-        if buffer is None:
-            held[name] = None
-        elif not isinstance(buffer, DTensor) and not buffer.is_meta:
-            held[name] = buffer.detach()
-    return held
+def _modules(module: "pl.LightningModule") -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for prefix, root in _roots(module):
+        found.update(root.named_modules(prefix=prefix))
+    return found
 
 
-def unsaved_buffers(module: "pl.LightningModule", copies: Buffers, first: Buffers) -> Buffers:
-    """The ``copies`` that a state dict may lack for this rank: they differ from the ``first`` ones, or from now."""
+def unsaved_buffers(
+    module: "pl.LightningModule", copies: dict[str, Tensor], first: dict[str, Tensor]
+) -> dict[str, Tensor | None]:
+    """The ``copies`` that a state dict may lack for this rank: they differ from the ``first`` ones, or from now.
+
+    None for those that have no value any more.
+    """
     now = _plain_buffers(module)
-    changed: Buffers = {}
+    modules = _modules(module)
+    changed: dict[str, Tensor | None] = {}
+    for name in first.keys() - copies.keys():
+        path, _, attribute = name.rpartition(".")
+        if path in modules and getattr(modules[path], attribute, now) is None:
+            changed[name] = None
     for name, value in copies.items():
-        is_as_at_first = name in first and _are_equal(value, first[name])
-        is_as_now = name in now and _are_equal(value, now[name])
-        if not (is_as_at_first and is_as_now):
+        if not (_are_equal(value, first.get(name)) and _are_equal(value, now.get(name))):
             changed[name] = value
     return changed
 
@@ -104,43 +110,42 @@ def restore(module: "pl.LightningModule", loaded: dict[str, Any], device: torch.
     return unknown
 
 
-def _restore_buffers(module: "pl.LightningModule", saved: Buffers, device: torch.device) -> list[str]:
-    places = list(_places(module))
-    for name, owner, attribute, buffer in places:
-        if name not in saved:
-            continue
-        value = saved[name]
+def _restore_buffers(module: "pl.LightningModule", saved: dict[str, Tensor | None], device: torch.device) -> list[str]:
+    own = _plain_buffers(module)
+    modules = _modules(module)
+    unknown: list[str] = []
+    for name, value in sorted(saved.items()):
+        buffer = own.get(name)
+        path, _, attribute = name.rpartition(".")
         if buffer is not None and value is not None and _fits(buffer, value):
             buffer.copy_(value)
-            continue
-        if value is not None:
-            value = value.to(device if buffer is None else buffer.device)
-        setattr(owner, attribute, value)
-        # Modules may share a buffer.
-        for _, other, alias, held in places:
-            if held is buffer and buffer is not None:
-                setattr(other, alias, value)
-    return _register_missing(
-        module, {name: saved[name] for name in saved.keys() - {place[0] for place in places}}, device
-    )
-
-
-def _register_missing(module: "pl.LightningModule", missing: Buffers, device: torch.device) -> list[str]:
-    """Register buffers that training had registered; the names of those that have no module here."""
-    modules = dict(module.named_modules())
-    for index, average in enumerate(weight_averaging.averaged_models(module)):
-        modules.update(average.named_modules(prefix=f"average{index}"))
-    unknown: list[str] = []
-    for name, value in sorted(missing.items()):
-        path, _, attribute = name.rpartition(".")
-        owner = modules.get(path)
-        if owner is None:
+        elif path not in modules:
             unknown.append(name)
-            continue
-        vars(owner).pop(attribute, None)  # which a class may set to None until it has a value
-        # A persistent one would have come with the state dict.
-        owner.register_buffer(attribute, None if value is None else value.to(device), persistent=False)
+        elif buffer is None and isinstance(getattr(modules[path], attribute, None), Tensor):
+            continue  # sharded, or on the meta device
+        elif buffer is None:
+            _give_buffer(modules[path], attribute, value, device)
+        else:
+            _replace_buffer(modules.values(), getattr(modules[path], attribute), value)
     return unknown
+
+
+def _give_buffer(owner: nn.Module, attribute: str, value: Tensor | None, device: torch.device) -> None:
+    """Set a buffer that is registered without a value, or not yet."""
+    value = None if value is None else value.to(device)
+    setattr(owner, attribute, value)
+    if value is not None and attribute not in dict(owner.named_buffers(recurse=False)):
+        delattr(owner, attribute)
+        # A persistent one would have come with the state dict.
+        owner.register_buffer(attribute, value, persistent=False)
+
+
+def _replace_buffer(modules: Iterable[nn.Module], buffer: Tensor, value: Tensor | None) -> None:
+    """Set ``value`` wherever modules hold ``buffer``, which they may share."""
+    for module in modules:
+        for name, held in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if held is buffer:
+                setattr(module, name, None if value is None else value.to(buffer.device))
 
 
 def _fits(buffer: Tensor, value: Tensor) -> bool:
@@ -157,9 +162,9 @@ def _copied(state: Any) -> Any:
         return state
 
 
-def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    if one.dtype != other.dtype or one.layout != torch.strided or other.layout != torch.strided:
+def _are_equal(one: Tensor, other: Tensor | None) -> bool:
+    if other is None or one.dtype != other.dtype:
+        return False
+    if one.layout != torch.strided or other.layout != torch.strided:
         return False  # torch.equal does not compare sparse tensors
     return torch.equal(one, other.to(one.device))

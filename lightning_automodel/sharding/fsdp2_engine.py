@@ -65,6 +65,7 @@ class FSDP2Engine(Engine):
         ]
         apply.initialise_fsdp2(module, self.mesh.sizes.divisor)
         whole_states.accept_whole_states(module)
+        whole_states.refuse_pickling(module)
         group = self.mesh.group if self.mesh.sizes.divisor > 1 else None
         retains, is_manual = self._retain_unsharded(module), not module.automatic_optimization
         self.sync = FSDPGradSync(module, self._defer, retains, group, is_manual)

@@ -1,12 +1,15 @@
-"""Loading whole tensors into a sharded model: ``load_state_dict`` of what ``torch.load`` has read, say."""
+"""Where user code takes a sharded model for a whole one: it loads whole tensors into it, or pickles it."""
 
+import pickle
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel import torch_internals
 from lightning_automodel.sharding.apply import shard_like
+from lightning_automodel.sharding.units import class_name
 
 
 def accept_whole_states(model: nn.Module) -> None:
@@ -21,6 +24,24 @@ def accept_whole_states(model: nn.Module) -> None:
     for module in model.modules():
         if _sharded_tensors(module) and _take_own_parts not in torch_internals.load_state_dict_hooks(module):
             module.register_load_state_dict_pre_hook(_take_own_parts)
+
+
+def refuse_pickling(model: nn.Module) -> None:
+    """Let pickling a sharded ``model``, or a unit of it, say what to do instead: each rank holds a part of it.
+
+    FSDP2 makes these classes, which pickle cannot find: "Can't pickle <class ...FSDPLinear>: attribute lookup failed".
+    """
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            type(unit).__reduce_ex__ = _refuse  # type: ignore[assignment, method-assign]
+
+
+def _refuse(unit: nn.Module, protocol: object) -> Any:
+    raise pickle.PicklingError(
+        f"{class_name(unit)} is sharded, so that this rank holds a part of it and cannot pickle it. Save a checkpoint"
+        " on every rank (trainer.save_checkpoint), and make a whole module of that (load_from_checkpoint); or pass"
+        " AutomodelStrategy(data_parallel='ddp'), under which each rank holds a whole module."
+    )
 
 
 def _sharded_tensors(module: nn.Module) -> dict[str, DTensor]:

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import CheckpointError
 from lightning_automodel.checkpoint.__main__ import main
-from tests import devices
 from tests.checkpoint.checkpoints import ACCUMULATE, FORMS, AdamModule, batches, fit, save
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import SILENT, Outcome, TinyDecoder, full_weights, weight_error
+from tests.trainer.exactness import SILENT, Outcome, full_weights, weight_error
 from tests.trainer.runs import CASE, TOLERANCE, make_trainer
 
 DIRECTORIES = [form for form in FORMS if form in ("shards", "replicated_directory")]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 from lightning_automodel.checkpoint import DIRECTORY_NOTE, CheckpointError
 from tests.checkpoint.checkpoints import FORMS, AdamModule, adamw, fit
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import TinyDecoder, full_weights
+from tests.trainer.exactness import Block, TinyDecoder, full_weights
 from tests.trainer.plain import ModelModule
 
 
@@ -67,23 +71,118 @@ class KeepsTheModule(Callback):
         return {"of": {"net": self.module}}
 
 
-def _fail_to_save(options: dict[str, Any], folder: str, by_callback: bool) -> str:
-    module = HoldsANetwork(TinyDecoder(0).double(), ignore=["net"] if by_callback else None)
-    trainer, _ = fit(options, module, callbacks=[KeepsTheModule()] if by_callback else [])
+class PutsItThere(HoldsANetwork):
+    """By its own hook, as disent's modules do: nothing that is left out of the hyper-parameters helps."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__(net, ignore=["net"])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["hyper_parameters"] = {"nested": {"net": [self.model, self.model.head]}}
+
+
+def _save_modules(options: dict[str, Any], folder: str, how: str) -> tuple[dict[str, Tensor], list[str]]:
+    """Whole weights, and what was said of the hyper-parameters before training."""
+    said: list[str] = []
+    net = TinyDecoder(0).double()
+    if how == "hook":
+        module: HoldsANetwork = PutsItThere(net)
+    else:
+        module = HoldsANetwork(net, ignore=["net"] if how == "callback" else None)
+    callbacks: list[Callback] = [ModelCheckpoint(folder, filename="a")]
+    if how == "callback":
+        callbacks.append(KeepsTheModule())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_automodel.advice.Advice.say_once", lambda _, text, **__: said.append(text))
+        fit(options, module, callbacks=callbacks, enable_checkpointing=True)
+    return full_weights(module.model), [text for text in said if text.startswith("The hyper-parameters")]
+
+
+def _modules_in(rest: dict[str, Any], how: str) -> list[TinyDecoder]:
+    if how == "callback":
+        return [rest["callbacks"]["KeepsTheModule"]["of"]["net"]]
+    if how == "hook":
+        net, head = rest["hyper_parameters"]["nested"]["net"]
+        assert net.head is head
+        return [net]
+    return [rest["hyper_parameters"]["net"], HoldsANetwork(**rest["hyper_parameters"]).model]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("how", ["hyper-parameter", "callback", "hook"])
+@pytest.mark.parametrize("form", ["shards", "one_file_of_shards"])
+@pytest.mark.filterwarnings("ignore:Attribute 'net'")
+def test_modules_in_the_rest(pool2: RankPool, tmp_path: Path, form: str, how: str) -> None:
+    """Saved whole and as the user's class, as plain Lightning does, for programs without this package."""
+    (weights, said), _ = pool2.run(_save_modules, FORMS[form], str(tmp_path), how)
+    path = tmp_path / "a.ckpt"
+    file = path / "meta.pt" if path.is_dir() else path
+    for net in _modules_in(torch.load(file, weights_only=False), how):
+        assert type(net) is TinyDecoder
+        assert all(torch.equal(weights[name], value) for name, value in net.named_parameters())
+        assert net(torch.zeros(1, 2, dtype=torch.long)).shape == (1, 2, 11)
+        copy.deepcopy(net)
+    needed = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
+    assert [name for name in needed if name.startswith(("torch.distributed", "lightning_automodel"))] == []
+    assert len(said) == (how == "hyper-parameter")
+    if how == "hyper-parameter":
+        loaded = HoldsANetwork.load_from_checkpoint(path, weights_only=False)
+        assert all(torch.equal(weights[name], value) for name, value in loaded.model.named_parameters())
+
+
+class Unpicklable(AdamModule):
+    """Puts there what nothing can pickle, or shards that are no parameter's."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        other = fully_shard(Block())
+        held = {"function": lambda: None, "module": other, "module and shards": [self.model, other.norm.weight]}
+        checkpoint["mine"] = {"of": {"net": held[self.kind]}}
+
+
+def _fail_to_save(options: dict[str, Any], folder: str, kind: str) -> str:
+    trainer, _ = fit(options, Unpicklable(kind))
     with pytest.raises(CheckpointError) as raised:
         trainer.save_checkpoint(f"{folder}/a")
     return str(raised.value)
 
 
-@pytest.mark.parametrize("by_callback", [False, pytest.param(True, marks=pytest.mark.sweep)])
-@pytest.mark.parametrize("form", ["shards", pytest.param("one_file_of_shards", marks=pytest.mark.sweep)])
-@pytest.mark.filterwarnings("ignore:Attribute 'net'")
-def test_sharded_modules_in_the_rest(pool2: RankPool, tmp_path: Path, form: str, by_callback: bool) -> None:
-    """Cannot be pickled: saving fails on every rank, with the class; a fit that saves nothing is not disturbed."""
-    for message in pool2.run(_fail_to_save, FORMS[form], str(tmp_path), by_callback):
-        assert message.startswith(f"Cannot save {tmp_path}/a: rank 0: ")
-        assert "Can't pickle" in message
-        assert "FSDP" in message
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("function", "cannot be pickled: Can't"),
+        ("module", "cannot be pickled: Block is sharded, so that this rank holds a part of it"),
+        ("module and shards", "holds a sharded tensor that is none of the model's parameters"),
+    ],
+)
+def test_what_cannot_be_pickled_is_named(pool2: RankPool, tmp_path: Path, kind: str, message: str) -> None:
+    """On every rank, and nothing is left."""
+    for raised in pool2.run(_fail_to_save, FORMS["shards"], str(tmp_path), kind):
+        assert raised.startswith(f"Cannot save {tmp_path}/a: rank 0: checkpoint['mine']['of']['net'] {message}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def _pickle(folder: str) -> list[str]:
+    """What `torch.save` says of a sharded module, and of a unit in it."""
+    _, module = fit({})
+    messages: list[str] = []
+    for part in (module, module.model.blocks[0]):
+        with pytest.raises(pickle.PicklingError) as raised:
+            torch.save(part, f"{folder}/{dist.get_rank()}.pt")
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_pickling_a_sharded_module(pool2: RankPool, tmp_path: Path) -> None:
+    """Says what to do instead."""
+    for messages in pool2.run(_pickle, str(tmp_path)):
+        for name, message in zip(("AdamModule", "Block"), messages, strict=True):
+            assert message.startswith(f"{name} is sharded, so that this rank holds a part of it and cannot pickle it.")
+            assert "data_parallel='ddp'" in message
 
 
 def _notes_and_timeout(options: dict[str, Any], folder: str) -> tuple[list[str], timedelta | None]:
