@@ -100,7 +100,8 @@ def _foreign_gradient(case: Case, what: str, net: Any, ids: Tensor, labels: Tens
         loss.backward(inputs=of)
         gradients = [shift.grad]
     else:
-        gradients = [each for each in torch.autograd.grad(loss, of, allow_unused=True) if each is not None]
+        unused = bool({"unused", "sometimes", "empty"} & set(case.parts))
+        gradients = [each for each in torch.autograd.grad(loss, of, allow_unused=unused) if each is not None]
     return sum(float(full(each).square().sum()) for each in gradients) ** 0.5
 
 
@@ -251,13 +252,13 @@ def changed(case: Case, where: str, net: Any) -> list[nn.Parameter]:
         return []
     generator = torch.Generator().manual_seed(case.seed + 2)
     if what == "append" and not hasattr(net, "late"):
-        net.late = nn.Linear(WIDTH, WIDTH).double()
+        net.late = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         with torch.no_grad():
             for parameter in net.late.parameters():
-                parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+                parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
         return list(net.late.parameters())
     if what == "replace":
-        net.head.bias = nn.Parameter(torch.randn(VOCABULARY, generator=generator).double())
+        net.head.bias = nn.Parameter(torch.randn(VOCABULARY, generator=generator, dtype=torch.float64))
         return [net.head.bias]
     if what == "fill":
         nn.init.constant_(net.head.bias, 0.3)
