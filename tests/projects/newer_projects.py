@@ -17,29 +17,45 @@ if TYPE_CHECKING:
 
 def anomalib(run: Run) -> None:
     """A normalizing flow over features of a frozen network; batches are dataclasses that validate themselves."""
+    from anomalib.models import Fastflow
+
+    run.recorder.learning_rate = 1e-5
+    images = Fastflow.configure_pre_processor(image_size=(64, 64))
+    module = Fastflow(pre_trained=False, flow_steps=2, pre_processor=images, visualizer=False)
+    _fit_images(run, module, run.strategy(count="samples"))
+
+
+def anomalib_ganomaly(run: Run) -> None:
+    """Two networks against each other, with batch normalization, under manual optimization."""
+    from anomalib.models import Ganomaly
+
+    run.recorder.keeps_optimizer = True
+    module = Ganomaly(
+        batch_size=run.batch_size,
+        n_features=4,
+        latent_vec_size=8,
+        lr=1e-3,
+        pre_processor=Ganomaly.configure_pre_processor(image_size=(32, 32)),
+        visualizer=False,
+    )
+    _fit_images(run, module, run.strategy(**EQUAL_BATCHES))
+
+
+def _fit_images(run: Run, module: Any, strategy: Any) -> None:
     from anomalib.callbacks import ModelCheckpoint
     from anomalib.data import ImageBatch, ImageItem
     from anomalib.engine import Engine
-    from anomalib.models import Fastflow
 
-    def items() -> list[Any]:
-        generator = torch.Generator().manual_seed(0)
-        images = torch.rand(NUM_SAMPLES, 3, 64, 64, generator=generator)
-        masks = torch.zeros(NUM_SAMPLES, 64, 64)
-        masks[1::2, :32] = 1
-        labels = (torch.arange(NUM_SAMPLES) % 2).bool()
-        return [ImageItem(image=image, gt_label=label, gt_mask=mask) for image, label, mask in zip(images, labels, masks)]
-
-    loaders = [DataLoader(items(), run.batch_size, collate_fn=ImageBatch.collate) for _ in range(2)]
-    module = Fastflow(
-        pre_trained=False,
-        flow_steps=2,
-        pre_processor=Fastflow.configure_pre_processor(image_size=(64, 64)),
-        visualizer=False,
-    )
-    run.recorder.learning_rate = 1e-5
+    images = torch.rand(NUM_SAMPLES, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    is_damaged = torch.arange(NUM_SAMPLES) % 2 == 1
+    masks = torch.zeros(NUM_SAMPLES, 64, 64)
+    masks[is_damaged, :32] = 1
+    items = [
+        ImageItem(image=image, gt_label=label, gt_mask=mask)
+        for image, label, mask in zip(images, is_damaged, masks, strict=True)
+    ]
+    loaders = [DataLoader(items, run.batch_size, collate_fn=ImageBatch.collate) for _ in range(2)]
     saving = ModelCheckpoint(run.directory, filename="epoch{epoch}", save_last=True, save_top_k=-1)
-    strategy = run.strategy(count_label_tokens=lambda batch: len(batch.image))
     engine = Engine(**run.options(strategy, callbacks=[run.recorder, saving]))
     if run.loads:
         engine.validate(module, dataloaders=loaders[1], ckpt_path=run.ckpt_path)

@@ -14,7 +14,7 @@ import lightning_automodel
 from tests.rank_pool import RankError, RankPool
 from tests.search.cases import Case, has
 from tests.search.drawing import draw_case
-from tests.search.kinds import KIND_REFUSALS, KIND_WARNED
+from tests.search.kinds import DOCUMENTED, KIND_REFUSALS, KIND_WARNED
 from tests.search.ranks import in_folder, train
 from tests.search.reference import Outcome, Reference
 from tests.search.rules import made_valid
@@ -73,7 +73,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a case: "exact", or the pattern of a refusal, or a finding."""
+    """What came of a case: "exact", the pattern of a message, what is documented, or a finding."""
 
     what: str
     finding: Finding | None = None
@@ -104,6 +104,9 @@ def judge(pool: RankPool, case: Case, run: Callable[[Case, str], Outcome] = trai
             for pattern, applies in WARNED.items():
                 if applies(case) and any(re.search(pattern, message) for message in outcome.warnings):
                     return Verdict(pattern)
+            for reason, applies in DOCUMENTED.items():
+                if applies(case):
+                    return Verdict(reason)
             return Verdict("", Finding("differs", f"rank {rank}: {wrong}"))
     return Verdict("exact")
 
@@ -164,7 +167,7 @@ def _judge_failure(case: Case, error: RankError) -> Verdict:
     causes = [(place, line) for place, line in messages if not line.startswith("RankFailedError")]
     for _, line in causes or messages:
         for pattern, applies in REFUSALS.items():
-            if re.search(pattern, line) and applies(case):
+            if re.search(pattern, line, re.DOTALL) and applies(case):
                 return Verdict(pattern)
     for place, line in messages:
         if not place.startswith(PACKAGE):

@@ -185,9 +185,25 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
 # --- What they may end in ---------------------------------------------------------------------------------------------
 
 KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
-    r"create_graph.*reshard_during_accumulation=False": lambda c: c.inner == "penalty",
+    r"A backward needed parameters that FSDP2 had freed.*create_graph.*reshard_during_accumulation=False": lambda c: (
+        c.inner == "penalty"
+    ),
+    r"embeddings with max_norm, whose forward shortens the rows": lambda c: "max_norm" in c.writes,
+    r"was used past the module, so that its gradient would be lost": lambda c: c.alias,
+    r"have gradient hooks .* which it never calls": lambda c: c.backward and c.backward.startswith("parameter_hook"),
+    r"parameters that the module got after it was distributed": lambda c: c.changed and c.changed.startswith("append"),
+    r"were replaced after the module was distributed": lambda c: c.changed and c.changed.startswith("replace"),
+    r"num_label_tokens is -": lambda c: c.negative,
 }
 """Messages of errors that name the kind, and which cases may end in them."""
 
-KIND_WARNED: dict[str, Callable[[Case], Any]] = {}
+KIND_WARNED: dict[str, Callable[[Case], Any]] = {
+    r"is gathered from all ranks, with gradients, and each rank's weighs the same": lambda c: c.over_ranks,
+    r"backward hook": lambda c: c.backward and "squash" in c.backward,
+}
 """Warnings that name the kind, beside which weights may differ, and in which cases."""
+
+DOCUMENTED: dict[str, Callable[[Case], Any]] = {
+    "an autograd function that is not linear sees gradients of count x loss": lambda c: c.backward == "function_clip",
+}
+"""What differs without a message; `ExactnessCheck` finds it."""
