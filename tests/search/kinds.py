@@ -193,7 +193,7 @@ KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
     r"have gradient hooks .* which it never calls": lambda c: c.backward and c.backward.startswith("parameter_hook"),
     r"parameters that the module got after it was distributed": lambda c: c.changed and c.changed.startswith("append"),
     r"were replaced after the module was distributed": lambda c: c.changed and c.changed.startswith("replace"),
-    r"num_label_tokens is -": lambda c: c.negative,
+    r"must be finite and not negative, got -": lambda c: c.negative,
 }
 """Messages of errors that name the kind, and which cases may end in them."""
 
