@@ -167,6 +167,73 @@ def note_all_gathers(unit: FSDPModule, note: Callable[[], None], patches: PatchS
         patches.set(group, "unshard", partial(noting, group, group.unshard))
 
 
+def watch_gathers(
+    group: FSDPParamGroup,
+    starting: Callable[[], None],
+    finished: Callable[[], bool],
+    freeing: Callable[[], None],
+    patches: PatchStack,
+) -> None:
+    """Call back around each all-gather of ``group``, for which FSDP2 has no hooks.
+
+    ``starting`` before it starts. ``finished`` once parameters are unsharded: False repeats it, which is a collective.
+    ``freeing`` before unsharded parameters are freed, or hidden behind the sharded ones.
+    """
+    unshard, wait = group.unshard, group.wait_for_unshard
+    to_sharded, to_smaller_mesh = group._to_sharded, group._to_sharded_post_forward
+
+    def watched_unshard(*args: Any, **kwargs: Any) -> None:
+        if not group.is_unsharded and group._all_gather_result is None:
+            starting()
+        unshard(*args, **kwargs)
+
+    def watched_wait() -> None:
+        is_pending = group._all_gather_result is not None
+        wait()
+        if is_pending and not finished():
+            to_sharded()
+            starting()
+            unshard()
+            wait()
+            finished()
+
+    def freeing_before(hide: Callable[[], None]) -> Callable[[], None]:
+        def free() -> None:
+            if group.is_unsharded:
+                freeing()
+            hide()
+
+        return free
+
+    patches.set(group, "unshard", watched_unshard)
+    patches.set(group, "wait_for_unshard", watched_wait)
+    patches.set(group, "_to_sharded", freeing_before(to_sharded))
+    patches.set(group, "_to_sharded_post_forward", freeing_before(to_smaller_mesh))
+    for param in group.fsdp_params:
+        patches.set(param, "reset_sharded_param", partial(_reset_if_sharded, group, param.reset_sharded_param))
+
+
+def _reset_if_sharded(group: FSDPParamGroup, reset: Callable[[], None]) -> None:
+    """FSDP2's hook after a module has loaded a state dict, which takes the module's parameter for the shard."""
+    if not group.is_unsharded:
+        reset()
+
+
+def own_slice(param: FSDPParam) -> Tensor:
+    """The part of an unsharded parameter, sharing its memory, that this rank holds as its shard."""
+    whole, shard = local_tensor(param.unsharded_param), local_tensor(param.sharded_param)
+    dim = param.fsdp_placement.dim
+    # All ranks but the last have full chunks; the last ones may have none.
+    start = getattr(param.mesh_info, "shard_mesh_rank", 0) * param.padded_sharded_param_size[dim]
+    length = shard.size(dim) if shard.numel() > 0 else 0
+    return whole.narrow(dim, min(start, whole.size(dim)), length)
+
+
+def parameter_name(param: FSDPParam) -> str:
+    """The name of a parameter within its FSDP root."""
+    return without_wrappers(param._param_fqn or param._module_info.param_name)
+
+
 def unsharded_numel(param: FSDPParam) -> int:
     """Number of elements of the unsharded parameter on this rank: under tensor parallelism, of its part."""
     sharded, others = param.sharded_param, param.mesh_info.mesh.ndim  # FSDP2's dimensions come first
@@ -347,11 +414,6 @@ def show_kept_storage(unit: FSDPModule) -> bool:
     return True
 
 
-def sharded_versions(unit: FSDPModule) -> list[int]:
-    """:func:`versions` of the sharded parameters."""
-    return versions(param.sharded_param for group in param_groups(unit) for param in group.fsdp_params)
-
-
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """Autograd's version counters: every in-place write but through ``.data`` counts."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]  # those of inference mode have none
@@ -426,11 +488,14 @@ def _probe_fsdp2(state: Any) -> None:
         check(group, "fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "device", "post_backward")
         if group.mesh_info.mesh.ndim > 1:
             check(group.mesh_info, "replicate_mesh_size")
-        check(group, "is_sharded", "is_unsharded", "unshard", "_to_unsharded")
+        check(group, "is_sharded", "is_unsharded", "_to_unsharded")
+        check(group, "unshard", "wait_for_unshard", "_to_sharded", "_to_sharded_post_forward", writable=True)
         check(group, "_partial_reduce_output", "_all_gather_result", *_COMMUNICATION, writable=True)
         for param in group.fsdp_params[:1]:
             check(param, "sharded_param", "unsharded_param", "all_gather_outputs", "mesh_info")
             check(param, "mp_policy", "free_unsharded_param")
+            check(param, "fsdp_placement", "padded_sharded_param_size", "_param_fqn", "_module_info")
+            check(param, "reset_sharded_param", writable=True)
             check(type(param), "orig_dtype", "param_dtype", "reduce_dtype")  # assigned by the lazy initialisation
             if ACCUMULATES_IN_LEAF:
                 check(param, "unsharded_grad_dtype")

@@ -18,6 +18,7 @@ from lightning_automodel import torch_internals
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.sharding.gathers import drop_unused, reshard
 from lightning_automodel.sharding.units import fsdp_roots
+from lightning_automodel.sharding.written_weights import WrittenWeights
 
 Deferral = bool | Literal["all_reduce"]
 
@@ -180,7 +181,8 @@ class FSDPGradSync(GradSync):
         self.units = torch_internals.fsdp_units(model)
         self._roots = fsdp_roots(model)
         self._groups = [group for unit in self.units for group in torch_internals.param_groups(unit)]
-        self._retained: list[tuple[FSDPModule, list[int]]] = []
+        self._written = WrittenWeights(self.units)
+        self._retained: list[FSDPModule] = []
         self.is_last: bool | None = None
         self._in_backward = False
         for root in cast(list[nn.Module], self._roots):
@@ -264,13 +266,12 @@ class FSDPGradSync(GradSync):
         """Reshard what is unsharded, so that nothing stale is used once weights are written.
 
         ``retains``, as a micro-batch starts: use retained parameters again unless the sharded ones were written since.
-        A write past autograd's version counters (``.data``) is not noticed.
         """
         retained, self._retained = self._retained, []
         taken_back: set[int] = set()
-        for unit, versions in retained:
+        for unit in retained:
             is_shown = torch_internals.show_kept_storage(unit)
-            if retains and is_shown and versions == torch_internals.sharded_versions(unit):
+            if retains and is_shown and self._written.is_current(unit):
                 taken_back.add(id(unit))
         for unit in self.units:
             if id(unit) not in taken_back:
@@ -304,7 +305,7 @@ class FSDPGradSync(GradSync):
                 unit.reshard()
             else:
                 torch_internals.reshard_keeping_storage(unit)
-                self._retained.append((unit, torch_internals.sharded_versions(unit)))
+                self._retained.append(unit)
 
     @override
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
@@ -334,6 +335,7 @@ class FSDPGradSync(GradSync):
     def close(self) -> None:
         """Reshard the model and remove the hooks."""
         self.release()
+        self._written.close()
         super().close()
 
     @override
@@ -342,11 +344,12 @@ class FSDPGradSync(GradSync):
         self._in_backward, self._bypassed = False, []
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
         gradients = [(param.sharded_param, param.sharded_param.grad) for g in self._groups for param in g.fsdp_params]
-        for unit in self.units:
-            torch_internals.forget_background_gather(unit)
-        for root in self._roots:
-            root.reset_iter_state()
-        self.release()
+        with self._written.recovering():
+            for unit in self.units:
+                torch_internals.forget_background_gather(unit)
+            for root in self._roots:
+                root.reset_iter_state()
+            self.release()
         for parameter, gradient in gradients:
             parameter.grad = gradient
         self.discard()

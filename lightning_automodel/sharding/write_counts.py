@@ -1,0 +1,80 @@
+"""Counting writes to tensors, also those that torch's version counters leave out.
+
+``tensor.data.mul_()`` is hidden from them on purpose. ``torch._foreach_mul_`` on DTensors is by mistake, and
+``tensor.data = other`` on a DTensor changes nothing at all.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lightning_automodel.patching import PatchStack
+
+_DATA: Any = torch.Tensor.data  # the descriptor
+
+
+class WriteCounts:
+    """Counts how often tensors may have been written, from the first time that it is asked for each of them.
+
+    Reading ``.data`` counts as a write, since what is written through it cannot be seen. Code runs alike on all ranks,
+    so that counts change alike on all of them, where values may not. Patches attributes of torch as long as
+    ``patches`` last.
+    """
+
+    def __init__(self, patches: PatchStack) -> None:
+        self._handed_out: dict[int, int] = {}  # how often, by the id of the tensor
+        data = property(self._get_data, self._set_data)
+        patches.set(nn.Parameter, "data", data)
+        patches.set(DTensor, "data", data)
+        for name in dir(torch):
+            if name.startswith("_foreach_") and name.endswith("_"):
+                patches.set(torch, name, _counting(getattr(torch, name)))
+
+    def of(self, tensors: Iterable[Tensor]) -> list[int]:
+        """A number for each tensor, which differs from an earlier one if the tensor may have been written since."""
+        known = self._handed_out
+        counts = []
+        for tensor in tensors:
+            # A tensor from inference mode has no version counter.
+            version = 0 if tensor.is_inference() else tensor._version
+            counts.append(version + known.setdefault(id(tensor), 0))
+        return counts
+
+    def _get_data(self, tensor: Tensor) -> Tensor:
+        key = id(tensor)
+        if key in self._handed_out:
+            self._handed_out[key] += 1
+        return _DATA.__get__(tensor)
+
+    def _set_data(self, tensor: Tensor, value: Tensor) -> None:
+        """Write into a counted tensor, whose memory FSDP2 gathers from or into; another one gets new memory."""
+        key = id(tensor)
+        is_alike = (tensor.shape, tensor.dtype, tensor.device) == (value.shape, value.dtype, value.device)
+        if key not in self._handed_out or not is_alike:
+            _DATA.__set__(tensor, value)
+            return
+        self._handed_out[key] += 1
+        if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
+            value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        with torch.no_grad():
+            _DATA.__get__(tensor).copy_(value)
+
+
+def _counting(foreach: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``torch._foreach_*_`` whose writes to DTensors raise their version counters, as those to tensors do."""
+
+    @functools.wraps(foreach)
+    def count(*args: Any, **kwargs: Any) -> Any:
+        result = foreach(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            tensors = args[0] if args else kwargs["self"]
+            written = [tensor for tensor in tensors if isinstance(tensor, DTensor) and not tensor.is_inference()]
+            if written:
+                torch.autograd.graph.increment_version(written)
+        return result
+
+    return count
