@@ -168,19 +168,24 @@ def note_all_gathers(unit: FSDPModule, note: Callable[[], None], patches: PatchS
 
 
 def watch_gathers(
+    unit: FSDPModule,
     group: FSDPParamGroup,
     starting: Callable[[], None],
     finished: Callable[[], bool],
     freeing: Callable[[], None],
     patches: PatchStack,
 ) -> None:
-    """Call back around each all-gather of ``group``, for which FSDP2 has no hooks.
+    """Call back around each all-gather of a ``group`` of ``unit``, for which FSDP2 has no hooks.
 
     ``starting`` before it starts. ``finished`` once parameters are unsharded: False repeats it, which is a collective.
     ``freeing`` before unsharded parameters are freed, or hidden behind the sharded ones.
+
+    While the unit's root runs, state dicts have what modules show: FSDP2 would reshard what the step still needs.
     """
-    unshard, wait = group.unshard, group.wait_for_unshard
+    state = unit._get_fsdp_state()
+    unshard, wait, reshard = group.unshard, group.wait_for_unshard, group.reshard
     to_sharded, to_smaller_mesh = group._to_sharded, group._to_sharded_post_forward
+    is_resharding = False
 
     def watched_unshard(*args: Any, **kwargs: Any) -> None:
         if not group.is_unsharded and group._all_gather_result is None:
@@ -197,18 +202,28 @@ def watch_gathers(
             wait()
             finished()
 
-    def freeing_before(hide: Callable[[], None]) -> Callable[[], None]:
-        def free() -> None:
-            if group.is_unsharded:
-                freeing()
-            hide()
+    def watched_reshard() -> None:
+        nonlocal is_resharding
+        is_resharding = True
+        try:
+            reshard()
+        finally:
+            is_resharding = False
 
-        return free
+    def watched_to_sharded() -> None:
+        if is_resharding or state._state_ctx.iter_forward_root is None:
+            freeing_before(to_sharded)
+
+    def freeing_before(hide: Callable[[], None]) -> None:
+        if group.is_unsharded:
+            freeing()
+        hide()
 
     patches.set(group, "unshard", watched_unshard)
     patches.set(group, "wait_for_unshard", watched_wait)
-    patches.set(group, "_to_sharded", freeing_before(to_sharded))
-    patches.set(group, "_to_sharded_post_forward", freeing_before(to_smaller_mesh))
+    patches.set(group, "reshard", watched_reshard)
+    patches.set(group, "_to_sharded", watched_to_sharded)
+    patches.set(group, "_to_sharded_post_forward", partial(freeing_before, to_smaller_mesh))
     for param in group.fsdp_params:
         patches.set(param, "reset_sharded_param", partial(_reset_if_sharded, group, param.reset_sharded_param))
 
@@ -482,14 +497,16 @@ _probed_states: set[type] = set()
 def _probe_fsdp2(state: Any) -> None:
     """Check, on the first FSDP2 unit of this process, the attributes that the functions above read and write."""
     check = partial(release_probe.check, "torch")
-    check(state, "_fsdp_param_groups", "_lazy_init")
+    check(state, "_fsdp_param_groups", "_lazy_init", "_state_ctx")
+    check(state._state_ctx, "iter_forward_root", writable=True)
     check(state, "_pre_forward", "_post_forward", "_pre_forward_hook_handle", "_post_forward_hook_handle")
     for group in state._fsdp_param_groups[:1]:
         check(group, "fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "device", "post_backward")
         if group.mesh_info.mesh.ndim > 1:
             check(group.mesh_info, "replicate_mesh_size")
         check(group, "is_sharded", "is_unsharded", "_to_unsharded")
-        check(group, "unshard", "wait_for_unshard", "_to_sharded", "_to_sharded_post_forward", writable=True)
+        check(group, "unshard", "wait_for_unshard", "reshard", writable=True)
+        check(group, "_to_sharded", "_to_sharded_post_forward", writable=True)
         check(group, "_partial_reduce_output", "_all_gather_result", *_COMMUNICATION, writable=True)
         for param in group.fsdp_params[:1]:
             check(param, "sharded_param", "unsharded_param", "all_gather_outputs", "mesh_info")

@@ -6,6 +6,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,17 +65,33 @@ class WriteCounts:
             _DATA.__get__(tensor).copy_(value)
 
 
-def _counting(foreach: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``torch._foreach_*_`` whose writes to DTensors raise their version counters, as those to tensors do."""
+def _counting(foreach: Callable[..., None]) -> Callable[..., None]:
+    """A ``torch._foreach_*_`` whose writes to DTensors raise their version counters, as those to tensors do.
+
+    Torch refuses lists of DTensors and tensors, which a module has while only its root is gathered: they are split.
+    """
 
     @functools.wraps(foreach)
-    def count(*args: Any, **kwargs: Any) -> Any:
-        result = foreach(*args, **kwargs)
-        if not torch.compiler.is_compiling():
-            tensors = args[0] if args else kwargs["self"]
-            written = [tensor for tensor in tensors if isinstance(tensor, DTensor) and not tensor.is_inference()]
-            if written:
-                torch.autograd.graph.increment_version(written)
-        return result
+    def count(*args: Any, **kwargs: Any) -> None:
+        tensors = args[0] if args else kwargs["self"]
+        sharded = [isinstance(tensor, DTensor) for tensor in tensors]
+        if torch.compiler.is_compiling() or not any(sharded):
+            foreach(*args, **kwargs)
+        elif all(sharded):
+            foreach(*args, **kwargs)
+            written = [tensor for tensor in tensors if not tensor.is_inference()]
+            torch.autograd.graph.increment_version(written)
+        else:
+            for kind in (True, False):
+                chosen = [is_sharded == kind for is_sharded in sharded]
+                part = partial(_part, chosen)
+                count(*map(part, args), **{name: part(value) for name, value in kwargs.items()})
 
     return count
+
+
+def _part(chosen: list[bool], argument: Any) -> Any:
+    """The chosen entries of an argument with one for each tensor; anything else, which is for all of them, as it is."""
+    if not isinstance(argument, (list, tuple)):
+        return argument
+    return [entry for entry, is_chosen in zip(argument, chosen, strict=True) if is_chosen]

@@ -30,7 +30,7 @@ class WrittenWeights:
         self._groups: dict[int, list[_WatchedGroup]] = {}
         for unit in units:
             groups = torch_internals.param_groups(unit)
-            self._groups[id(unit)] = [_WatchedGroup(group, self, self._counts, self._patches) for group in groups]
+            self._groups[id(unit)] = [_WatchedGroup(unit, group, self, self._counts, self._patches) for group in groups]
 
     def is_current(self, unit: FSDPModule) -> bool:
         """Whether no shard of ``unit`` was written since it was gathered; the same on all ranks."""
@@ -58,12 +58,17 @@ class _WatchedGroup:
     """What FSDP2 communicates together, and how often its tensors had been written when they were last in step."""
 
     def __init__(
-        self, group: FSDPParamGroup, weights: WrittenWeights, counts: WriteCounts, patches: PatchStack
+        self,
+        unit: FSDPModule,
+        group: FSDPParamGroup,
+        weights: WrittenWeights,
+        counts: WriteCounts,
+        patches: PatchStack,
     ) -> None:
         self._group, self._weights, self._counts = group, weights, counts
-        self._shard_counts: list[int] = []
+        self._shard_counts = self._of_shards()
         self._copy_counts: list[int] = []
-        torch_internals.watch_gathers(group, self._start, self._finish, self._free, patches)
+        torch_internals.watch_gathers(unit, group, self._start, self._finish, self._free, patches)
 
     @property
     def _params(self) -> list[FSDPParam]:

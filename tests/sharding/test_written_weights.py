@@ -26,6 +26,8 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 def _error(pool: RankPool, options: dict[str, Any], case: str, **kwargs: Any) -> float:
     name, args = CASES[case]
+    if case.startswith("wgan") and "data_parallel" in options:
+        options = {**options, "ddp_kwargs": {"find_unused_parameters": True}}
     expected = Outcome(fit_plainly(name, args, **kwargs), None)
     return max(weight_error(Outcome(w, None), expected) for w in pool.run(fit, options, name, args, **kwargs))
 
