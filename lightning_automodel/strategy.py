@@ -414,10 +414,7 @@ class AutomodelStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         self.optimizers, self.lr_scheduler_configs = [], []
         super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            self._required_run.replace_parameters(optimizer)
-        checks.check_optimizers(self._module, self.optimizers, self._joined_mesh.sizes.divisor)
-        self._required_run.watch_module()
+        self._required_run.take_optimizers(self.optimizers)
 
     @property
     @override
@@ -465,7 +462,9 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._begin_step(self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True)
-        return self._required_run.micro_batches.training_step(super().training_step, args, kwargs)
+        run = self._required_run
+        run.check_parameters()
+        return run.micro_batches.training_step(super().training_step, args, kwargs)
 
     def _begin_step(self, step: int, is_training: bool) -> bool:
         """Whether all ranks stop after this step."""

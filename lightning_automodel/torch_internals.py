@@ -102,6 +102,13 @@ def fsdp_param_groups(model: nn.Module) -> Iterator[FSDPParamGroup]:
         yield from param_groups(unit)
 
 
+def gathered_parameters(model: nn.Module) -> list[Tensor]:
+    """The unsharded parameters of FSDP2 units at or below ``model``, whether modules show them or not."""
+    params = [param for group in fsdp_param_groups(model) for param in group.fsdp_params]
+    gathered = [getattr(param, "unsharded_param", None) for param in params]  # None before the first gather
+    return [parameter for parameter in gathered if parameter is not None]
+
+
 def initialise_fsdp_root(root: FSDPModule) -> None:
     """Run FSDP2's lazy initialisation now: its errors come, and it settles ``post_forward_mesh_info`` of the root."""
     root._get_fsdp_state()._lazy_init()
