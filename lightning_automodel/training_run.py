@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import Any
 
 import lightning.pytorch as pl

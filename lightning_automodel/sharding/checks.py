@@ -24,7 +24,10 @@ _FREED = (
 _MEETS_SHARDS = (
     "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit when the unit is called, so code"
     " that uses them outside of that, or calls only modules in the unit, sees shards. Call the unit itself"
-    " (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of what is called. For a"
+    " (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of what is called. An"
+    " average of weights (a momentum teacher): update it in on_train_batch_start or on_train_batch_end, where all are"
+    " shards, or pass auto_wrap_policy=set(), which gathers the whole model for each step. A mask of a gradient: assign"
+    " p.grad[mask] = 0, or shard it, distribute_tensor(mask, p.device_mesh, p.placements, src_data_rank=None). For a"
     f" penalty on weights, use weight_decay. {PENALTY_ON_WEIGHTS}"
 )
 _MIXED = "got mixed torch.Tensor and DTensor"

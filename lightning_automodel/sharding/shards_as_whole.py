@@ -30,17 +30,17 @@ class ShardsAsWhole:
     def __init__(self, patches: PatchStack) -> None:
         self._copies: list[tuple[Tensor, int]] = []
         for name in _SLICING:
-            patches.set(DTensor, name, self._watched(getattr(DTensor, name)))
+            patches.set(DTensor, name, self._watched(name, getattr(DTensor, name)))
         for name in _READING:
             patches.set(DTensor, name, _refusing_parts(getattr(DTensor, name)))
         patches.set(DTensor, "__setitem__", self._assigning(DTensor.__setitem__))
         patches.callback(register_optimizer_step_post_hook(self._check).remove)
 
-    def _watched(self, slicing: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, name: str, slicing: Callable[..., Any]) -> Callable[..., Any]:
         def cut(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled() and tensor.requires_grad:
                 return slicing(tensor, *args, **kwargs)
-            if _is_sharded(tensor) and any(map(_chooses, args)):
+            if name == "__getitem__" and _is_sharded(tensor) and _chooses(args[0]):
                 return tensor.full_tensor()[_whole(args[0])]
             found = slicing(tensor, *args, **kwargs)
             watch = partial(self._watch, tensor)

@@ -365,6 +365,7 @@ def fit_plainly(name: str, args: Iterable[Any], num_ranks: int = 2, accumulate: 
                 optimizers.zero_grad()
             (loss * len(batch) / num_rows).backward()
             if index == start + len(window) - 1:
+                module.on_before_optimizer_step(optimizers)
                 optimizers.step()
             module.on_train_batch_end(SimpleNamespace(), batch, index)
     return full_weights(module)
