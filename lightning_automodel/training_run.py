@@ -105,7 +105,7 @@ class TrainingRun:
         self.replaced = ReplacedParameters(module)
         self.engine, self._policy = self._make_engine(local_ranks)
         self.model = self.engine.setup(module, fitting, self._give_values)
-        self.replaced.found(self.patches)
+        self.replaced.found(self.engine.sync.counts, self.patches)
         self._changed = ChangedParameters(module, self.patches)
         tensor_parallel.synchronize_metrics(module, self._mesh, self.patches)
         self.patches.set(module, "log", update_wrapper(partial(log_full, module.log), module.log))

@@ -157,6 +157,10 @@ class GradSync:
     def recover(self) -> None:
         """Drop the state of an interrupted micro-batch."""
 
+    def counts(self, tensors: Iterable[Tensor]) -> list[int]:
+        """Numbers that differ from earlier ones if the tensors may have been written since."""
+        return torch_internals.versions(tensors)
+
     def close(self) -> None:
         """Remove hooks from the model."""
         for hook in self._hooks:
@@ -330,6 +334,10 @@ class FSDPGradSync(GradSync):
                     " a part. Pass True or False."
                 )
             torch_internals.clear_unreduced_gradients(group, owned)
+
+    @override
+    def counts(self, tensors: Iterable[Tensor]) -> list[int]:
+        return self._written.counts.of(tensors)
 
     @override
     def close(self) -> None:

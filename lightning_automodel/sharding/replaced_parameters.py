@@ -1,8 +1,8 @@
-"""Parameters that sharding has replaced by shards, and that user code may still hold: they are neither read nor trained."""
+"""Parameters that sharding has replaced by shards, and that user code may still hold: nobody reads or trains them."""
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import CellType, FunctionType
 from typing import Any
@@ -25,19 +25,24 @@ class ReplacedParameters:
         self._before = {name: weakref.ref(p) for name, p in self._named() if type(p) is nn.Parameter}
         self._replaced: list[tuple[str, weakref.ref[nn.Parameter], nn.Parameter]] = []
         self._watched: list[tuple[str, weakref.ref[nn.Parameter], list[int]]] = []
+        self._counts: Callable[[list[nn.Parameter]], list[int]] = versions
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self._module.named_parameters(remove_duplicate=False)
 
-    def found(self, patches: PatchStack) -> None:
-        """Refuse from now on what reaches a replaced parameter. Called once the module is sharded."""
+    def found(self, counts: Callable[[list[nn.Parameter]], list[int]], patches: PatchStack) -> None:
+        """Refuse from now on what reaches a replaced parameter. Called once the module is sharded.
+
+        ``counts`` tells how often parameters may have been written.
+        """
+        self._counts = counts
         for name, shard in self._named():
             reference = self._before.get(name)
             if reference is None or reference() is shard:
                 continue
             self._replaced.append((name, reference, shard))
             if (old := reference()) is not None:
-                self._watched.append((name, reference, versions([old])))
+                self._watched.append((name, reference, counts([old])))
                 if old.requires_grad:
                     patches.callback(old.register_hook(partial(_refuse_gradient, name, reference)).remove)
 
@@ -52,8 +57,8 @@ class ReplacedParameters:
         self._watched = [entry for entry in self._watched if entry[1]() is not None]
         for name, reference, before in self._watched:
             old = reference()
-            if old is not None and versions([old]) != before:
-                raise RuntimeError(f"{name} was written past the module: {_text(old)}")
+            if old is not None and self._counts([old]) != before:
+                raise RuntimeError(f"{name} was read through .data or written past the module: {_text(old)}")
 
 
 def _refuse_gradient(name: str, reference: "weakref.ref[nn.Parameter]", gradient: Tensor) -> None:
@@ -80,8 +85,8 @@ def _holders(held: Any) -> Iterator[str]:
         elif isinstance(referrer, (list, tuple, set)):
             yield f"a {type(referrer).__name__} of {len(referrer)}{_owner(referrer)}"
         elif isinstance(referrer, CellType):
-            functions = [f.__qualname__ for c in gc.get_referrers(referrer) for f in _functions(c)]
-            yield f"the closure of {functions[0]}()" if functions else "a closure"
+            for function in _functions(referrer)[:1]:  # none if it is that of a running function, as of this one
+                yield f"the closure of {function.__qualname__}()"
 
 
 def _place(holder: dict[Any, Any], key: Any) -> str:
@@ -93,16 +98,16 @@ def _place(holder: dict[Any, Any], key: Any) -> str:
 
 def _owner(container: Any) -> str:
     """The attribute that holds a container, if any."""
-    for namespace in gc.get_referrers(container):
-        if not isinstance(namespace, dict):
-            continue
+    namespaces: list[dict[str, Any]] = [each for each in gc.get_referrers(container) if isinstance(each, dict)]
+    for namespace in namespaces:
         for owner in gc.get_referrers(namespace):
             if getattr(owner, "__dict__", None) is namespace:
-                names = [name for name, value in namespace.items() if value is container]
-                return f" ({type(owner).__name__}.{names[0]})" if names else ""
+                name = next(name for name, value in namespace.items() if value is container)
+                return f" ({type(owner).__name__}.{name})"
     return ""
 
 
-def _functions(closure: Any) -> list[FunctionType]:
-    """The functions that have this tuple of cells."""
-    return [found for found in gc.get_referrers(closure) if isinstance(found, FunctionType)]
+def _functions(cell: CellType) -> list[FunctionType]:
+    """The functions whose closure has this cell."""
+    closures = [found for found in gc.get_referrers(cell) if isinstance(found, tuple)]
+    return [f for closure in closures for f in gc.get_referrers(closure) if isinstance(f, FunctionType)]

@@ -98,7 +98,7 @@ def _chooses(index: Any) -> bool:
     return isinstance(index, list) or (isinstance(index, Tensor) and not isinstance(index, DTensor))
 
 
-def _refusing_parts(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+def _refusing_parts(read: Callable[..., Any]) -> Callable[..., Any]:
     """A way to read a number that refuses each rank's part of it."""
 
     @functools.wraps(read)

@@ -25,12 +25,12 @@ class WrittenWeights:
 
     def __init__(self, units: Sequence[FSDPModule]) -> None:
         self._patches = PatchStack()
-        self._counts = WriteCounts(self._patches)
-        self._is_recovering = False
+        self.counts = WriteCounts(self._patches)
+        self.is_recovering = False
         self._groups: dict[int, list[_WatchedGroup]] = {}
         for unit in units:
             groups = torch_internals.param_groups(unit)
-            self._groups[id(unit)] = [_WatchedGroup(unit, group, self, self._counts, self._patches) for group in groups]
+            self._groups[id(unit)] = [_WatchedGroup(unit, group, self, self.counts, self._patches) for group in groups]
 
     def is_current(self, unit: FSDPModule) -> bool:
         """Whether no shard of ``unit`` was written since it was gathered; the same on all ranks."""
@@ -39,15 +39,11 @@ class WrittenWeights:
     @contextmanager
     def recovering(self) -> Iterator[None]:
         """Context in which written copies are given up, since some may have been freed by an exception."""
-        self._is_recovering = True
+        self.is_recovering = True
         try:
             yield
         finally:
-            self._is_recovering = False
-
-    @property
-    def is_recovering(self) -> bool:
-        return self._is_recovering
+            self.is_recovering = False
 
     def close(self) -> None:
         """Stop watching."""

@@ -91,8 +91,8 @@ class Writer(LightningModule):
 @torch.no_grad()
 def lightly_update_momentum(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
     """As lightly.models.utils.update_momentum."""
-    for model_ema, model in zip(model_ema.parameters(), model.parameters(), strict=True):
-        model_ema.data = model_ema.data * m + model.data * (1.0 - m)
+    for ema, current in zip(model_ema.parameters(), model.parameters(), strict=True):
+        ema.data = ema.data * m + current.data * (1.0 - m)
 
 
 def dino_update_momentum(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
@@ -196,7 +196,7 @@ class AveragesByTorch(Writer):
         self.teacher.update_parameters(self.student)
 
 
-# --- What is written to the trained weights themselves -----------------------------------------------------------------
+# --- What is written to the trained weights themselves --------------------------------------------------------------
 
 
 class Normalises(Writer):
