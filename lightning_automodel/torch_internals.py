@@ -438,7 +438,11 @@ def show_kept_storage(unit: FSDPModule) -> bool:
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """Autograd's version counters: every in-place write but through ``.data`` counts."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]  # those of inference mode have none
+    tensors = list(tensors)
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # those of inference mode have none, and asking each first takes longer than all the rest
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def patch_unscaling(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_automodel.patching import PatchStack
+from lightning_automodel.torch_internals import versions
 
 _DATA: Any = torch.Tensor.data  # the descriptor
 
@@ -37,13 +38,9 @@ class WriteCounts:
 
     def of(self, tensors: Iterable[Tensor]) -> list[int]:
         """A number for each tensor, which differs from an earlier one if the tensor may have been written since."""
-        known = self._handed_out
-        counts = []
-        for tensor in tensors:
-            # A tensor from inference mode has no version counter.
-            version = 0 if tensor.is_inference() else tensor._version
-            counts.append(version + known.setdefault(id(tensor), 0))
-        return counts
+        known, tensors = self._handed_out, list(tensors)
+        handed_out = [known.setdefault(id(tensor), 0) for tensor in tensors]
+        return [version + count for version, count in zip(versions(tensors), handed_out, strict=True)]
 
     def _get_data(self, tensor: Tensor) -> Tensor:
         key = id(tensor)

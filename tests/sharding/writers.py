@@ -227,6 +227,8 @@ class Normalises(Writer):
         elif self.how == "reset" and batch_idx % 2:
             nn.init.constant_(head.weight, 0.25)
             nn.init.zeros_(head.bias)
+        elif self.how == "read":
+            self.norms = [p.data.norm() for p in self.student.head.parameters()]
         elif self.how == "between":
             loss = self.distance(batch)
             head.weight.data.mul_(0.9)
@@ -333,12 +335,21 @@ def rows(rank: int, step: int) -> Tensor:
     return torch.randn(1 + (rank + 2 * step) % 4, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def fit(options: dict[str, Any], name: str, args: Iterable[Any], accumulate: int = ACCUMULATE) -> dict[str, Tensor]:
+def fit(
+    options: dict[str, Any],
+    name: str,
+    args: Iterable[Any],
+    accumulate: int = ACCUMULATE,
+    precision: str = "64-true",
+) -> dict[str, Tensor]:
     """Runs on every rank."""
     module = MODULES[name](*args)
     batches = [rows(dist.get_rank(), step) for step in range(NUM_BATCHES)]
+    if precision != "64-true":
+        module.float()
+        batches = [batch.float() for batch in batches]
     accumulation = {"accumulate_grad_batches": accumulate} if module.automatic_optimization else {}
-    trainer = make_trainer(AutomodelStrategy(**options), **accumulation)
+    trainer = make_trainer(AutomodelStrategy(**options), precision=precision, **accumulation)
     trainer.fit(module, DataLoader(batches, batch_size=None))
     return full_weights(module)
 
