@@ -25,7 +25,10 @@ _FREED = (
 _MEETS_SHARDS = (
     "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit when the unit is called, so code"
     " that uses them outside of that, or calls only modules in the unit, sees shards. Call the unit itself"
-    " (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of what is called. For a"
+    " (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of what is called. An"
+    " average of weights (a momentum teacher): update it in on_train_batch_start or on_train_batch_end, where all are"
+    " shards, or pass auto_wrap_policy=set(), which gathers the whole model for each step. A mask of a gradient: assign"
+    " p.grad[mask] = 0, or shard it, distribute_tensor(mask, p.device_mesh, p.placements, src_data_rank=None). For a"
     f" penalty on weights, use weight_decay. {PENALTY_ON_WEIGHTS}"
 )
 _MIXED = "got mixed torch.Tensor and DTensor"
@@ -112,9 +115,15 @@ def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: in
         # Without optimizers, Lightning uses a dummy that holds one tensor of its own, which is not trainable.
         unknown = sum(parameter.requires_grad and id(parameter) not in known for parameter in parameters)
         if unknown:
+            why = (
+                "sharding replaces parameters, so collect them in configure_optimizers, from self.parameters()"
+                if is_sharded
+                else "with data_parallel='ddp' nothing replaces parameters"
+            )
             raise ValueError(
-                f"{unknown} of {len(parameters)} parameters of {name} are not parameters of {class_name(module)}"
-                " (any more): sharding replaces them. Collect them in configure_optimizers, from self.parameters()."
+                f"{unknown} of {len(parameters)} parameters of {name} are not parameters of {class_name(module)}, so"
+                " that ranks would train them differently. Register in __init__ what the module does not know:"
+                f" self.x = nn.Parameter(...), an nn.ParameterDict or an nn.ParameterList; {why}."
             )
         if isinstance(optimizer, LBFGS) and divisor > 1:
             raise ValueError(
@@ -126,6 +135,19 @@ def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: in
                 f"{name} factors its second moments over rows and columns of whole matrices, of which each rank has"
                 " only a part under FSDP2: choose AdamW or SGD, or pass data_parallel='ddp'."
             )
+
+
+def check_embeddings(module: nn.Module) -> None:
+    """Raise ValueError for embeddings with ``max_norm``, which write to their weights what differs by rank."""
+    classes = (nn.Embedding, nn.EmbeddingBag)
+    found = [name for name, m in module.named_modules() if isinstance(m, classes) and m.max_norm is not None]
+    if found:
+        raise ValueError(
+            f"{', '.join(found[:3])}: {len(found)} embeddings with max_norm, whose forward shortens the rows that its"
+            " batch uses, so that weights would differ by rank. Leave max_norm out, and shorten all rows in"
+            " on_train_batch_start, under torch.no_grad(): w = embedding.weight, then"
+            " w.mul_((max_norm / w.norm(dim=1, keepdim=True)).clamp(max=1))."
+        )
 
 
 def check_hooks(module: nn.Module, counts_ahead: bool) -> None:

@@ -20,6 +20,7 @@ from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.windows import PLAIN_BACKWARD
 from lightning_automodel.sharding.gathers import GatheredForBackward, drop_unused, reshard
 from lightning_automodel.sharding.units import fsdp_roots
+from lightning_automodel.sharding.written_weights import WrittenWeights
 
 Deferral = bool | Literal["all_reduce"]
 
@@ -160,6 +161,10 @@ class GradSync:
     def recover(self) -> None:
         """Drop the state of an interrupted micro-batch."""
 
+    def counts(self, tensors: Iterable[Tensor]) -> list[int]:
+        """Numbers that differ from earlier ones if the tensors may have been written since."""
+        return torch_internals.versions(tensors)
+
     def close(self) -> None:
         """Remove hooks from the model."""
         for hook in self._hooks:
@@ -192,7 +197,8 @@ class FSDPGradSync(GradSync):
         self.units = torch_internals.fsdp_units(model)
         self._roots = fsdp_roots(model)
         self._groups = [group for unit in self.units for group in torch_internals.param_groups(unit)]
-        self._retained: list[tuple[FSDPModule, list[int]]] = []
+        self._written = WrittenWeights(self.units)
+        self._retained: list[FSDPModule] = []
         self.is_last: bool | None = None
         self._in_backward = False
         self._restored = ExitStack()
@@ -292,13 +298,12 @@ class FSDPGradSync(GradSync):
         """Reshard what is unsharded, so that nothing stale is used once weights are written.
 
         ``retains``, as a micro-batch starts: use retained parameters again unless the sharded ones were written since.
-        A write past autograd's version counters (``.data``) is not noticed.
         """
         retained, self._retained = self._retained, []
         taken_back = []
-        for unit, versions in retained:
+        for unit in retained:
             is_shown = torch_internals.show_kept_storage(unit)
-            if retains and is_shown and versions == torch_internals.sharded_versions(unit):
+            if retains and is_shown and self._written.is_current(unit):
                 taken_back.append(unit)
         self._reshard_others(taken_back)
 
@@ -315,7 +320,7 @@ class FSDPGradSync(GradSync):
         needed = [unit for unit in self.units if torch_internals.is_unsharded(unit)]  # by a backward that is to come
         for unit in needed:
             torch_internals.show_trainable(unit)
-        for unit, _ in self._retained:
+        for unit in self._retained:
             torch_internals.show_kept_storage(unit)
         self._retained = []
         self._reshard_others(needed)
@@ -360,7 +365,7 @@ class FSDPGradSync(GradSync):
                 unit.reshard()
             else:
                 torch_internals.reshard_keeping_storage(unit)
-                self._retained.append((unit, torch_internals.sharded_versions(unit)))
+                self._retained.append(unit)
 
     def _reduce(self, reductions: Reductions) -> None:
         """Let backwards from now on reduce as ``reductions`` says."""
@@ -400,10 +405,15 @@ class FSDPGradSync(GradSync):
             self._reduce(Reductions.BY_FSDP2)
 
     @override
+    def counts(self, tensors: Iterable[Tensor]) -> list[int]:
+        return self._written.counts.of(tensors)
+
+    @override
     def close(self) -> None:
         """Reshard the model, remove the hooks, and let FSDP2 reduce as before."""
         self.release()
         self._restored.close()
+        self._written.close()
         super().close()
 
     @override
@@ -412,11 +422,12 @@ class FSDPGradSync(GradSync):
         self._in_backward, self._bypassed = False, []
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
         gradients = [(param.sharded_param, param.sharded_param.grad) for g in self._groups for param in g.fsdp_params]
-        for unit in self.units:
-            torch_internals.forget_background_gather(unit)
-        for root in self._roots:
-            root.reset_iter_state()
-        self.release()
+        with self._written.recovering():
+            for unit in self.units:
+                torch_internals.forget_background_gather(unit)
+            for root in self._roots:
+                root.reset_iter_state()
+            self.release()
         for parameter, gradient in gradients:
             parameter.grad = gradient
         self.discard()
