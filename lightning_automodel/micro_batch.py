@@ -62,7 +62,7 @@ class MicroBatches:
         if self.ahead is not None and self.windows.last_step is None and not self.inputs.is_filler:
             self.weighting.check_unchanged(batch, self.ahead.count)
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
-        with checks.explained_errors(), self.inputs.training_step(), attention:
+        with checks.explained_errors(self.engine.options.is_sharded), self.inputs.training_step(), attention:
             output = step(*args, **kwargs)
         if self.module.automatic_optimization and output is not None:
             self._count(output)
@@ -104,7 +104,7 @@ class MicroBatches:
             )
         before, self._ends_window = self._ends_window, is_last
         try:
-            with checks.explained_errors(), self.engine.sync.micro_batch(is_last):
+            with checks.explained_errors(self.engine.options.is_sharded), self.engine.sync.micro_batch(is_last):
                 yield
         finally:
             self._ends_window = before
@@ -133,7 +133,7 @@ class MicroBatches:
         # Checkpointed blocks recompute their attention.
         attention = nullcontext() if self.context is None else self.context.backward()
         with (
-            checks.explained_errors(),
+            checks.explained_errors(self.engine.options.is_sharded),
             self.windows.backward(window, loss, self._ends_window, counts=not is_filler),
             attention,
         ):

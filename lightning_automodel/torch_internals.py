@@ -178,6 +178,11 @@ def note_all_gathers(unit: FSDPModule, note: Callable[[], None], patches: PatchS
         patches.set(group, "unshard", partial(noting, group, group.unshard))
 
 
+def forward_order(roots: Iterable[FSDPModule]) -> list[FSDPParamGroup]:
+    """The groups whose forwards have run since the last backward, in their order."""
+    return [group for root in roots for group in root._get_fsdp_state()._comm_ctx.post_forward_order]
+
+
 def unsharded_numel(param: FSDPParam) -> int:
     """Number of elements of the unsharded parameter on this rank: under tensor parallelism, of its part."""
     sharded, others = param.sharded_param, param.mesh_info.mesh.ndim  # FSDP2's dimensions come first
@@ -431,7 +436,8 @@ _probed_states: set[type] = set()
 def _probe_fsdp2(state: Any) -> None:
     """Check, on the first FSDP2 unit of this process, the attributes that the functions above read and write."""
     check = partial(release_probe.check, "torch")
-    check(state, "_fsdp_param_groups", "_lazy_init")
+    check(state, "_fsdp_param_groups", "_lazy_init", "_comm_ctx")
+    check(state._comm_ctx, "post_forward_order")
     check(state, "_pre_forward", "_post_forward", "_pre_forward_hook_handle", "_post_forward_hook_handle")
     for group in state._fsdp_param_groups[:1]:
         check(group, "fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "device", "post_backward")
