@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
@@ -63,7 +64,16 @@ class MicroBatches:
             self.weighting.check_unchanged(batch, self.ahead.count)
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
         with checks.explained_errors(self.engine.options.is_sharded), self.inputs.training_step(), attention:
-            output = step(*args, **kwargs)
+            try:
+                output = step(*args, **kwargs)
+            except StopIteration as error:
+                if dist.get_world_size() == 1:
+                    raise
+                raise RuntimeError(
+                    "training_step raised StopIteration. Lightning takes it for the end of the data and ends the epoch"
+                    " on this rank alone, while the others wait. Begin the iterator anew where it ends, or return -1"
+                    " from on_train_batch_start on all ranks to end an epoch early."
+                ) from error
         if self.module.automatic_optimization and output is not None:
             self._count(output)
         else:
@@ -123,6 +133,8 @@ class MicroBatches:
         window.ahead = None if self.ahead is None else self.ahead.totals()
         plugin_loss = plugin.pre_backward(loss, module)
         self.advice.about_half_precision(loss, count)
+        if self.windows.last_step is None:
+            self.advice.about_backward_hooks(module, self.windows.divisor, self.ahead is not None)
         reported, objective = self._objective(loss, count, accumulate, window.ahead)
         if self.windows.scaling.scaler is None and plugin_loss is not loss:
             # A plugin may have changed the loss: its own is backpropagated, the user's is reported.

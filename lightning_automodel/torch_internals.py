@@ -138,6 +138,11 @@ def has_forward_hooks(modules: Iterable[nn.Module]) -> bool:
     return any(module._forward_hooks for module in modules)
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether ``module`` itself has hooks that see, and may change, gradients that pass through it."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def is_unsharded(unit: FSDPModule) -> bool:
     """Whether the modules of ``unit`` hold unsharded parameters at the moment."""
     return any(group.is_unsharded for group in param_groups(unit))
@@ -468,7 +473,7 @@ def _probe() -> None:
     check(GradScaler, "_per_optimizer_states", "_unscale_grads_")
     check(DistributedDataParallel, "_check_reducer_finalized")
     check(nn.Module, "_compiled_call_impl")
-    check(nn.Module(), "_forward_hooks")
+    check(nn.Module(), "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
     check(nn.MultiheadAttention, RESET_PARAMETERS)
     check(torch.autograd.graph, BACKWARD)
     check(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks", "_version")
