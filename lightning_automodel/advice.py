@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_automodel import torch_internals
 from lightning_automodel.context_parallel.hugging_face import outermost_hugging_face_models
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.distributed.mesh import DATA, REPLICATE, SHARD
@@ -59,6 +60,29 @@ class Advice:
                 f"precision={precision!r} updates parameters in their own dtype, and {len(halves)} trainable ones are"
                 f" {halves[0]}: small updates are lost. Load the model in float32 (model.float()), or pass"
                 " precision='bf16-true' or '16-true' if that is intended."
+            )
+
+    def about_backward_hooks(self, module: nn.Module, divisor: int, counts_ahead: bool) -> None:
+        """Name hooks of the user that see gradients which are not yet those of the window's mean."""
+        hooked = [f"module {name}" for name, each in module.named_modules() if torch_internals.has_backward_hooks(each)]
+        parameters = module.named_parameters()
+        hooked += [f"parameter {name}" for name, each in parameters if torch_internals.has_gradient_hook(each)]
+        if not hooked or (counts_ahead and divisor == 1):
+            return
+        found = f"{len(hooked)} modules or parameters have backward hooks ({', '.join(hooked[:3])})."
+        linear = "A hook that only looks, or that multiplies by a constant, is right."
+        if counts_ahead:
+            self.say_once(
+                f"{found} They see {divisor} times the gradient of the window's mean loss, which is then averaged over"
+                f" {divisor} ranks. {linear} Let any other, as one that clips or normalises, compute {divisor} * f(g /"
+                f" {divisor}) for its f(g)."
+            )
+        else:
+            self.say_once(
+                f"{found} They see the gradient of the sum of losses of a micro-batch, which is divided by the counts of"
+                f" the window after the last backward. {linear} For any other, as one that clips or normalises, pass"
+                f" count_window_ahead=True, and let it compute {divisor} * f(g / {divisor}) for its f(g): trainer"
+                ".strategy.describe()['gradient_divisor'] has this number."
             )
 
     def about_count(self, module: nn.Module, weighting: TokenWeighting, output: Any) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
@@ -62,8 +63,17 @@ class MicroBatches:
         if self.ahead is not None and self.windows.last_step is None and not self.inputs.is_filler:
             self.weighting.check_unchanged(batch, self.ahead.count)
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
-        with checks.explained_errors(), self.inputs.training_step(), attention:
-            output = step(*args, **kwargs)
+        with checks.explained_errors(self.engine.options.is_sharded), self.inputs.training_step(), attention:
+            try:
+                output = step(*args, **kwargs)
+            except StopIteration as error:
+                if dist.get_world_size() == 1:
+                    raise
+                raise RuntimeError(
+                    "training_step raised StopIteration. Lightning takes it for the end of the data and ends the epoch"
+                    " on this rank alone, while the others wait. Begin the iterator anew where it ends, or return -1"
+                    " from on_train_batch_start on all ranks to end an epoch early."
+                ) from error
         if self.module.automatic_optimization and output is not None:
             self._count(output)
         else:
@@ -107,7 +117,7 @@ class MicroBatches:
             )
         before, self._ends_window = self._ends_window, is_last
         try:
-            with checks.explained_errors(), self.engine.sync.micro_batch(is_last):
+            with checks.explained_errors(self.engine.options.is_sharded), self.engine.sync.micro_batch(is_last):
                 yield
         finally:
             self._ends_window = before
@@ -128,6 +138,8 @@ class MicroBatches:
         self.advice.about_half_precision(loss, count)
         if self._step.aux_loss is None:
             self.advice.about_loss(module, self.weighting, loss, count, accumulate)
+        if self.windows.last_step is None:
+            self.advice.about_backward_hooks(module, self.windows.divisor, self.ahead is not None)
         reported, objective = self._objective(loss, count, accumulate, window.ahead)
         if self.windows.scaling.scaler is None and plugin_loss is not loss:
             # A plugin may have changed the loss: its own is backpropagated, the user's is reported.
@@ -138,7 +150,7 @@ class MicroBatches:
         # Checkpointed blocks recompute their attention.
         attention = nullcontext() if self.context is None else self.context.backward()
         with (
-            checks.explained_errors(),
+            checks.explained_errors(self.engine.options.is_sharded),
             self.windows.backward(window, loss, self._ends_window, counts=not is_filler),
             attention,
         ):

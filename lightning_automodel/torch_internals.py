@@ -148,6 +148,11 @@ def has_forward_hooks(modules: Iterable[nn.Module]) -> bool:
     return any(module._forward_hooks for module in modules)
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether ``module`` itself has hooks that see, and may change, gradients that pass through it."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def is_unsharded(unit: FSDPModule) -> bool:
     """Whether the modules of ``unit`` hold unsharded parameters at the moment."""
     return any(group.is_unsharded for group in param_groups(unit))
@@ -268,6 +273,11 @@ def own_slice(param: FSDPParam) -> Tensor:
 def parameter_name(param: FSDPParam) -> str:
     """The name of a parameter within its FSDP root."""
     return without_wrappers(param._param_fqn or param._module_info.param_name)
+
+
+def forward_order(roots: Iterable[FSDPModule]) -> list[FSDPParamGroup]:
+    """The groups whose forwards have run since the last backward, in their order."""
+    return [group for root in roots for group in root._get_fsdp_state()._comm_ctx.post_forward_order]
 
 
 def unsharded_numel(param: FSDPParam) -> int:
@@ -561,8 +571,9 @@ _probed_states: set[type] = set()
 def _probe_fsdp2(state: Any) -> None:
     """Check, on the first FSDP2 unit of this process, the attributes that the functions above read and write."""
     check = partial(release_probe.check, "torch")
-    check(state, "_fsdp_param_groups", "_lazy_init", "_state_ctx")
+    check(state, "_fsdp_param_groups", "_lazy_init", "_state_ctx", "_comm_ctx")
     check(state._state_ctx, "iter_forward_root", writable=True)
+    check(state._comm_ctx, "post_forward_order")
     check(state, "_pre_forward", "_post_forward", "_pre_forward_hook_handle", "_post_forward_hook_handle")
     for group in state._fsdp_param_groups[:1]:
         check(group, "fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "device", "post_backward")
@@ -597,7 +608,7 @@ def _probe() -> None:
     check(GradScaler, "_per_optimizer_states", "_unscale_grads_")
     check(DistributedDataParallel, "_check_reducer_finalized")
     check(nn.Module, "_compiled_call_impl")
-    check(nn.Module(), "_forward_hooks", "_load_state_dict_pre_hooks", _LOAD)
+    check(nn.Module(), "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_load_state_dict_pre_hooks", _LOAD)
     check(nn.MultiheadAttention, RESET_PARAMETERS)
     check(torch.autograd.graph, BACKWARD)
     check(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks", "_version")

@@ -31,20 +31,40 @@ _MEETS_SHARDS = (
     " p.grad[mask] = 0, or shard it, distribute_tensor(mask, p.device_mesh, p.placements, src_data_rank=None). For a"
     f" penalty on weights, use weight_decay. {PENALTY_ON_WEIGHTS}"
 )
+_CHANGES_INPUT = (
+    "An FSDP unit changes its input in place (`x += ...`, or ReLU(inplace=True) as its first layer). FSDP2 marks inputs"
+    " to know when the unit's backward ends, and torch does not allow to change these. Write it out of place (`x = x +"
+    " ...`, inplace=False), pass auto_wrap_policy=set(), which makes one unit of the model, or data_parallel='ddp'."
+)
+_NOT_IN_GRAPH = (
+    "A gradient was asked for that the loss does not depend on. If it is one of parameters, as of MAML's inner step:"
+    " outside of the forward of an FSDP unit, module.parameters() are shards, and not what the forward used. Pass"
+    " auto_wrap_policy=set(), which makes one unit of the model: under automatic optimization its parameters are"
+    " gathered during all of training_step. Or pass data_parallel='ddp'."
+)
 _MIXED = "got mixed torch.Tensor and DTensor"
+_MARKED_INPUT = "RegisterPostBackwardFunction is a view and is being modified inplace"
+_UNUSED = "appears to not have been used in the graph"
 _FREED_SYMPTOMS = ("out of bounds for storage of size 0", "but its data is not allocated yet")
 
 
+_EXPLANATIONS = {
+    _MIXED: _MEETS_SHARDS,
+    _MARKED_INPUT: _CHANGES_INPUT,
+    _UNUSED: _NOT_IN_GRAPH,
+    **dict.fromkeys(_FREED_SYMPTOMS, _FREED),
+}
+
+
 @contextmanager
-def explained_errors() -> Iterator[None]:
-    """Context of a forward or a backward, which explains errors of torch without a cause."""
+def explained_errors(is_sharded: bool) -> Iterator[None]:
+    """Context of a forward or a backward, which explains errors of torch whose cause is that the model is sharded."""
     try:
         yield
     except RuntimeError as error:
-        if _MIXED in str(error):
-            raise RuntimeError(_MEETS_SHARDS) from error
-        if any(symptom in str(error) for symptom in _FREED_SYMPTOMS):
-            raise RuntimeError(_FREED) from error
+        for symptom, explanation in _EXPLANATIONS.items():
+            if is_sharded and symptom in str(error):
+                raise RuntimeError(explanation) from error
         raise
 
 

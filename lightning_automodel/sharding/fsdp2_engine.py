@@ -151,6 +151,7 @@ class FSDP2Engine(Engine):
     def start_forward(self, batch: Any) -> None:
         if self._is_first_batch:
             self._is_first_batch = False
+            self.sync.compare_gathers(self.device)
             if not self._module.automatic_optimization:
                 self.sync.watch()  # before a plain loss.backward() in the step, which is refused within a window
             if self.mesh.tensor_group is not None:

@@ -7,11 +7,13 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel import torch_internals
+from lightning_automodel.gradients.windows import DIFFERENT_UNITS
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.units import fsdp_roots
 
@@ -109,6 +111,41 @@ def _hides_tensors(output: Any) -> bool:
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
         return any(_hides_tensors(getattr(output, field.name)) for field in dataclasses.fields(output))
     return not isinstance(output, int | float | str | None)
+
+
+class AgreedGathers:
+    """Compares which units the ranks gather, one after the other, while it is open: in the first window.
+
+    FSDP2 does not: if ranks gather different units of the same size, each silently gets a mixture of both.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[FSDPModule], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        names = {module: name for name, module in model.named_modules()}
+        self._doing = [f"uses {names[cast(nn.Module, unit)] or 'the model'}" for unit in units]
+        self._doing.append("begins the backward")
+        self._group = group
+        self._device = device
+        self.patches = PatchStack()
+        for index, unit in enumerate(units):
+            torch_internals.note_all_gathers(unit, partial(self._compare, index), self.patches)
+
+    def before_backward(self) -> None:
+        """All ranks must be through with their forwards. A collective."""
+        self._compare(len(self._doing) - 1)
+
+    def _compare(self, index: int) -> None:
+        own = torch.tensor(index, device=self._device)
+        by_rank = [torch.empty_like(own) for _ in range(self._group.size())]
+        dist.all_gather(by_rank, own, group=self._group)
+        found = [int(each) for each in by_rank]
+        other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+        if other is not None:
+            raise RuntimeError(
+                f"Ranks use different FSDP units in the same forward: rank 0 {self._doing[found[0]]} while rank"
+                f" {other} {self._doing[found[other]]}, {DIFFERENT_UNITS}"
+            )
 
 
 class JoinedGathers:

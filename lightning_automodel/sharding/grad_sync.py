@@ -18,11 +18,12 @@ from typing_extensions import override
 from lightning_automodel import torch_internals
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.windows import PLAIN_BACKWARD
-from lightning_automodel.sharding.gathers import GatheredForBackward, drop_unused, reshard
+from lightning_automodel.sharding.gathers import AgreedGathers, GatheredForBackward, drop_unused, reshard
 from lightning_automodel.sharding.units import fsdp_roots
 from lightning_automodel.sharding.written_weights import WrittenWeights
 
 Deferral = bool | Literal["all_reduce"]
+_ORDERS = 2**20 - 3  # a prime; sums of squares over ranks stay exact in float64
 
 PENALTY_ON_WEIGHTS = (
     "Add the penalty's gradient where gradients are final, once a step: in on_before_optimizer_step, under"
@@ -142,6 +143,10 @@ class GradSync:
         """
         return nullcontext()
 
+    def take_order(self) -> int:
+        """A number below 2**20 that is the same on all ranks if they have used the same units in the window."""
+        return 0
+
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Average what backward has left of parameters that a window has trained. May be a collective."""
 
@@ -197,6 +202,10 @@ class FSDPGradSync(GradSync):
         self.units = torch_internals.fsdp_units(model)
         self._roots = fsdp_roots(model)
         self._groups = [group for unit in self.units for group in torch_internals.param_groups(unit)]
+        self._model = model
+        self._number_of = {group: number for number, group in enumerate(self._groups, start=1)}
+        self._order = 0  # of the groups whose forwards have run in the window
+        self._first_gathers: AgreedGathers | None = None
         self._written = WrittenWeights(self.units)
         self._retained: list[FSDPModule] = []
         self.is_last: bool | None = None
@@ -315,6 +324,21 @@ class FSDPGradSync(GradSync):
             if unit not in still_needed:
                 reshard(unit)
 
+    def compare_gathers(self, device: torch.device) -> None:
+        """Compare which units the ranks gather, until a window ends."""
+        if self._group is not None:
+            self._first_gathers = AgreedGathers(self._model, self.units, self._group, device)
+
+    def _stop_comparing(self) -> None:
+        if self._first_gathers is not None:
+            self._first_gathers.patches.restore()
+            self._first_gathers = None
+
+    @override
+    def take_order(self) -> int:
+        order, self._order = self._order, 0
+        return order
+
     @override
     def toggled(self) -> None:
         needed = [unit for unit in self.units if torch_internals.is_unsharded(unit)]  # by a backward that is to come
@@ -335,6 +359,11 @@ class FSDPGradSync(GradSync):
     def backward(self, loss: Tensor, trained: Set[nn.Parameter], counts: bool = True) -> Iterator[None]:
         """See the base class; after it, the module shows its sharded parameters. Raises if it has bypassed FSDP2."""
         self.watch()
+        if self._first_gathers is not None:
+            self._first_gathers.before_backward()
+        if self._order == 0 or not self._retain_unsharded:  # later forwards of a window use what the first has gathered
+            for group in dict.fromkeys(torch_internals.forward_order(self._roots)):
+                self._order = (self._order * 31 + self._number_of[group]) % _ORDERS
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self._reduce(Reductions.ALL if self.is_last else deferred[self._defer])
         if self.is_last:
@@ -350,12 +379,16 @@ class FSDPGradSync(GradSync):
             raise RuntimeError(
                 f"{', '.join(self._bypassed[:3])}: {len(self._bypassed)} parameters that FSDP2 shards got a gradient"
                 " that it does not reduce, since training_step uses them outside of their unit's forward, as a penalty"
-                f" on weights does (`p.full_tensor()`). {PENALTY_ON_WEIGHTS}"
+                f" on weights does (`p.full_tensor()`). {PENALTY_ON_WEIGHTS} For a method that differentiates by"
+                " module.parameters(), as adjoint methods do, pass auto_wrap_policy=set(): the model is then one unit,"
+                " which under automatic optimization is gathered during all of training_step."
             )
         for root in self._roots if self.is_last else ():
             torch_internals.reduce_deferred_gradients(root)
         self._reduce(Reductions.BY_FSDP2 if self.is_last else Reductions.NONE)
         self._gathered.units.clear()
+        if self.is_last:
+            self._stop_comparing()
         for unit in self.units:
             if not torch_internals.is_unsharded(unit):
                 continue
@@ -412,6 +445,7 @@ class FSDPGradSync(GradSync):
     def close(self) -> None:
         """Reshard the model, remove the hooks, and let FSDP2 reduce as before."""
         self.release()
+        self._stop_comparing()
         self._restored.close()
         self._written.close()
         super().close()
@@ -420,6 +454,8 @@ class FSDPGradSync(GradSync):
     def recover(self) -> None:
         """After an exception in a forward or backward: make the model usable again, and drop deferred gradients."""
         self._in_backward, self._bypassed = False, []
+        self._order = 0
+        self._stop_comparing()
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
         gradients = [(param.sharded_param, param.sharded_param.grad) for g in self._groups for param in g.fsdp_params]
         with self._written.recovering():
