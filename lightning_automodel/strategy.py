@@ -517,7 +517,7 @@ class AutomodelStrategy(ParallelStrategy):
         run = self._required_run
         with ExitStack() as step:
             run_closure = partial(run.run_closure, closure, optimizer, step)
-            with checks.explained_errors():  # of on_before_optimizer_step
+            with checks.explained_errors(self._options.is_sharded):  # of on_before_optimizer_step
                 output = super().optimizer_step(optimizer, run_closure, model, **kwargs)
         run.windows.stepped(optimizer)  # a gradient scaler may have skipped the step
         if self._resume is not None:

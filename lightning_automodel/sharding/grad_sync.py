@@ -236,7 +236,7 @@ class FSDPGradSync(GradSync):
         These are prefetched units that the forward did not use, and, if no gradients are computed, those of the root.
         """
         drop_unused(units)
-        if not torch.is_grad_enabled() and root not in self._gathered.units:
+        if not torch.is_grad_enabled() and cast(FSDPModule, root) not in self._gathered.units:
             cast(FSDPModule, root).reshard()
 
     def gather_once(self) -> None:
