@@ -33,14 +33,14 @@ TERMS: dict[str, tuple[Callable[[], Tensor], list[LossTerm]]] = {
     "class weights": (lambda: cross_entropy(LABELS, weight=WEIGHT), [LossTerm("class weights", 5.5)]),
     "smoothed": (
         lambda: cross_entropy(LABELS, label_smoothing=0.1),
-        [LossTerm("labels", 3), LossTerm("numbers", 3)],
+        [LossTerm("labels", 3, 0.9), LossTerm("numbers", 3, 0.1 / 3)],
     ),
     "probabilities": (lambda: cross_entropy(SOFT), [LossTerm("probabilities", 4)]),
     "weighted probabilities": (lambda: cross_entropy(SOFT, weight=WEIGHT), [LossTerm("probabilities", 4)]),
     "smoothed probabilities": (lambda: cross_entropy(SOFT, label_smoothing=0.1), [LossTerm("probabilities", 4)]),
     "mixed": (
         lambda: 0.3 * cross_entropy(LABELS) + 0.7 * cross_entropy(LABELS.flip(0)),
-        [LossTerm("labels", 3), LossTerm("labels", 3)],
+        [LossTerm("labels", 3, 0.7), LossTerm("labels", 3, 0.3)],
     ),
     "in float32": (lambda: cross_entropy(LABELS).float(), [LossTerm("labels", 3)]),
     "an image": (

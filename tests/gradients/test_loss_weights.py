@@ -65,6 +65,13 @@ SAID: dict[str, Case] = {
     ),
     "a mixture": ({}, lambda y: len(y) / 9 * ce(y) + (1 - len(y) / 9) * ce(y.flip(0)), lambda y: (y >= 0).sum(), None),
     "a sum as a mean": ({}, lambda y: ce(y, reduction="sum"), lambda y: (y >= 0).sum(), "pass loss_reduction='sum'"),
+    "a sum over a factor": (
+        {},
+        lambda y: ce(y, reduction="sum") * (1 / (y >= 0).sum()),
+        lambda y: (y >= 0).sum(),
+        None,
+    ),
+    "a mean times its count": ({}, lambda y: ce(y) * (y >= 0).sum(), lambda y: (y >= 0).sum(), "loss_reduction='sum'"),
     "a sum": ({"loss_reduction": "sum"}, lambda y: ce(y, reduction="sum"), lambda y: (y >= 0).sum(), None),
     "a mean as a sum": ({"loss_reduction": "sum"}, ce, lambda y: (y >= 0).sum(), "leave it out where"),
     "not counted": ({"per_token_loss": False}, ce, lambda y: 1, None),
