@@ -1,7 +1,7 @@
 """What the autograd graph of a loss tells about how it was averaged. Read in the first micro-batches of a run alone."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ Kind = Literal["labels", "class weights", "probabilities", "cross-entropies", "n
 
 _UNCHANGED = ("ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze")
 """Functions whose output has the elements of their first input."""
+_LINEAR = ("Add", "Sub", "Neg", "Sum", "Stack", "Cat", "DDPSink")
+"""Functions of which each element of the output is the sum of some of the inputs, but for their signs."""
 _COLLECTIVES = ("AllGather", "AllReduce", "c10d_functional")
 """In the names of the functions of ``torch.distributed.nn``, which ``all_gather(..., sync_grads=True)`` calls too, and
 of its functional collectives."""
@@ -30,18 +32,25 @@ class LossTerm:
             ``cross-entropies`` or of other ``numbers``; a loss that is taken from ``all ranks``; a ``metric`` that
             synchronises in each step.
         divisor: The product of all divisors between the loss and the sum.
+        factor: The product of all numbers that it is multiplied by on the way.
     """
 
     kind: Kind
     divisor: float
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
 class _Edge:
-    """A node of the graph, and what the loss divides its output by."""
+    """A node of the graph, and what the loss divides its output by and multiplies it by."""
 
     node: Any
-    divisor: float
+    divisor: float = 1.0
+    factor: float = 1.0
+
+    def term(self, kind: Kind, divisor: float = 1.0) -> LossTerm:
+        """The term that the node is, with a divisor of its own."""
+        return LossTerm(kind, self.divisor * divisor, self.factor)
 
 
 def loss_terms(loss: Tensor, module: nn.Module) -> list[LossTerm]:
@@ -66,7 +75,7 @@ def synchronised_metrics(module: nn.Module) -> list[Any]:
 
 def _linear_inputs(loss: Tensor) -> Iterator[_Edge]:
     """All nodes that the loss depends on linearly, from its own on. What is behind others is not looked at."""
-    pending = [_Edge(loss.grad_fn, 1.0)]
+    pending = [_Edge(loss.grad_fn)]
     seen = set()
     for _ in range(_MAX_NODES):
         if not pending:
@@ -80,22 +89,25 @@ def _linear_inputs(loss: Tensor) -> Iterator[_Edge]:
 
 
 def _inputs(edge: _Edge) -> list[_Edge]:
-    """The inputs of a node that is linear in them, with the product of the divisors on the way."""
-    node, divisor = edge.node, edge.divisor
+    """The inputs of a node that is linear in them, with the products of the divisors and the factors on the way."""
+    node = edge.node
     name = _name(node)
     inputs = [each for each, _ in node.next_functions]
+    divisor: float | None = 1.0
+    factor: float | None = 1.0
     if node.name() == "MeanBackward0":  # of all elements
-        return [_Edge(inputs[0], divisor * torch_internals.saved(node, "self_sym_numel"))]
-    if name == "Div":
-        by = _constant(node, "other", inputs[1:])
-        return [] if by is None else [_Edge(inputs[0], divisor * by)]
-    if name == "Mul":
-        # A factor is no divisor: that of a mixture of two losses changes with each batch.
-        is_scaled = any(_constant(node, *each) is not None for each in (("other", inputs[1:]), ("self", inputs[:1])))
-        return [_Edge(each, divisor) for each in inputs] if is_scaled else []
-    if name in ("Add", "Sub", "Neg", "Sum", "Stack", "Cat", "DDPSink") or name.startswith(_UNCHANGED):
-        return [_Edge(each, divisor) for each in inputs]
-    return []
+        divisor = torch_internals.saved(node, "self_sym_numel")
+    elif name == "Div":
+        divisor = _constant(node, "other", inputs[1:])
+    elif name == "Mul":
+        factor = _constant(node, "other", inputs[1:])
+        if factor is None:
+            factor = _constant(node, "self", inputs[:1])
+    elif not (name in _LINEAR or name.startswith(_UNCHANGED)):
+        return []
+    if divisor is None or factor is None:
+        return []
+    return [replace(edge, node=each, divisor=edge.divisor * divisor, factor=edge.factor * factor) for each in inputs]
 
 
 def _name(node: Any) -> str:
@@ -117,21 +129,22 @@ def _constant(node: Any, name: str, inputs: list[Any]) -> float | None:
 
 
 def _term(edge: _Edge, metrics: list[Any]) -> LossTerm | None:
-    node, divisor = edge.node, edge.divisor
+    """What a node is known as, if it is."""
+    node = edge.node
     name = _name(node)
     if any(node is metric for metric in metrics):
-        return LossTerm("metric", divisor)
+        return edge.term("metric")
     if any(each in name for each in _COLLECTIVES):
-        return LossTerm("all ranks", divisor)
+        return edge.term("all ranks")
     if name in ("NllLoss", "NllLoss2D"):
         if torch_internals.saved(node, "reduction") != _MEAN:
-            return LossTerm("cross-entropies", divisor)
+            return edge.term("cross-entropies")
         weight: Kind = "labels" if torch_internals.saved(node, "weight") is None else "class weights"
-        return LossTerm(weight, divisor * float(torch_internals.saved(node, "total_weight")))
+        return edge.term(weight, float(torch_internals.saved(node, "total_weight")))
     if name == "Div" and (rows := _rows_of_probabilities(node)) is not None:
-        return LossTerm("probabilities", divisor * rows)
+        return edge.term("probabilities", rows)
     if node.name() == "SumBackward0" and _name(_without_factors(node)) not in ("NllLoss", "NllLoss2D", "LogSoftmax"):
-        return LossTerm("numbers", divisor)
+        return edge.term("numbers")
     return None
 
 

@@ -72,7 +72,7 @@ class FirstLooks:
         look = _Look(terms, number)
         first = self._first.setdefault(tuple(term.kind for term in terms), look)
         for earlier, term in zip(first.terms, look.terms, strict=True):
-            found = _Comparison(module, weighting, term.kind, (earlier.divisor, term.divisor), (first.count, number))
+            found = _Comparison(module, weighting, (earlier, term), (first.count, number))
             if (text := found.of_all_ranks() or found.of_one_rank()) is not None:
                 self._left = 0
                 return text
@@ -85,9 +85,30 @@ class _Comparison:
 
     module: nn.Module
     weighting: TokenWeighting
-    kind: Kind
-    divisors: tuple[float, float]
+    terms: tuple[LossTerm, LossTerm]
     counts: tuple[float, float]
+
+    @property
+    def kind(self) -> Kind:
+        """Of the term, the same in both."""
+        return self.terms[0].kind
+
+    @property
+    def divisors(self) -> tuple[float, float]:
+        """What the sums are divided by; less the count, where a mean is multiplied by it."""
+        first, second = self.terms
+        if self._is_multiplied_by_count():
+            return first.divisor / first.factor, second.divisor / second.factor
+        return first.divisor, second.divisor
+
+    def _has_one_factor(self) -> bool:
+        return math.isclose(self.terms[0].factor, self.terms[1].factor, rel_tol=_ROUNDING)
+
+    def _is_multiplied_by_count(self) -> bool:
+        (first, second), (count, other) = self.terms, self.counts
+        return not self._has_one_factor() and math.isclose(
+            first.factor * other, second.factor * count, rel_tol=_ROUNDING
+        )
 
     def of_one_rank(self) -> str | None:
         """What to tell of a sum, if the quotient of its divisor and the count is not the same in both."""
@@ -111,6 +132,10 @@ class _Comparison:
         is_constant = math.isclose(*self.divisors, rel_tol=_ROUNDING)
         if is_constant and self.kind == "numbers":
             return True  # as a penalty on weights, which is no mean
+        if self.kind in ("numbers", "cross-entropies") and not (
+            self._has_one_factor() or self._is_multiplied_by_count()
+        ):
+            return True  # it is multiplied by one over a number, or a part of a mixture
         if self.weighting.loss_reduction == "sum":
             return is_constant
         first, second = (divisor / count for divisor, count in zip(self.divisors, self.counts, strict=True))
